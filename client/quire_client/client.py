@@ -17,10 +17,22 @@ from quire_client.inputs import (
     Prompt,
     SamplingParams,
     detokenize_request,
+    embed_request,
     generate_request,
+    rank_request,
     tokenize_request,
 )
-from quire_client.outputs import Chunk, Completion, TokenLogprobs, chunk_of, completions_of
+from quire_client.outputs import (
+    Chunk,
+    Completion,
+    Embedding,
+    Ranked,
+    TokenLogprobs,
+    chunk_of,
+    completions_of,
+    embeddings_of,
+    ranked_of,
+)
 
 _OPTIONS = [
     # The scores of a prompt's tokens come in one message.
@@ -47,6 +59,8 @@ class _Calls:
             for method in service.methods
         }
         self.generate: Any = calls["Generate"]
+        self.embed: Any = calls["Embed"]
+        self.rank: Any = calls["Rank"]
         self.tokenize: Any = calls["Tokenize"]
         self.detokenize: Any = calls["Detokenize"]
         self._key = (("authorization", f"Bearer {api_key}"),) if api_key else ()
@@ -161,6 +175,54 @@ class Client:
             timeout_s=timeout_s,
         )
         return completion.start.prompt_logprobs
+
+    def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        dimensions: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        model: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> list[Embedding]:
+        """The vectors of ``inputs``, texts or lists of token ids, in their order.
+
+        ``dimensions`` keeps the first numbers of each, 0 all. ``truncate_prompt_tokens`` keeps so
+        many tokens of an input at most, -1 as many as the model takes; without, a longer one is
+        refused.
+        """
+        request = embed_request(
+            inputs,
+            model=model,
+            dimensions=dimensions,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            cache_salt=cache_salt,
+        )
+        return embeddings_of(self._ask(self._calls.embed, request, timeout_s))
+
+    def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        model: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> list[Ranked]:
+        """``documents``, the most alike to ``query`` first; the best ``top_n`` only, unless it is
+        0. The rest as of `embed`."""
+        request = rank_request(
+            query,
+            documents,
+            model=model,
+            top_n=top_n,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            cache_salt=cache_salt,
+        )
+        return ranked_of(self._ask(self._calls.rank, request, timeout_s))
 
     def tokenize(
         self,
@@ -295,6 +357,48 @@ class AsyncClient:
             timeout_s=timeout_s,
         )
         return completion.start.prompt_logprobs
+
+    async def embed(
+        self,
+        inputs: Sequence[str | Sequence[int]],
+        *,
+        dimensions: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        model: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> list[Embedding]:
+        """As `Client.embed`."""
+        request = embed_request(
+            inputs,
+            model=model,
+            dimensions=dimensions,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            cache_salt=cache_salt,
+        )
+        return embeddings_of(await self._ask(self._calls.embed, request, timeout_s))
+
+    async def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int = 0,
+        truncate_prompt_tokens: int | None = None,
+        model: str = "",
+        cache_salt: str = "",
+        timeout_s: float | None = None,
+    ) -> list[Ranked]:
+        """As `Client.rank`."""
+        request = rank_request(
+            query,
+            documents,
+            model=model,
+            top_n=top_n,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            cache_salt=cache_salt,
+        )
+        return ranked_of(await self._ask(self._calls.rank, request, timeout_s))
 
     async def tokenize(
         self,

@@ -105,6 +105,51 @@ def tokenize_request(
     return request
 
 
+def embed_request(
+    inputs: Sequence[str | Sequence[int]],
+    *,
+    model: str,
+    dimensions: int,
+    truncate_prompt_tokens: int | None,
+    cache_salt: str,
+) -> pb.EmbedRequest:
+    """Raises InvalidArgument: a value cannot be sent."""
+    request = pb.EmbedRequest(
+        model=model,
+        dimensions=dimensions,
+        truncate_prompt_tokens=truncate_prompt_tokens,
+        cache_salt=cache_salt,
+    )
+    for each in inputs:
+        given = request.inputs.add()
+        if isinstance(each, str):
+            given.text = _text("inputs", each)
+        else:
+            given.token_ids.SetInParent()
+            _extend(given.token_ids.ids, each, name="inputs")
+    return request
+
+
+def rank_request(
+    query: str,
+    documents: Sequence[str],
+    *,
+    model: str,
+    top_n: int,
+    truncate_prompt_tokens: int | None,
+    cache_salt: str,
+) -> pb.RankRequest:
+    """Raises InvalidArgument: a value cannot be sent."""
+    return pb.RankRequest(
+        model=model,
+        query=_text("query", query),
+        documents=[_text("documents", each) for each in documents],
+        top_n=top_n,
+        truncate_prompt_tokens=truncate_prompt_tokens,
+        cache_salt=cache_salt,
+    )
+
+
 def detokenize_request(
     token_ids: Sequence[int], *, model: str, skip_special_tokens: bool
 ) -> pb.DetokenizeRequest:

@@ -90,6 +90,40 @@ class Completion:
     usage: Usage
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """The vector of one input."""
+
+    values: tuple[float, ...]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """A document's place among those that were sent, and how alike it is to the query."""
+
+    index: int
+    score: float
+
+
+def embeddings_of(response: pb.EmbedResponse) -> list[Embedding]:
+    """The embeddings in a message."""
+    return [
+        Embedding(
+            values=tuple(each.values),
+            num_prompt_tokens=each.num_prompt_tokens,
+            num_cached_tokens=each.num_cached_tokens,
+        )
+        for each in response.embeddings
+    ]
+
+
+def ranked_of(response: pb.RankResponse) -> list[Ranked]:
+    """The documents in a message, best first."""
+    return [Ranked(index=each.index, score=each.score) for each in response.ranked]
+
+
 def chunk_of(response: pb.GenerateResponse) -> Chunk:
     """The chunk in a message."""
     stop = response.WhichOneof("stop_reason")

@@ -21,7 +21,7 @@ from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.events import BlocksRemoved, BlocksStored, Digest, EventBatch
 from quire.worker.api.hashing import BlockHash, BlockHashes, Feature, TokenIds, as_token_ids
-from quire.worker.api.request import Prepared
+from quire.worker.api.request import Prepared, Task
 from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
 from quire.worker.api.structured import Constraint, ConstraintKind
 
@@ -99,10 +99,11 @@ TRAVELS: dict[str, st.SearchStrategy[Any]] = {
     "cache_salt": st.text(max_size=9),
     "priority": st.integers(-(2**31), 2**31 - 1),
     "tenant": st.text(max_size=9),
+    "task": st.sampled_from(get_args(Task)),
 }
 STAYS = {
     *("client_id", "explain_routing", "shown_token_ids", "hashes", "model", "is_checked"),
-    *("arrival_s", "deadline_s", "task", "outputs"),
+    *("arrival_s", "deadline_s", "outputs"),
 }
 
 

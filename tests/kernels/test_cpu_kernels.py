@@ -117,6 +117,22 @@ def test_windows_caps_and_sinks_are_those_of_the_twin_in_any_chunk(
     assert torch.equal(chunk, got[start + 100 : start + 200])
 
 
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("lookahead", [1, 70, TILE, 10_000])
+def test_a_lookahead_is_that_of_the_twin_in_any_batch(lookahead: int, window: int | None) -> None:
+    options = AttentionOptions(window=window, lookahead=lookahead)
+    batch = paged_batch(
+        [(1, 1), (300, 300), (TILE, TILE), (40, 40)],
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=32,
+        block_size=16,
+    )
+    got = batch.attend(CPU, num_decodes=1, options=options)
+    assert_near_twin(got, batch.expected(options=options))
+    assert torch.equal(batch.only(1).attend(CPU, options=options), got[1:301])
+
+
 def test_a_model_with_sinks_has_a_backend_on_cpus_alone() -> None:
     sinks = AttentionOptions(sinks=(0.0,))
     cpu = torch.device("cpu")

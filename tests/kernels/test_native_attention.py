@@ -233,6 +233,27 @@ def test_a_window_and_a_cap_are_those_of_the_twin(
     assert_near_twin(got, expected)
 
 
+@pytest.mark.quick_cells(6)
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("lookahead", [1, 70, 1 << 30])
+def test_a_lookahead_is_that_of_the_twin_in_any_batch(
+    any_isa: NativeBackend, lookahead: int, window: int | None
+) -> None:
+    options = AttentionOptions(window=window, lookahead=lookahead)
+    batch = paged_batch(
+        [(300, 300), (1, 1), (129, 129), (40, 40)],
+        num_heads=6,
+        num_kv_heads=2,
+        head_size=32,
+        block_size=16,
+    )
+    stored = batch.stored_by(any_isa)
+    got = stored.attend(any_isa, options=options)
+    assert_near_twin(got, batch.expected(options=options))
+    _assert_rows_are_as_if_alone(stored, any_isa, options)
+
+
 @pytest.mark.quick_cells(12)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("int8", [False, True])

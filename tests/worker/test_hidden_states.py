@@ -119,7 +119,7 @@ def test_what_an_engine_does_not_do_is_refused(tiny_llama: Path) -> None:
     with engine_of(tiny_llama) as engine:
         wrong: dict[str, Any]
         for wrong, message in (
-            ({"task": "embed"}, "task='embed': use 'generate'"),
+            ({"task": "rank"}, "task='rank': use 'generate' or 'embed'"),
             ({"outputs": frozenset({"states"})}, r"outputs=frozenset\({'states'}\): use 'hidden'"),
         ):
             with pytest.raises(InvalidRequest, match=message):

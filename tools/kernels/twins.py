@@ -80,7 +80,7 @@ def paged_attention(
         scores_HQL = (q_HQD @ k_HLD.transpose(1, 2)) * scale
         if options.soft_cap is not None:
             scores_HQL = options.soft_cap * torch.tanh(scores_HQL / options.soft_cap)
-        unseen_QL = tokens_L > positions_Q[:, None]
+        unseen_QL = tokens_L > positions_Q[:, None] + options.lookahead
         if options.window is not None:
             unseen_QL |= tokens_L <= positions_Q[:, None] - options.window
         scores_HQL = scores_HQL.masked_fill(unseen_QL, float("-inf"))

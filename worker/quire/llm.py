@@ -18,13 +18,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
+import numpy as np
+
 from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.api.config import Device, DType, EngineConfig, ModelImpl, SchedulingPolicy
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import TokenIds, as_token_ids
 from quire.worker.api.limits import derive_seed
-from quire.worker.api.outputs import CompletionOutput, Logprob, RequestOutput
-from quire.worker.api.request import Prepared
+from quire.worker.api.outputs import (
+    CompletionOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
+from quire.worker.api.request import Prepared, Task
 from quire.worker.api.sampling_params import SamplingParams, params_of_each
 from quire.worker.api.spelling import spell_out
 from quire.worker.api.structured import StructuredOutputsParams
@@ -32,15 +41,18 @@ from quire.worker.engine import Engine
 from quire.worker.model.hub import fetch_checkpoint, with_revision
 from quire.worker.ranks.executor import make_executor
 from quire.worker.text.completions import OfflineCompletion, Progress, request_output
+from quire.worker.text.embeddings import OfflineEmbedding, cosine
 from quire.worker.text.reasoning import reasoning_of
 from quire.worker.text.tokenizer import Message, Tokenizer
 
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
 ]
 
@@ -229,6 +241,75 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embeddings of ``prompts``, as the checkpoint's ``modules.json`` says they are made.
+
+        Args:
+            prompts: One prompt or a list of them.
+            truncate_prompt_tokens: Keep so many tokens of a prompt at most, the first ones; -1 is
+                as many as the model takes. By default a longer prompt is refused.
+            use_tqdm: Show progress on stderr.
+
+        Raises:
+            InvalidRequest: The model makes no embeddings, or a prompt cannot be served; the message
+                says which. None was run.
+        """
+        listed = list(prompts) if isinstance(prompts, list | tuple) else [cast("Prompt", prompts)]
+        params = SamplingParams(
+            temperature=0, max_tokens=1, truncate_prompt_tokens=truncate_prompt_tokens
+        )
+        batch = [
+            OfflineEmbedding(self._prepared(index, prompt, params, task="embed")[1])
+            for index, prompt in enumerate(listed)
+        ]
+        self._run(batch, shown=use_tqdm)
+        return [each.output() for each in batch]
+
+    def score(
+        self,
+        data_1: Prompt | Sequence[Prompt],
+        data_2: Prompt | Sequence[Prompt],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How alike each of ``data_2`` is to its counterpart in ``data_1``, or to the only one
+        there: the cosine of their embeddings.
+
+        Raises:
+            InvalidRequest: As `embed`, or the numbers of texts do not fit.
+        """
+        first, second = (
+            list(data) if isinstance(data, list | tuple) else [cast("Prompt", data)]
+            for data in (data_1, data_2)
+        )
+        if len(first) not in (1, len(second)):
+            raise InvalidRequest(
+                f"{len(first)} texts in data_1 and {len(second)} in data_2: give one, or as many",
+                param="data_1",
+            )
+        made = self.embed(
+            [*first, *second], truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm
+        )
+        lefts = made[: len(first)] * (len(second) // len(first))
+        return [
+            ScoringRequestOutput(
+                request_id=right.request_id,
+                outputs=ScoringOutput(
+                    cosine(np.array(left.outputs.embedding), np.array(right.outputs.embedding))
+                ),
+                prompt_token_ids=left.prompt_token_ids + right.prompt_token_ids,
+                num_cached_tokens=left.num_cached_tokens + right.num_cached_tokens,
+            )
+            for left, right in zip(lefts, made[len(first) :], strict=True)
+        ]
+
     def reset_prefix_cache(self) -> None:
         """Forgets all cached blocks, as for a measurement that begins cold."""
         self._engine.reset_prefix_cache()
@@ -252,6 +333,22 @@ class LLM:
         self, index: int, prompt: Prompt, params: SamplingParams, priority: int
     ) -> list[OfflineCompletion]:
         """The ``params.n`` completions of one prompt, checked and not yet begun."""
+        text, request = self._prepared(index, prompt, params, priority=priority)
+        return [
+            OfflineCompletion(each, prompt=text, index=number, tokenizer=self._tokenizer)
+            for number, each in enumerate(request.completions())
+        ]
+
+    def _prepared(
+        self,
+        index: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        task: Task = "generate",
+    ) -> tuple[str | None, Prepared]:
+        """One prompt's text, if it came as such, and its request, checked."""
         number, self._num_prompts = self._num_prompts, self._num_prompts + 1
         # Drawn here and not by the engine: the seeds of completions follow one another.
         seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
@@ -263,6 +360,7 @@ class LLM:
                 tokenizer=self.get_tokenizer,
                 reasoning=reasoning_of,
                 max_model_len=self._engine.max_model_len,
+                task=task,
             )
             request = Prepared(
                 request_id=str(number),
@@ -270,14 +368,12 @@ class LLM:
                 sampling=replace(params, seed=seed),
                 cache_salt=cache_salt,
                 priority=priority,
+                task=task,
             )
             self._engine.check_request(request)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {index}: {error}") from None
-        return [
-            OfflineCompletion(each, prompt=text, index=number, tokenizer=self._tokenizer)
-            for number, each in enumerate(request.completions())
-        ]
+        return text, request
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, TokenIds, str]:
         fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
@@ -298,9 +394,11 @@ class LLM:
             token_ids = as_token_ids(self.get_tokenizer().encode(text) if text else [])
         return text, token_ids, fields.get("cache_salt", "")
 
-    def _run(self, completions: Sequence[OfflineCompletion], *, shown: bool) -> None:
+    def _run(
+        self, completions: Sequence[OfflineCompletion | OfflineEmbedding], *, shown: bool
+    ) -> None:
         waiting = deque(completions)
-        running: dict[str, OfflineCompletion] = {}
+        running: dict[str, OfflineCompletion | OfflineEmbedding] = {}
         try:
             with Progress(num_completions=len(completions), shown=shown) as progress:
                 while waiting or running:

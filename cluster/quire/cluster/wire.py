@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from quire.v1 import group_pb2 as group_pb
 from quire.v1 import inference_pb2 as pb
+from quire.worker.api.arrays import Floats
 from quire.worker.api.engine_stats import EngineStats
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.events import (
@@ -24,13 +25,15 @@ from quire.worker.api.events import (
 )
 from quire.worker.api.hashing import BlockHashes, Feature, TokenIds
 from quire.worker.api.outputs import FinishReason, TokenLogprobs
-from quire.worker.api.request import Prepared
+from quire.worker.api.request import Prepared, Task
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.api.structured import Constraint
 
 _SAMPLING = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields]
 _DEFAULTS = SamplingParams()
 _LEFT_OUT = {name: (getattr(_DEFAULTS, name), None, ()) for name in _SAMPLING}
+_TASKS: dict[Task, group_pb.Task] = {"generate": group_pb.GENERATE, "embed": group_pb.EMBED}
+_TASK_OF = {number: task for task, number in _TASKS.items()}
 _NOT_THE_ENGINES = ("num_unsent_tokens", "num_gateways")
 _LOAD = [
     field.name for field in group_pb.Load.DESCRIPTOR.fields if field.name not in _NOT_THE_ENGINES
@@ -104,6 +107,7 @@ def work_of(request: Prepared) -> bytes:
         cache_salt=request.cache_salt,
         priority=request.priority,
         tenant=request.tenant,
+        task=_TASKS[request.task],
     ).SerializeToString()
 
 
@@ -130,6 +134,7 @@ def prepared_of(submit: group_pb.Submit, *, request_id: str) -> Prepared:
         cache_salt=work.cache_salt,
         priority=work.priority,
         tenant=work.tenant,
+        task=_TASK_OF[work.task],
         is_checked=True,
     )
 
@@ -167,6 +172,15 @@ FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
     "abort": pb.FINISH_REASON_ABORT,
 }
 FINISH_REASON_OF = {number: reason for reason, number in FINISH_REASONS.items()}
+
+
+def vector_to_bytes(vector_C: Floats) -> bytes:
+    """What `vector_from_bytes` reads."""
+    return vector_C.astype("<f4").tobytes()
+
+
+def vector_from_bytes(data: bytes) -> Floats:
+    return np.frombuffer(data, dtype="<f4").astype(np.float32, copy=False)
 
 
 def logprobs_from_proto(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:

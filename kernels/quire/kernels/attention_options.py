@@ -18,6 +18,9 @@ class AttentionOptions:
 
     window: int | None = None
     """A query sees this many tokens at most, itself the last of them; ``None`` is all."""
+    lookahead: int = 0
+    """A query also sees this many tokens of its sequence behind itself, as in encoders. Their K and
+    V are there: a step computes such a sequence as a whole."""
     soft_cap: float | None = None
     """Scores become ``soft_cap * tanh(score / soft_cap)``, as in Gemma 2; ``None`` leaves them."""
     sinks: tuple[float, ...] | None = None
@@ -31,6 +34,8 @@ class AttentionOptions:
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window}: must be at least 1, or None for all tokens")
+        if self.lookahead < 0:
+            raise ValueError(f"lookahead={self.lookahead}: must be 0 or more")
         for name in ("soft_cap", "k_scale", "v_scale"):
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):

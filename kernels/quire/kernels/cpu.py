@@ -244,6 +244,7 @@ def _attend_decodes(
         k_RAKLD,
         v_RAKLD,
         positions_RX,
+        last_token=None,
         first_tile=k_RAKLD.shape[1] - 1,
         group=group,
         options=options,
@@ -270,7 +271,8 @@ def _attend_queries(
     for first in range(0, num_queries, step):
         chunk = q_QKGD[first : first + step]
         position = seq_len - num_queries + first
-        num_tiles = -(-(position + len(chunk)) // TILE)
+        end = min(seq_len, position + len(chunk) + options.lookahead)
+        num_tiles = -(-end // TILE)
         q_KXD = chunk.permute(1, 0, 2, 3).reshape(num_kv_heads, -1, head_size)
         num_pairs = q_KXD.shape[1]
         q_1KXD = pad(q_KXD, (0, 0, 0, max(0, _MIN_PAIRS - num_pairs)))[None]
@@ -280,6 +282,7 @@ def _attend_queries(
             k_1AKLD[:, :num_tiles],
             v_1AKLD[:, :num_tiles],
             positions_1X.clamp_(max=position + len(chunk) - 1)[None],
+            last_token=seq_len - 1,
             first_tile=position // TILE,
             group=group,
             options=options,
@@ -294,6 +297,7 @@ def _attend(
     v_RAKLD: Tensor,
     positions_RX: Tensor,
     *,
+    last_token: int | None,
     first_tile: int,
     group: int,
     options: AttentionOptions,
@@ -301,7 +305,7 @@ def _attend(
     """Attention of pairs at ``positions``, which lie in tile ``first_tile`` or later.
 
     Pair x is of head ``x % group`` of its group. ``positions`` may be ``[R, 1]`` where a row's
-    pairs share one. ``q`` is scaled already.
+    pairs share one, and is the last token of each row then. ``q`` is scaled already.
     """
     num_rows, num_tiles, num_kv_heads, _, head_size = k_RAKLD.shape
     num_pairs = q_RKXD.shape[2]
@@ -314,7 +318,12 @@ def _attend(
     if window is not None:
         first_tile = 0
     tokens_AL = torch.arange(first_tile * TILE, num_tiles * TILE).view(-1, 1, 1, TILE)
-    hidden = tokens_AL > positions_RX[:, None, None, :, None]
+    ends_RX = (
+        positions_RX
+        if last_token is None
+        else (positions_RX + options.lookahead).clamp_(max=last_token)
+    )
+    hidden = tokens_AL > ends_RX[:, None, None, :, None]
     if window is not None:
         hidden |= tokens_AL <= positions_RX[:, None, None, :, None] - window
     scores_RAKXL[:, first_tile:].masked_fill_(hidden, float("-inf"))

@@ -122,6 +122,7 @@ def attention_fields(scale: float, options: AttentionOptions, num_heads: int) ->
         "scale": scale,
         "soft_cap": options.soft_cap or 0.0,
         "window": min(options.window or 0, _ALL_TOKENS),
+        "lookahead": min(options.lookahead, _ALL_TOKENS),
     }
 
 

@@ -88,6 +88,7 @@ def prefill_attention(
         scale * loaded_scale(k_cache, options.k_scale), soft_cap=options.soft_cap
     )
     window = 0 if options.window is None else options.window
+    lookahead = min(options.lookahead, max_seq_len)
     num_tiles = triton.cdiv(max_query_len * group, config.block_m)
     num_splits = triton.cdiv(max_seq_len, split)
     num_parts = prefill_parts(num_tiles * num_kv_heads * num_rows, num_splits=num_splits)
@@ -115,6 +116,7 @@ def prefill_attention(
         cap_scale,
         loaded_scale(v_cache, options.v_scale),
         window,
+        lookahead,
         q_THD.stride(0),
         block_tables_BM.stride(0),
         first_row,
@@ -143,6 +145,7 @@ def prefill_attention(
             query_starts_B1,
             loaded_scale(v_cache, options.v_scale),
             window,
+            lookahead,
             first_row,
             num_kv_heads,
             num_slots,
@@ -161,7 +164,7 @@ def prefill_attention(
 # requests wait. The strides of q are the model's, and that they are aligned speeds its loads.
 @triton.jit(
     do_not_specialize=[
-        *("window", "table_stride", "first_row", "num_kv_heads", "block_shift"),
+        *("window", "lookahead", "table_stride", "first_row", "num_kv_heads", "block_shift"),
         *("num_slots", "num_parts"),
     ],
     do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr", "query_starts_ptr"],
@@ -180,6 +183,7 @@ def prefill_kernel(
     cap_scale,
     v_scale,
     window,
+    lookahead,
     q_stride,
     table_stride,
     first_row,
@@ -220,15 +224,16 @@ def prefill_kernel(
     q = tl.load(q_ptr + q_offsets, mask=inside, other=0.0)
 
     positions = context + queries
+    ends = tl.minimum(positions + lookahead, seq_len - 1) + 1
     # Every query of the tile sees all tokens before `full`, none sees `end` or later.
     first_query = tile * BLOCK_M // GROUP
     last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_queries - 1)
     begin = 0
-    full = (context + first_query + 1) // BLOCK_N * BLOCK_N
+    full = tl.minimum(context + first_query + lookahead + 1, seq_len) // BLOCK_N * BLOCK_N
     if WINDOWED:  # and then every tile is masked
         begin = tl.maximum(context + first_query + 1 - window, 0) // BLOCK_N * BLOCK_N
         full = 0
-    end = context + last_query + 1
+    end = tl.minimum(context + last_query + lookahead + 1, seq_len)
     if KEPT:
         split = begin // SPLIT
         end_split = (end + SPLIT - 1) // SPLIT
@@ -245,7 +250,7 @@ def prefill_kernel(
         while split < end_split:
             acc, row_max, row_sum = attend_split(
                 q, k_ptr, v_ptr, block_table, tl.maximum(split * SPLIT, begin), full,
-                tl.minimum((split + 1) * SPLIT, end), positions, seq_len, window, kv_head,
+                tl.minimum((split + 1) * SPLIT, end), positions, ends, seq_len, window, kv_head,
                 num_kv_heads, block_shift, scale_log2, cap_scale,
                 HEAD_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, KEPT, WINDOWED, CAPPED,
             )  # fmt: skip
@@ -282,8 +287,8 @@ def prefill_kernel(
             split += 1
     else:
         acc, row_max, row_sum = attend_split(
-            q, k_ptr, v_ptr, block_table, begin, full, end, positions, seq_len, window, kv_head,
-            num_kv_heads, block_shift, scale_log2, cap_scale,
+            q, k_ptr, v_ptr, block_table, begin, full, end, positions, ends, seq_len, window,
+            kv_head, num_kv_heads, block_shift, scale_log2, cap_scale,
             HEAD_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, KEPT, WINDOWED, CAPPED,
         )  # fmt: skip
         store_out(
@@ -302,6 +307,7 @@ def attend_split(
     full,
     end,
     positions,
+    ends,
     seq_len,
     window,
     kv_head,
@@ -349,7 +355,7 @@ def attend_split(
             HEAD_SIZE, BLOCK_N, BLOCK_D,
         )  # fmt: skip
         kv_tokens = (start + tl.arange(0, BLOCK_N))[None, :]
-        visible = kv_tokens <= positions[:, None]
+        visible = kv_tokens < ends[:, None]
         if WINDOWED:
             visible &= kv_tokens > positions[:, None] - window
         # A tile's first queries may see nothing of its last split.

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit(
-    do_not_specialize=["window", "first_row", "num_kv_heads", "num_slots"],
+    do_not_specialize=["window", "lookahead", "first_row", "num_kv_heads", "num_slots"],
     do_not_specialize_on_alignment=["seq_lens_ptr", "query_starts_ptr"],
 )
 def prefill_merge_kernel(
@@ -21,6 +21,7 @@ def prefill_merge_kernel(
     query_starts_ptr,
     v_scale,
     window,
+    lookahead,
     first_row,
     num_kv_heads,
     num_slots,
@@ -43,8 +44,9 @@ def prefill_merge_kernel(
     kept = (kv_head * num_slots + slot).to(tl.int64) * TILE_M + first_pair
     num_kept = num_slots.to(tl.int64) * num_kv_heads * TILE_M
     queries = tl.minimum((first_pair + tl.arange(0, BLOCK_M)) // GROUP, num_queries - 1)
-    positions = tl.load(seq_lens_ptr + row) - num_queries + queries
-    last = positions // SPLIT
+    seq_len = tl.load(seq_lens_ptr + row)
+    positions = seq_len - num_queries + queries
+    last = tl.minimum(positions + lookahead, seq_len - 1) // SPLIT
     first = tl.maximum(positions + 1 - window, 0) // SPLIT if WINDOWED else last * 0
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)

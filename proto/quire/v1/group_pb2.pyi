@@ -7,6 +7,13 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GENERATE: _ClassVar[Task]
+    EMBED: _ClassVar[Task]
+GENERATE: Task
+EMBED: Task
+
 class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -74,20 +81,22 @@ class Submit(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[bytes] = ..., completion: _Optional[int] = ..., resumed_token_ids: _Optional[bytes] = ..., token_limit: _Optional[int] = ..., isolated_tokens: _Optional[int] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("segments", "sampling", "adapter", "cache_salt", "priority", "tenant")
+    __slots__ = ("segments", "sampling", "adapter", "cache_salt", "priority", "tenant", "task")
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
     sampling: _inference_pb2.SamplingParams
     adapter: str
     cache_salt: str
     priority: int
     tenant: str
-    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    task: Task
+    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., task: _Optional[_Union[Task, str]] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("token_ids", "feature_digest")
@@ -140,7 +149,7 @@ class StepFrame(_message.Message):
     def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., phase: _Optional[_Union[StepFrame.Phase, str]] = ..., num_submits: _Optional[int] = ..., num_requests: _Optional[int] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_offset", "token_ids", "logprobs", "finish_reason", "num_cached_tokens", "error", "prompt_logprobs")
+    __slots__ = ("request_id", "attempt", "token_offset", "token_ids", "logprobs", "finish_reason", "num_cached_tokens", "error", "prompt_logprobs", "embedding")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -150,6 +159,7 @@ class TokenDelta(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_offset: int
@@ -159,7 +169,8 @@ class TokenDelta(_message.Message):
     num_cached_tokens: int
     error: GroupError
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., error: _Optional[_Union[GroupError, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    embedding: bytes
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., error: _Optional[_Union[GroupError, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., embedding: _Optional[bytes] = ...) -> None: ...
 
 class GroupError(_message.Message):
     __slots__ = ("code", "message", "param")

@@ -39,6 +39,16 @@ class InferenceStub(object):
                 request_serializer=quire_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/quire.v1.Inference/Embed',
+                request_serializer=quire_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Rank = channel.unary_unary(
+                '/quire.v1.Inference/Rank',
+                request_serializer=quire_dot_v1_dot_inference__pb2.RankRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_inference__pb2.RankResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/quire.v1.Inference/Tokenize',
                 request_serializer=quire_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -67,6 +77,20 @@ class InferenceServicer(object):
         call's deadline passed), UNAVAILABLE (no replica group), ABORTED (the request has cost several
         groups their lives; do not send it again). Cancelling the call frees everything it held, and so
         does its deadline.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Vectors of texts, of models that make them; errors as Generate's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rank(self, request, context):
+        """Orders documents by how alike they are to a query; errors as Generate's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -101,6 +125,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=quire_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=quire_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Rank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rank,
+                    request_deserializer=quire_dot_v1_dot_inference__pb2.RankRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_inference__pb2.RankResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -145,6 +179,60 @@ class Inference(object):
             '/quire.v1.Inference/Generate',
             quire_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             quire_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/Embed',
+            quire_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Inference/Rank',
+            quire_dot_v1_dot_inference__pb2.RankRequest.SerializeToString,
+            quire_dot_v1_dot_inference__pb2.RankResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,38 @@ _InferenceGenerateType = typing_extensions.TypeVar(
     ],
 )
 
+_InferenceEmbedType = typing_extensions.TypeVar(
+    '_InferenceEmbedType',
+    grpc.UnaryUnaryMultiCallable[
+        quire.v1.inference_pb2.EmbedRequest,
+        quire.v1.inference_pb2.EmbedResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.inference_pb2.EmbedRequest,
+        quire.v1.inference_pb2.EmbedResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        quire.v1.inference_pb2.EmbedRequest,
+        quire.v1.inference_pb2.EmbedResponse,
+    ],
+)
+
+_InferenceRankType = typing_extensions.TypeVar(
+    '_InferenceRankType',
+    grpc.UnaryUnaryMultiCallable[
+        quire.v1.inference_pb2.RankRequest,
+        quire.v1.inference_pb2.RankResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.inference_pb2.RankRequest,
+        quire.v1.inference_pb2.RankResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        quire.v1.inference_pb2.RankRequest,
+        quire.v1.inference_pb2.RankResponse,
+    ],
+)
+
 _InferenceTokenizeType = typing_extensions.TypeVar(
     '_InferenceTokenizeType',
     grpc.UnaryUnaryMultiCallable[
@@ -89,12 +121,20 @@ _InferenceExplainRoutingType = typing_extensions.TypeVar(
     ],
 )
 
-class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceTokenizeType, _InferenceDetokenizeType, _InferenceExplainRoutingType]):
+class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceEmbedType, _InferenceRankType, _InferenceTokenizeType, _InferenceDetokenizeType, _InferenceExplainRoutingType]):
     @typing.overload
     def __init__(self: InferenceStub[
         grpc.UnaryStreamMultiCallable[
             quire.v1.inference_pb2.GenerateRequest,
             quire.v1.inference_pb2.GenerateResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            quire.v1.inference_pb2.EmbedRequest,
+            quire.v1.inference_pb2.EmbedResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            quire.v1.inference_pb2.RankRequest,
+            quire.v1.inference_pb2.RankResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             quire.v1.inference_pb2.TokenizeRequest,
@@ -115,6 +155,14 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceTokenizeTyp
         grpc.aio.UnaryStreamMultiCallable[
             quire.v1.inference_pb2.GenerateRequest,
             quire.v1.inference_pb2.GenerateResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            quire.v1.inference_pb2.EmbedRequest,
+            quire.v1.inference_pb2.EmbedResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            quire.v1.inference_pb2.RankRequest,
+            quire.v1.inference_pb2.RankResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             quire.v1.inference_pb2.TokenizeRequest,
@@ -140,6 +188,12 @@ class InferenceStub(typing.Generic[_InferenceGenerateType, _InferenceTokenizeTyp
     does its deadline.
     """
 
+    Embed: _InferenceEmbedType
+    """Vectors of texts, of models that make them; errors as Generate's."""
+
+    Rank: _InferenceRankType
+    """Orders documents by how alike they are to a query; errors as Generate's."""
+
     Tokenize: _InferenceTokenizeType
 
     Detokenize: _InferenceDetokenizeType
@@ -155,6 +209,14 @@ InferenceAsyncStub: typing_extensions.TypeAlias = InferenceStub[
     grpc.aio.UnaryStreamMultiCallable[
         quire.v1.inference_pb2.GenerateRequest,
         quire.v1.inference_pb2.GenerateResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.inference_pb2.EmbedRequest,
+        quire.v1.inference_pb2.EmbedResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.inference_pb2.RankRequest,
+        quire.v1.inference_pb2.RankResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         quire.v1.inference_pb2.TokenizeRequest,
@@ -185,6 +247,22 @@ class InferenceServicer(metaclass=abc.ABCMeta):
         groups their lives; do not send it again). Cancelling the call frees everything it held, and so
         does its deadline.
         """
+
+    @abc.abstractmethod
+    def Embed(
+        self,
+        request: quire.v1.inference_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[quire.v1.inference_pb2.EmbedResponse, collections.abc.Awaitable[quire.v1.inference_pb2.EmbedResponse]]:
+        """Vectors of texts, of models that make them; errors as Generate's."""
+
+    @abc.abstractmethod
+    def Rank(
+        self,
+        request: quire.v1.inference_pb2.RankRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[quire.v1.inference_pb2.RankResponse, collections.abc.Awaitable[quire.v1.inference_pb2.RankResponse]]:
+        """Orders documents by how alike they are to a query; errors as Generate's."""
 
     @abc.abstractmethod
     def Tokenize(

@@ -23,6 +23,7 @@ pytest.importorskip("triton", reason="the kernels need triton to be interpreted"
 from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 
 from quire.kernels import triton_kv_write, triton_prefill
+from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.launch import SPLIT_TOKENS, prefill_parts
 from quire.kernels.triton_backend import TritonBackend
 from quire.kernels.triton_decode import decode_attention
@@ -52,7 +53,7 @@ def decode(batch: PagedBatch, *, longest: int) -> Tensor:
     return out[1:-1]
 
 
-def prefill(batch: PagedBatch, *, first_row: int = 0) -> Tensor:
+def prefill(batch: PagedBatch, *, first_row: int = 0, options: AttentionOptions = PLAIN) -> Tensor:
     out = torch.full_like(batch.q, SENTINEL)
     prefill_attention(
         batch.q,
@@ -64,6 +65,7 @@ def prefill(batch: PagedBatch, *, first_row: int = 0) -> Tensor:
         max_query_len=max(queries for _, queries in batch.rows),
         max_seq_len=max(tokens for tokens, _ in batch.rows),
         scale=batch.scale,
+        options=options,
     )
     return out
 
@@ -142,6 +144,22 @@ def test_a_context_in_splits_gives_a_token_the_same_bits_in_any_chunk(
     for first, end in itertools.pairwise((0, *cuts, 70)):
         assert torch.equal(prefill(batch.cut(0, first, end)), whole[first:end])
     assert torch.equal(prefill(batch.only(1)), whole[70:110])
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_lookahead_over_splits_is_that_of_the_twin(
+    is_split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = paged_batch(
+        [(150, 150), (40, 40)], num_heads=4, num_kv_heads=2, head_size=32, block_size=8
+    )
+    monkeypatch.setattr(triton_prefill, "prefill_split", lambda **_: 64)
+    monkeypatch.setattr(
+        triton_prefill, "prefill_parts", lambda _, num_splits: num_splits if is_split else 1
+    )
+    for lookahead in (70, 200):
+        options = AttentionOptions(lookahead=lookahead)
+        assert_near_twin(prefill(batch, options=options), batch.expected(options=options))
 
 
 def test_the_last_tokens_of_a_long_context_get_a_program_for_each_split() -> None:

@@ -57,6 +57,20 @@ def test_a_window_is_that_of_the_twin(window: int, dtype: torch.dtype) -> None:
     assert_near_twin(attend(batch, options, num_decodes=2), expected(batch, options))
 
 
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("lookahead", [1, 40, 4096])
+def test_a_lookahead_is_that_of_the_twin(lookahead: int, window: int | None) -> None:
+    batch = paged_batch(
+        [(1, 1), (SPLIT_TOKENS + 70, SPLIT_TOKENS + 70), (40, 40)],
+        num_heads=3,
+        num_kv_heads=1,
+        head_size=32,
+        block_size=16,
+    )
+    options = AttentionOptions(window=window, lookahead=lookahead)
+    assert_near_twin(attend(batch, options, num_decodes=1), expected(batch, options))
+
+
 def test_a_token_in_a_window_has_the_same_bits_in_any_chunk() -> None:
     batch, options = ragged(torch.float32), AttentionOptions(window=21, soft_cap=5.0)
     whole = attend(batch, options, num_decodes=0)

@@ -16,11 +16,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from typing import get_args
 
 import numpy as np
 
+from quire.worker.api.arrays import Floats
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.engine_stats import EngineStats
 from quire.worker.api.errors import (
@@ -32,6 +34,7 @@ from quire.worker.api.errors import (
 )
 from quire.worker.api.events import EventLog
 from quire.worker.api.limits import (
+    check_embedding,
     check_request,
     check_token_ids,
     derive_seed,
@@ -48,6 +51,7 @@ from quire.worker.schedule.scheduler import Scheduler
 from quire.worker.schedule.sequence import Sequence, Status
 from quire.worker.schedule.step_input import StepInputs
 from quire.worker.step.messages import Executor, StepOutput
+from quire.worker.text.embeddings import normalized
 from quire.worker.text.grammar import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -88,6 +92,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.scheduling_policy,
             speculates=_speculates(config, executor),
+            takes_whole=model.is_encoder,
         )
         self._inputs = StepInputs(block_size=config.block_size)
         self._compiling = Compiling(
@@ -293,6 +298,19 @@ class Engine:
                 f"{name}={getattr(request, name)!r}: this model takes none, leave it out",
                 param=name,
             )
+        if request.task == "embed":
+            if self._model.pooling is None:
+                raise InvalidRequest(
+                    "this model makes no embeddings: its checkpoint has no modules.json",
+                    param="model",
+                )
+            check_embedding(request.prompt_token_ids, replace(self._limits, task="embed"))
+            return 1
+        if not self._model.has_head:
+            raise InvalidRequest(
+                "this model has no head to generate text with: it makes embeddings only",
+                param="model",
+            )
         if request.is_checked and (max_tokens := self._checked_max_tokens(request)):
             return max_tokens
         return check_request(
@@ -320,7 +338,7 @@ class Engine:
             seed = derive_seed(self._config.seed, self._num_unseeded)
             self._num_unseeded += 1
         chain = None
-        if self._config.enable_prefix_caching:
+        if self._config.enable_prefix_caching and not self._model.is_encoder:
             chain = request.chain(
                 model_fingerprint=self._model.fingerprint,
                 kv_dtype=self._model.kv_dtype,
@@ -380,6 +398,9 @@ class Engine:
             if result.broken_rows and any(row in result.broken_rows for row in range(begin, drawn)):
                 outputs.append(self._break_off(seq))
                 continue
+            if seq.is_embedded:
+                outputs.append(self._take_embedding(seq, own[0]))
+                continue
             if num_scored:
                 seq.prompt_logprobs += [each for each in result.logprobs[begin:drawn] if each]
             if drawn < end:
@@ -392,6 +413,17 @@ class Engine:
         if constrained:
             self._masks.add(constrained)
         return outputs
+
+    def _take_embedding(self, seq: Sequence, state_C: Floats) -> TokenDelta:
+        """Ends ``seq`` with its vector. The token behind it means nothing."""
+        assert self._model.pooling is not None
+        if not np.isfinite(state_C).all():
+            return self._break_off(seq)
+        self._scheduler.remove(seq)
+        if self._model.pooling.normalize:
+            state_C = normalized(state_C)
+        output = self._output(seq, (), "stop")
+        return output._replace(hidden=state_C[None])
 
     def _take_masks(self, beside: list[Sequence]) -> list[TokenDelta]:
         """Waits a while for masks that are not known; ends the requests that cannot go on."""

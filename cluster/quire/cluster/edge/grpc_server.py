@@ -23,6 +23,7 @@ from quire.cluster.edge.grpc_guard import MAX_MESSAGE_BYTES, Account, GrpcGuard
 from quire.cluster.edge.grpc_messages import GrpcMessages
 from quire.cluster.edge.limits import GRPC_CONNECTION_AGE_S, ConnectionLimits
 from quire.cluster.edge.reflection import V1, V1ALPHA, add_reflection
+from quire.cluster.serving.embeddings import Ask, best, embed, rank
 from quire.cluster.serving.models import Models
 from quire.cluster.wire import params_from_proto
 from quire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
@@ -71,6 +72,48 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 )
             request.Clear()  # The prompt is token ids now, and the call may last.
             await model.run([prepared], lambda chunk: context.write(response_of(chunk)))
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        response = pb.EmbedResponse()
+        async with statuses(context, request):
+            with held(request, self._models):
+                model = self._models.named(request.model)
+                prompts = [_input(each) for each in request.inputs]
+                made = await embed(
+                    model, prompts, self._ask(request, context), dimensions=request.dimensions
+                )
+            for each in made:
+                embedding = response.embeddings.add(
+                    num_prompt_tokens=each.num_prompt_tokens,
+                    num_cached_tokens=each.num_cached_tokens,
+                )
+                embedding.values.extend(each.vector_C.tolist())
+        return response
+
+    async def Rank(self, request: pb.RankRequest, context: Context) -> pb.RankResponse:
+        response = pb.RankResponse()
+        async with statuses(context, request):
+            with held(request, self._models):
+                model = self._models.named(request.model)
+                documents = [(Text(each),) for each in request.documents]
+                ask = self._ask(request, context)
+                scores, made = await rank(model, (Text(request.query),), documents, ask)
+            response.num_prompt_tokens = sum(each.num_prompt_tokens for each in made)
+            response.num_cached_tokens = sum(each.num_cached_tokens for each in made)
+            for place in best(scores, request.top_n):
+                response.ranked.add(index=place, score=scores[place])
+        return response
+
+    def _ask(self, request: pb.EmbedRequest | pb.RankRequest, context: Context) -> Ask:
+        is_cut = request.HasField("truncate_prompt_tokens")
+        return Ask(
+            truncate_prompt_tokens=request.truncate_prompt_tokens if is_cut else None,
+            tenant=grpc_caller(context, self._keys).tenant,
+            cache_salt=request.cache_salt,
+            priority=request.priority,
+            timeout_s=remaining_s(context),
+            client_id=client_id(context),
+        )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         response = pb.TokenizeResponse()
@@ -216,6 +259,13 @@ class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
         is_ready = self._models.is_ready
         response = health_pb2.HealthCheckResponse
         return response.SERVING if is_ready else response.NOT_SERVING
+
+
+def _input(given: pb.EmbedInput) -> Prompt:
+    if given.WhichOneof("input") is None:
+        raise InvalidRequest("input is empty: set text or token_ids", param="inputs")
+    is_text = given.HasField("text")
+    return (Text(given.text) if is_text else Tokens(given.token_ids.ids),)
 
 
 def _prompt(request: pb.GenerateRequest | pb.TokenizeRequest) -> Prompt:

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp
 from quire.cluster.dialects.tools import ToolUse
 from quire.cluster.edge.auth import ApiKeys, HttpAuth, http_caller
 from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.embeddings_api import embedding_routes
 from quire.cluster.edge.http_errors import error_body, error_handlers, error_headers
 from quire.cluster.edge.messages_format import MessagesFormat
 from quire.cluster.edge.messages_schema import MessagesBody
@@ -102,6 +103,7 @@ def build_http_app(
         Route("/v1/messages", api.messages, methods=["POST"]),
         routing_route(models.explanations),
         *text_routes(models, bodies),
+        *embedding_routes(models, bodies),
         *_own_routes(models),
     ]
     app: ASGIApp = Starlette(

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from quire.cluster.edge.embeddings_api import EmbeddingsBody, RerankBody, ScoreBody
 from quire.cluster.edge.messages_schema import CountTokensBody, MessagesBody
 from quire.cluster.edge.openai_schema import (
     Body,
@@ -66,6 +67,23 @@ _CALLS = {
     ),
     "/v1/messages/count_tokens": _Call(
         "How many tokens that prompt has.", CountTokensBody, example={"messages": _MESSAGES}
+    ),
+    "/v1/embeddings": _Call(
+        "Vectors of texts, of models that make them.", EmbeddingsBody, example={"input": _QUESTION}
+    ),
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank", "/rerank"),
+        _Call(
+            "Documents, ordered by how alike they are to a query.",
+            RerankBody,
+            example={"query": _QUESTION, "documents": ["Paris.", "It rains."]},
+        ),
+    ),
+    **dict.fromkeys(
+        ("/v1/score", "/score"),
+        _Call(
+            "How alike texts are.", ScoreBody, example={"text_1": _QUESTION, "text_2": ["Paris."]}
+        ),
     ),
     "/v1/routing/decisions": _Call(
         "Why requests went where they did (?request_id=, ?limit=).", query=("request_id", "limit")

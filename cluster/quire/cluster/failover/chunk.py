@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from quire.router.policies.policy import Decision
+from quire.worker.api.arrays import Floats
 from quire.worker.api.outputs import FinishReason, TokenLogprobs
 
 
@@ -52,3 +53,5 @@ class Chunk:
     start: Start | None = None
     """On the first one."""
     usage: Usage | None = None
+    embedding: Floats | None = None
+    """On the only one of a request that embeds."""

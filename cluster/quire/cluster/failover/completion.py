@@ -17,7 +17,7 @@ from quire.cluster.failover.ending import Ending
 from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
 from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry.metrics import Telemetry
-from quire.cluster.wire import FINISH_REASON_OF, logprobs_from_proto
+from quire.cluster.wire import FINISH_REASON_OF, logprobs_from_proto, vector_from_bytes
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as group_pb
 from quire.worker.api.errors import BrokenLogits, QuireError
@@ -182,6 +182,8 @@ class Completion:
         if self._first_token_s is None and num_tokens:
             self._first_token_s = self._clock() - self._request.arrival_s
             self._telemetry.time_to_first_token.observe(self._first_token_s)
+        if delta.embedding:
+            chunk.embedding = vector_from_bytes(delta.embedding)
         if self._finish_reason is not None:
             self._finish(chunk)
 
@@ -215,7 +217,11 @@ class Completion:
         stop_token_ids = self._request.sampling.stop_token_ids or ()
         if self._text.stop_string is not None:
             chunk.stop_reason = self._text.stop_string
-        elif self._finish_reason == "stop" and self._token_ids[-1] in stop_token_ids:
+        elif (
+            self._finish_reason == "stop"
+            and stop_token_ids
+            and self._token_ids[-1] in stop_token_ids
+        ):
             chunk.stop_reason = self._token_ids[-1]
         num_output = len(self._token_ids)
         chunk.usage = Usage(

@@ -1,7 +1,7 @@
 """Tokens that a group has generated for one request and not yet sent, and its credit to send
 them."""
 
-from quire.cluster.wire import FINISH_REASONS, logprobs_to_proto
+from quire.cluster.wire import FINISH_REASONS, logprobs_to_proto, vector_to_bytes
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.outputs import TokenDelta
 
@@ -52,6 +52,8 @@ class OutputBuffer:
             delta.logprobs.extend(logprobs_to_proto(output.logprobs))
         if output.prompt_logprobs:
             delta.prompt_logprobs.extend(logprobs_to_proto(output.prompt_logprobs))
+        if output.hidden is not None:
+            delta.embedding = vector_to_bytes(output.hidden[0])
         if output.finish_reason is not None:
             delta.finish_reason = FINISH_REASONS[output.finish_reason]
         num_output = output.token_offset + len(output.token_ids)

@@ -23,7 +23,7 @@ from quire.v1 import group_pb2 as pb
 from quire.worker.api.engine_stats import EngineStats
 from quire.worker.api.errors import QueueFull, QuireError
 from quire.worker.api.outputs import TokenDelta
-from quire.worker.api.request import Prepared
+from quire.worker.api.request import Prepared, Task
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.engine import Engine
 from quire.worker.model.facts import ModelFacts
@@ -98,7 +98,8 @@ class GroupServer:
         self = cls(config, facts, engine, group_id=group_id)
         try:
             # This step reveals a broken model and pays for the slow first step.
-            async for _ in self.generate(_WARM_UP):
+            task: Task = "generate" if facts.has_head else "embed"
+            async for _ in self.generate(replace(_WARM_UP, task=task)):
                 pass
             self._engine_loop.watch(step_deadline_s=config.step_deadline_s)
             await self._server.start()

@@ -148,7 +148,7 @@ class Prompts:
 
     async def _check_length(self, text: str, limits: RequestLimits) -> None:
         bound = self._tokenizer.bound
-        if bound is None or len(text) < bound.max_chars * (limits.max_model_len - 1):
+        if bound is None or len(text) < bound.max_chars * limits.max_prompt_len:
             return
         # Where it is more than a division it is a walk through the text.
         num_steps = len(text) if bound.swallows_space else 0

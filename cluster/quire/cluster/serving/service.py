@@ -33,7 +33,7 @@ from quire.cluster.wire import work_of
 from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConstraintRefused, InvalidRequest
 from quire.worker.api.hashing import BlockHashes, as_token_ids
-from quire.worker.api.limits import RequestLimits, check_request
+from quire.worker.api.limits import RequestLimits, check_embedding, check_request
 from quire.worker.api.model_card import ModelCard
 from quire.worker.api.request import Prepared, Request, Text
 from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
@@ -166,13 +166,15 @@ class ModelService:
         self.admission.check(request.priority)
         if all(isinstance(span, Text) and not span.text for span in request.prompt):
             # Though a tokenizer may put a begin token there.
-            raise InvalidRequest("prompt is empty: at least one token", param="prompt")
+            name = "input" if request.task == "embed" else "prompt"
+            raise InvalidRequest(f"{name} is empty: at least one token", param=name)
         num_prompt_tokens = sum(map(rough_num_tokens, request.prompt))
         card = await self.card(num_prompt_tokens=num_prompt_tokens, deadline_s=deadline_s)
         limits = RequestLimits(
             vocab_size=card.vocab_size,
             max_model_len=card.max_model_len,
             reason="the groups' limit",
+            task=request.task,
         )
         bounds = None if takes_any_length(request.sampling) else limits
         token_ids = await as_ids(
@@ -185,9 +187,14 @@ class ModelService:
             tokenizer=lambda: self.tokenizer,
             reasoning=lambda _: self.dialect.reasoning,
             max_model_len=card.max_model_len,
+            task=request.task,
         )
         sampling, token_ids = await self.prompts.spell_out(num_chars(request.sampling), spelled)
-        max_tokens = check_request(token_ids, sampling, limits)
+        if request.task == "embed":
+            check_embedding(token_ids, limits)
+            max_tokens = 1
+        else:
+            max_tokens = check_request(token_ids, sampling, limits)
         if tool_use is not None and (tool_use.has_form or sampling.constraint is not None):
             reasons = self.dialect.reasons(self.tokenizer, token_ids)
             form = constrain(self.dialect, tool_use, sampling.constraint, reasons=reasons)

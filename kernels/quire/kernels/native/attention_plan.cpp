@@ -49,8 +49,9 @@ struct Planner {
       if (i > 0)
         shared = int(int64_t{shared_blocks(rows[i - 1], row)} * args.block_size / kSplitTokens);
       for (int query = 0; query < count; ++query) {
-        const int visible = args.seq_lens[row] - count + query + 1;
-        const int hidden = args.window ? std::max(0, visible - args.window) : 0;
+        const int own = args.seq_lens[row] - count + query + 1;
+        const int visible = std::min(args.seq_lens[row], own + args.lookahead);
+        const int hidden = args.window ? std::max(0, own - args.window) : 0;
         plan.queries.push_back(
             {row, start + query, visible, hidden, query == 0 ? shared : INT_MAX});
       }

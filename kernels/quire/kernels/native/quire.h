@@ -45,6 +45,7 @@ struct AttendArgs {
   float scale;            // above 0
   float soft_cap;         // scores become soft_cap * tanh(score / soft_cap); 0: they do not
   int32_t window;         // a query sees this many tokens, itself the last; 0: all
+  int32_t lookahead;      // and this many of its sequence behind itself
   const float* sinks;     // [H]: a score that stands for no token, or null
   int32_t cache_is_int8;  // with a scale for each token and head; else it is of `dtype`
 };

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from quire.worker.api.errors import ConfigError, ContextExceeded, InvalidRequest
 from quire.worker.api.hashing import TokenIds
+from quire.worker.api.request import Task
 from quire.worker.api.sampling_params import MAX_SEED, PARAMETERS, SamplingParams
 from quire.worker.api.spelling import check_spelled_out
 
@@ -29,6 +30,12 @@ class RequestLimits:
     """Prompt + output, in tokens."""
     reason: str
     """Why it is not more, in words that follow the number in messages."""
+    task: Task = "generate"
+
+    @property
+    def max_prompt_len(self) -> int:
+        """In tokens. Behind a prompt that is embedded comes none."""
+        return self.max_model_len - (self.task == "generate")
 
 
 def request_limits(
@@ -119,19 +126,35 @@ def check_request(
     return max_tokens
 
 
+def check_embedding(prompt_token_ids: TokenIds, limits: RequestLimits) -> None:
+    """Checks a request for the embedding of a prompt.
+
+    Raises:
+        InvalidRequest: It can never be served; the message says what would be right.
+    """
+    if not len(prompt_token_ids):
+        raise InvalidRequest("input is empty: at least one token", param="input")
+    check_token_ids("input", prompt_token_ids, limits.vocab_size)
+    check_prompt_length(len(prompt_token_ids), limits)
+
+
 def check_prompt_length(num_tokens: int, limits: RequestLimits, *, known_as: str = "") -> None:
     """Raises ContextExceeded: a prompt of ``num_tokens`` leaves no room for output.
 
     ``known_as`` says in words how long it is, where that is not the exact number.
     """
-    if num_tokens >= limits.max_model_len:
-        raise ContextExceeded(
-            f"prompt has {known_as or f'{num_tokens} tokens'} and max_model_len is "
-            f"{limits.max_model_len}, {limits.reason}: shorten the prompt to "
-            f"{limits.max_model_len - 1} tokens or fewer, so that one of output fits behind it",
-            param="prompt",
-            max_model_len=limits.max_model_len,
-        )
+    if num_tokens <= limits.max_prompt_len:
+        return
+    name, why = "prompt", ", so that one of output fits behind it"
+    if limits.task == "embed":
+        name, why = "input", ", or have it cut by truncate_prompt_tokens"
+    raise ContextExceeded(
+        f"{name} has {known_as or f'{num_tokens} tokens'} and max_model_len is "
+        f"{limits.max_model_len}, {limits.reason}: shorten the {name} to {limits.max_prompt_len} "
+        f"tokens or fewer{why}",
+        param=name,
+        max_model_len=limits.max_model_len,
+    )
 
 
 def derive_seed(seed: int, number: int) -> int:

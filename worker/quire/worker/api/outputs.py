@@ -43,7 +43,8 @@ class TokenDelta(NamedTuple):
     error: QuireError | None = None
     """Why the request ended before its time, with ``finish_reason`` "abort"."""
     hidden: Floats | None = None
-    """A row for each token, where the request asked for hidden states."""
+    """A row for each token, where the request asked for hidden states. The one row of an embedding,
+    with no token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +88,41 @@ class RequestOutput:
     finished: bool = True
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     """For each token of the prompt, ``None`` for the first; ``None`` unless asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """The vector of a text."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    """Prompt tokens whose KV was in the cache."""
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """How alike two texts are."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringRequestOutput:
+    """A pair of texts and its score."""
+
+    request_id: str
+    outputs: ScoringOutput
+    prompt_token_ids: list[int]
+    """Those of both texts."""
+    num_cached_tokens: int
+    finished: bool = True

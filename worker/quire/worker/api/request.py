@@ -25,8 +25,8 @@ MAX_MESSAGES = 10_000
 MAX_TOOLS = 1024
 """In one chat, and calls in one message."""
 
-Task = Literal["generate"]
-"""What a group does with a request."""
+Task = Literal["generate", "embed"]
+"""What a group does with a request: "embed" makes one vector of its prompt."""
 Output = Literal["hidden"]
 """What a request can want of each of its tokens besides log-probabilities: the hidden state that it
 was drawn from, behind the model's last norm."""
@@ -39,6 +39,7 @@ class Terms:
     """Fields that every stage passes on."""
 
     sampling: SamplingParams
+    task: Task = "generate"
     priority: int = 0
     """Less runs sooner; 0 is the usual."""
     tenant: str = ""
@@ -140,7 +141,6 @@ class Prepared(Terms):
     """Which of those that are drawn from the prompt it is."""
     resumed_token_ids: TokenIds = field(default_factory=lambda: _NO_TOKENS)
     """Output that an earlier attempt has already produced: this one goes on behind it."""
-    task: Task = "generate"
     outputs: frozenset[Output] = frozenset()
     features: tuple[Feature, ...] = ()
     """Content that some of the prompt's tokens stand for, in order."""

@@ -6,8 +6,11 @@ Gateways and the offline API do it before they check a request, and engines refu
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import TokenIds
+from quire.worker.api.request import Task
 from quire.worker.api.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # An engine has neither.
@@ -22,6 +25,7 @@ def spell_out(
     tokenizer: Callable[[], "Tokenizer"],
     reasoning: Callable[["Tokenizer"], "ReasoningFormat | None"],
     max_model_len: int,
+    task: Task = "generate",
 ) -> tuple[SamplingParams, TokenIds]:
     """``params``, spelled out, and the tokens of the prompt that they keep.
 
@@ -33,8 +37,12 @@ def spell_out(
     if params.bad_words:
         params = _spell_bad_words(params, tokenizer())
     if params.truncate_prompt_tokens is not None:
-        num_kept = _num_kept(params.truncate_prompt_tokens, params.max_tokens, max_model_len)
-        prompt_token_ids = prompt_token_ids[-num_kept:]
+        room = max_model_len - (0 if task == "embed" else params.max_tokens or 1)
+        num_kept = _num_kept(params.truncate_prompt_tokens, room, max_model_len)
+        if task == "embed":
+            prompt_token_ids = _beginning(prompt_token_ids, num_kept, tokenizer)
+        else:
+            prompt_token_ids = prompt_token_ids[-num_kept:]
         params = params.changed(truncate_prompt_tokens=None)
     if params.thinking_token_budget is not None and not params.thinking_token_ids:
         known = tokenizer()
@@ -83,7 +91,7 @@ def _spell_bad_words(params: SamplingParams, tokenizer: "Tokenizer") -> Sampling
     return params.changed(bad_words=(), bad_words_token_ids=tuple(ids))
 
 
-def _num_kept(asked: int, max_tokens: int | None, max_model_len: int) -> int:
+def _num_kept(asked: int, room: int, max_model_len: int) -> int:
     if asked > max_model_len:
         raise InvalidRequest(
             f"truncate_prompt_tokens={asked} is out of range: at most max_model_len, which is "
@@ -91,7 +99,21 @@ def _num_kept(asked: int, max_tokens: int | None, max_model_len: int) -> int:
             param="truncate_prompt_tokens",
         )
     # What has no room at all is refused with the whole request's numbers.
-    return max(max_model_len - (max_tokens or 1), 1) if asked == -1 else asked
+    return max(room, 1) if asked == -1 else asked
+
+
+def _beginning(
+    token_ids: TokenIds, num_kept: int, tokenizer: Callable[[], "Tokenizer"]
+) -> TokenIds:
+    """The first tokens, and behind them the one that the tokenizer puts behind every text: models
+    of embeddings are trained on texts that end with it."""
+    if len(token_ids) <= num_kept:
+        return token_ids
+    added = tokenizer().encode("")
+    num_last = 1 if num_kept > 1 and added and added[-1] == token_ids[-1] else 0
+    return np.concatenate(
+        [token_ids[: num_kept - num_last], token_ids[len(token_ids) - num_last :]]
+    )
 
 
 def _spell_thinking(

@@ -120,6 +120,14 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors, prefixes=prefixes)
 
 
+def bare_decoder(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint of a decoder that was saved without its head, with names as if with it."""
+    if any(name.startswith("model.") for name in checkpoint.tensors):
+        return checkpoint
+    tensors = {f"model.{name}": info for name, info in checkpoint.tensors.items()}
+    return replace(checkpoint, tensors=tensors, prefixes=(("model.", ""),))
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in ``file``.
 

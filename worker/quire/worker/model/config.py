@@ -16,6 +16,7 @@ from quire.worker.model.fields import Fields
 from quire.worker.model.gguf.container import SUFFIX, find_gguf, read_model
 from quire.worker.model.gguf.describe import describe
 from quire.worker.model.gguf.names import stored_in_blocks
+from quire.worker.model.pooling import read_pooling
 from quire.worker.model.spec import Attention, ModelSpec
 from quire.worker.model.stored_weights import read_stored_weights
 from quire.worker.model.support import check_runnable
@@ -54,7 +55,9 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     text = text_part(config)
     is_text_part, config = text is not None, text or config
     architecture = architecture_of(config)
-    family = FAMILIES.get(architecture)
+    decoder = f"{architecture.removesuffix('Model')}ForCausalLM"
+    is_bare = decoder in FAMILIES and architecture != decoder
+    family = FAMILIES.get(decoder if is_bare else architecture)
     if family is None and model_impl == "quire":
         raise CheckpointError(
             f"{file}: architecture {architecture!r} is not supported with model_impl='quire'; "
@@ -65,13 +68,20 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     if family is not None:
         config = with_defaults(config, is_text_part=is_text_part)
     spec = other(config) if family is None else family(config)
+    has_head = spec.has_head and not is_bare
+    pooling = read_pooling(path, is_encoder=spec.is_encoder, has_head=has_head)
     spec = replace(
         spec,
         eos_token_ids=_eos_token_ids(path, config),
         stored=read_stored_weights(config),
         is_text_part=is_text_part,
         dtype=spec.dtype or _dtype_of_weights(path),
+        has_head=has_head,
+        tied=spec.tied or is_bare,
+        pooling=pooling,
     )
+    if pooling is not None and pooling.max_tokens is not None:
+        spec = replace(spec, max_positions=min(spec.max_positions, pooling.max_tokens))
     if family is not None:
         check_runnable(spec, file)
     return spec
@@ -106,13 +116,19 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     Raises:
         ConfigError: More was asked for than the checkpoint was trained for.
     """
-    trained = spec.max_positions
+    trained, in_step = spec.max_positions, config.max_num_batched_tokens
+    if spec.is_encoder and in_step < (config.max_model_len or 0):
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} and max_num_batched_tokens={in_step}: an "
+            "encoder computes a text in one step; set max_num_batched_tokens to at least "
+            "max_model_len"
+        )
     if config.max_model_len is not None and config.max_model_len > trained:
         raise ConfigError(
             f"max_model_len={config.max_model_len}: the checkpoint was trained for {trained} "
             f"positions; set at most {trained}"
         )
-    return config.max_model_len or trained
+    return config.max_model_len or (min(trained, in_step) if spec.is_encoder else trained)
 
 
 def check_quantization(config: EngineConfig, spec: ModelSpec) -> None:

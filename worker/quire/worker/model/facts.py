@@ -13,12 +13,13 @@ from quire.worker.model.config import (
     resolve_max_model_len,
 )
 from quire.worker.model.hub import model_name
+from quire.worker.model.pooling import Pooling
 from quire.worker.model.spec import ModelSpec
 from quire.worker.model.weights_digest import weight_digests
 
 _NOT_IN_KV = (
     *("bos_token_id", "eos_token_ids", "tied", "dtype", "names"),
-    *("num_extra_layers", "is_text_part"),
+    *("num_extra_layers", "is_text_part", "has_head", "pooling"),
 )
 """Fields of the model that its KV does not depend on; the KV's own type is hashed beside it."""
 
@@ -40,6 +41,12 @@ class ModelFacts:
     """Tokens that end a text."""
     kv_dtype: str
     """Type of the KV cache: KV of another type is not the same KV."""
+    has_head: bool = True
+    """It generates text."""
+    is_encoder: bool = False
+    """Computes a text as a whole; its KV is of no use to others."""
+    pooling: Pooling | None = None
+    """How it makes embeddings; ``None`` where it does not."""
     numerics: str = ""
     """Everything else that decides the bits of outputs (`quire.worker.model.numerics`), known once
     ranks run."""
@@ -64,6 +71,9 @@ def model_facts(config: EngineConfig, *, with_fingerprint: bool = True) -> Model
         vocab_size=spec.vocab_size,
         max_model_len=resolve_max_model_len(config, spec),
         eos_token_ids=spec.eos_token_ids,
+        has_head=spec.has_head,
+        is_encoder=spec.is_encoder,
+        pooling=spec.pooling,
         # KV computed in another type is not the same either once it is rounded.
         kv_dtype=dtype
         if config.kv_cache_dtype == "auto"

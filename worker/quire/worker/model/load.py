@@ -10,7 +10,12 @@ from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import backend_for
 from quire.kernels.ops import ProgramRunner
 from quire.worker.api.config import EngineConfig
-from quire.worker.model.checkpoint import Checkpoint, open_checkpoint, text_part
+from quire.worker.model.checkpoint import (
+    Checkpoint,
+    bare_decoder,
+    open_checkpoint,
+    text_part,
+)
 from quire.worker.model.loader import Shard, Weights
 from quire.worker.model.program import attention_options, make_program
 from quire.worker.model.spec import Attention, ModelSpec
@@ -64,6 +69,8 @@ def load_model(
 
 def _checkpoint(model: Path, spec: ModelSpec) -> Checkpoint:
     checkpoint = open_checkpoint(model)
+    if not spec.has_head and not spec.is_encoder:
+        return bare_decoder(checkpoint)
     if not spec.is_text_part:
         return checkpoint
     _log.warning("%s: its text part is served; other parts of the model are left out", model)
@@ -109,6 +116,8 @@ def _through_transformers(
         is_deterministic=config.deterministic,
         on_gpu=device.type == "cuda",
     )
+    if spec.is_encoder and spec.pooling is not None and config.enable_prefix_caching:
+        _log.info("%s: an encoder: texts share no prefix", config.model)
     why = "model_impl='transformers'"
     if config.model_impl == "auto":
         why = "quire has no description of this architecture"

@@ -73,6 +73,7 @@ def attention_options(attention: Attention, max_model_len: int) -> AttentionOpti
     window = attention.window
     return AttentionOptions(
         window=window if window and window < max_model_len else None,
+        lookahead=attention.lookahead,
         soft_cap=attention.score_cap,
         sinks=(0.0,) * attention.num_heads if attention.sinks else None,
     )

@@ -7,6 +7,7 @@ and combinations that no backend runs are refused by `quire.worker.model.support
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.worker.model.pooling import Pooling
 from quire.worker.model.stored_weights import StoredWeights
 
 Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
@@ -56,6 +57,8 @@ class Attention:
     """Which of `ModelSpec.ropes`; ``None`` is no position."""
     window: int | None = None
     """Tokens that each query sees at most, itself the last; ``None`` is all."""
+    lookahead: int = 0
+    """Tokens behind itself that each query sees too."""
     score_cap: float | None = None
     sinks: bool = False
     """Each query head has a score that stands for no token."""
@@ -197,6 +200,14 @@ class ModelSpec:
     through_transformers: str | None = None
     """The configuration, as JSON, of a model that transformers computes. ``layers`` and ``ropes``
     are empty then."""
+    has_head: bool = True
+    """It can choose a next token. Without, it makes embeddings only."""
+    is_encoder: bool = False
+    """A text's tokens may see those behind them, so that it is computed as a whole. Has no head."""
+    first_position: int = 0
+    """The position of a text's first token."""
+    pooling: Pooling | None = None
+    """How it makes embeddings; ``None`` where it does not."""
 
     @property
     def attentions(self) -> tuple[Attention, ...]:

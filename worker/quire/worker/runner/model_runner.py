@@ -83,7 +83,8 @@ class ModelRunner:
         self._group = loaded.attentions[0].num_heads // tp.size // self._layout.num_kv_heads
         is_described = spec.through_transformers is None
         if not is_described:
-            self._check_rows(loaded.runner, spec.vocab_size)
+            self._check_rows(loaded.runner, spec.vocab_size, is_encoder=spec.is_encoder)
+        self._is_encoder = spec.is_encoder
         self._min_saved_tokens = MIN_SAVED_BYTES // self._layout.layer_token_bytes
         self.numerics = numerics(
             config, spec, device=device, num_ranks=tp.size, is_native=self._model.chooses
@@ -106,7 +107,7 @@ class ModelRunner:
         """The tokens of the last step, 0 where this rank does not know them."""
 
     @torch.inference_mode()
-    def _check_rows(self, runner: ProgramRunner, vocab_size: int) -> None:
+    def _check_rows(self, runner: ProgramRunner, vocab_size: int, *, is_encoder: bool) -> None:
         from quire.worker.model.through.rows import LENGTHS, check_rows, num_blocks
 
         if self._max_model_len > max(LENGTHS):
@@ -115,11 +116,21 @@ class ModelRunner:
                 num_blocks=num_blocks(self._layout.block_size),
                 device=self._device,
             )
-            check_rows(self._config, runner, kv, vocab_size=vocab_size, device=self._device)
+            check_rows(
+                self._config,
+                runner,
+                kv,
+                vocab_size=vocab_size,
+                device=self._device,
+                is_encoder=is_encoder,
+            )
 
     def num_blocks_that_fit(self) -> int:
         """Blocks of KV for which this rank has room. On a GPU this runs the largest steps."""
         config = self._config
+        if self._is_encoder:  # What a step computes is of no use to a later one.
+            num_tokens = config.max_num_batched_tokens
+            return -(-num_tokens // self._layout.block_size) + config.max_num_seqs
         share_bytes = 0
         if config.num_blocks is None and config.kv_cache_memory_bytes is None:
             if self._device.type == "cuda":
@@ -213,6 +224,8 @@ class ModelRunner:
     ) -> Pending | None:
         if step.copies_X22 is not None:
             kv_cache.copy_blocks(self._tiers, step.copies_X22)
+        if self._is_encoder:
+            return self._encode(step)
         rows = None
         if self._model.chooses and not step.edits_follow:
             rows = head_rows(step.sampling)
@@ -233,6 +246,11 @@ class ModelRunner:
             values_HC = None if hidden is None else hidden.values_HC
             return self._device_sampler.sample(logits_SV, sampling, values_HC)
         return _done(sample(logits_SV, sampling, in_place=True), hidden)
+
+    def _encode(self, step: StepInput) -> Pending:
+        hidden = self._wanted_hidden(step, None)
+        self._model.forward(self._to_device(step, hidden=hidden), self._kv)
+        return _done(StepOutput(np.zeros(len(step.samples_S), np.int64)), hidden)
 
     def _wanted_hidden(self, step: StepInput, rows: HeadRows | None) -> Hidden | None:
         """The hidden states to take on rank 0, whose program has them whole."""
@@ -351,7 +369,7 @@ class ModelRunner:
 
 def _done(output: StepOutput, hidden: Hidden | None) -> Done:
     if hidden is not None and hidden.values_HC is not None:
-        output = replace(output, hidden_HC=hidden.values_HC.numpy())
+        output = replace(output, hidden_HC=hidden.values_HC.cpu().numpy())
     return Done(output)
 
 

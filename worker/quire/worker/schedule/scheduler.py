@@ -37,13 +37,16 @@ class Scheduler:
         max_num_batched_tokens: int,
         policy: SchedulingPolicy = "fcfs",
         speculates: bool = False,
+        takes_whole: bool = False,
     ) -> None:
+        """``takes_whole``: prompts, all of which fit into a step, are not computed in parts."""
         self._tables = BlockTables(pool)
         self._block_size = pool.block_size
         self._policy: SchedulingPolicy = policy
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._speculates = speculates
+        self._takes_whole = takes_whole
         self._recent = RecentOutputs()
         self.running: list[Sequence] = []
         """By rank."""
@@ -81,7 +84,7 @@ class Scheduler:
             self.running.remove(seq)
         self._release(seq)
         seq.status = Status.FINISHED
-        if self._speculates and seq.root is not None:
+        if self._speculates and seq.root is not None and not seq.is_embedded:
             self._recent.add(seq.root, seq.output_to_recall)
 
     def schedule(self) -> Schedule:
@@ -230,6 +233,8 @@ class Scheduler:
             num_tokens = min(seq.num_uncomputed - seq.lacks_mask, budget)
             if not num_tokens:
                 continue
+            if self._takes_whole and num_tokens < seq.num_uncomputed:
+                break
             if seq.must_score:
                 num_unscored = max(0, seq.num_scored - seq.num_computed)
                 num_tokens = min(num_tokens, num_unscored + score_budget)

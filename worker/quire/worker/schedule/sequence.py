@@ -58,7 +58,8 @@ class Sequence:
         sampling, prompt_token_ids = request.sampling, request.prompt_token_ids
         self.request = request
         self.seed = seed
-        self.wants_hidden = "hidden" in request.outputs
+        self.is_embedded = request.task == "embed"
+        self.wants_hidden = self.is_embedded or "hidden" in request.outputs
         self.number = 0
         """Its place in the order of arrival at the scheduler."""
         self.arrived_at_token = 0

@@ -19,6 +19,8 @@ from quire.worker.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+    from quire.worker.text.embeddings import OfflineEmbedding
+
 
 class OfflineCompletion:
     """One completion on its way: the engine's tokens, and their text."""
@@ -139,7 +141,9 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
-    def advance(self, delta: TokenDelta, completion: OfflineCompletion) -> None:
+    def advance(
+        self, delta: TokenDelta, completion: "OfflineCompletion | OfflineEmbedding"
+    ) -> None:
         self._num_output += len(delta.token_ids)
         if completion.finish_reason is None or self._bar is None:
             return

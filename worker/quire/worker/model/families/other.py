@@ -1,4 +1,5 @@
-"""Any other decoder, which transformers computes: the fields that an engine and its gateways need.
+"""Any other decoder, and any encoder, which transformers computes: the fields that an engine and
+its gateways need.
 
 What cannot work is refused here where ``config.json`` shows it, before weights are fetched; the
 rest is for `quire.worker.model.through.dry_run`.
@@ -13,8 +14,11 @@ from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec, Norm
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
-_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
+_WITHOUT_HEAD = ("Model", "ForMaskedLM")
+_AFTER_PADDING = ("camembert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
+"""Models whose positions begin behind that of the padding token."""
 _LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _ALIBI = ("bloom", "mpt")
 _NO_ATTENTION = (
@@ -40,11 +44,15 @@ def other(config: Fields) -> ModelSpec:
     name = architecture_of(config)
     if config.flag("is_encoder_decoder"):
         raise config.broken(f"{name} has an encoder and a decoder; only decoders run")
-    if name != model_type and not name.endswith(_ENDINGS):
+    has_head = name == model_type or name.endswith(_ENDINGS)
+    if not has_head and not name.endswith(_WITHOUT_HEAD):
+        known = " or ".join(f"…{ending}" for ending in (*_ENDINGS, *_WITHOUT_HEAD))
         raise config.broken(
-            f"architecture {name!r} is not supported: it is no decoder of text "
-            f"({' or '.join('…' + ending for ending in _ENDINGS)})"
+            f"architecture {name!r} is not supported: it is no decoder or encoder of text ({known})"
         )
+    first = 0
+    if model_type in _AFTER_PADDING:
+        first = 1 + (1 if raw.get("pad_token_id") is None else int(raw["pad_token_id"]))
     if model_type in _ALIBI or raw.get("alibi"):
         raise config.broken(f"{name} has alibi, which our attention does not compute")
     for field, value in raw.items():
@@ -64,13 +72,16 @@ def other(config: Fields) -> ModelSpec:
         ropes=(),
         final_norm=Norm(eps=1e-6),
         vocab_size=config.count("vocab_size"),
-        max_positions=max_positions(config, _first(config, _POSITIONS)),
+        max_positions=max_positions(config, _first(config, _POSITIONS)) - first,
         tied=False,
         dtype=dtype_name(config),
         bos_token_id=None,
         eos_token_ids=(),
         num_extra_layers=extra_layers(config),
         through_transformers=json.dumps(results, sort_keys=True),
+        has_head=has_head,
+        is_encoder=not has_head,
+        first_position=first,
     )
 
 

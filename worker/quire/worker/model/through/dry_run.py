@@ -4,6 +4,7 @@ It shows what each layer asks of attention, which matrices it multiplies with, a
 between. A model that asks for what Quire's cache and kernels do not do is refused here.
 """
 
+import inspect
 import json
 import math
 from collections.abc import Iterator
@@ -19,11 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CONFIG_MAPPING,
     AttentionInterface,
+    AutoModel,
     AutoModelForCausalLM,
     PreTrainedConfig,
 )
 from transformers.masking_utils import AttentionMaskInterface
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.families.registry import FAMILIES
@@ -48,7 +53,19 @@ _ROWWISE = frozenset(
         *("new_ones", "new_full", "empty_strided", "scalar_tensor", "lift_fresh", "where"),
         *("masked_fill", "masked_fill_", "add", "add_", "sub", "sub_", "rsub", "mul", "mul_"),
         *("div", "div_", "neg", "pow", "rsqrt", "sqrt", "reciprocal", "exp", "expm1", "tanh"),
-        *("erf", "log", "log1p", "sin", "cos", "abs", "clamp", "clamp_min", "clamp_max", "minimum"),
+        *(
+            "erf",
+            "erf_",
+            "log",
+            "log1p",
+            "sin",
+            "cos",
+            "abs",
+            "clamp",
+            "clamp_min",
+            "clamp_max",
+            "minimum",
+        ),
         *("maximum", "relu", "square", "floor", "eq", "ne", "lt", "gt", "le", "ge", "logical_and"),
         *("logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "any", "all"),
         *("mean", "sum", "native_layer_norm", "_fused_rms_norm", "_softmax", "topk", "sort", "max"),
@@ -94,18 +111,21 @@ def dry_run(
             why.
     """
     config = transformers_config(path, spec)
-    auto: Any = AutoModelForCausalLM
     name = config.architectures[0]
     AttentionInterface.register(_NAME, _attend)
     AttentionMaskInterface.register(_NAME, _mask)
-    found, recorder = Found(), _Recorder(max_model_len)
+    found, recorder = Found(), _Recorder(max_model_len, is_encoder=spec.is_encoder)
     try:
         with torch.device("meta"):
-            model = auto.from_config(config, dtype=dtype, attn_implementation=_NAME).eval()
+            model = (
+                auto_class(spec)
+                .from_config(config, dtype=dtype, attn_implementation=_NAME, **no_pooler(config))
+                .eval()
+            )
         found.plan = install_for_dry_run(
             model, num_positions=max_model_len, dtype=dtype, is_strict=is_deterministic
         )
-        logits, ops = _run(model, recorder)
+        out, ops = _run(model, recorder, has_head=spec.has_head)
         found.attentions = recorder.attentions()
     except Refused as error:
         raise CheckpointError(f"{path}: {name} cannot run: {error}") from error
@@ -128,10 +148,12 @@ def dry_run(
             f"{path}: {name} cannot run: {len(called)} of its {num_layers} layers call "
             "transformers' attention interface, through which Quire attends"
         )
-    if tuple(logits.shape) != (1, _NUM_SAMPLES, spec.vocab_size):
+    expected = (_NUM_SAMPLES, spec.vocab_size) if spec.has_head else (_NUM_TOKENS, spec.hidden_size)
+    if tuple(out.shape) != (1, *expected):
         raise CheckpointError(
-            f"{path}: {name} cannot run: logits {list(logits.shape)} for {_NUM_SAMPLES} of "
-            f"{_NUM_TOKENS} tokens and a vocabulary of {spec.vocab_size}"
+            f"{path}: {name} cannot run: its result is {list(out.shape)} for {_NUM_SAMPLES} of "
+            f"{_NUM_TOKENS} tokens, a vocabulary of {spec.vocab_size} and {spec.hidden_size} "
+            "channels"
         )
     names = {module: each for each, module in model.named_modules()}
     found.modules = [names[module] for module in called]
@@ -165,13 +187,14 @@ def transformers_config(path: Path, spec: ModelSpec) -> Any:
     assert spec.through_transformers is not None
     raw = json.loads(spec.through_transformers)
     name, kind = architecture_of(Fields(raw, path)), raw.get("model_type")
-    kinds = [each for each, known in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if known == name]
-    if name == kind and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if spec.has_head else MODEL_MAPPING_NAMES
+    kinds = [each for each, known in classes.items() if known == name]
+    if (name == kind or not spec.has_head) and kind in classes:
         kinds = [kind]
     if not kinds:
         raise CheckpointError(
             f"{path}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)} "
-            f"and decoders that transformers {transformers.__version__} has, which has none of "
+            f"and models that transformers {transformers.__version__} has, which has none of "
             "this name; code that comes with a checkpoint (trust_remote_code) is not supported"
         )
     kind = kind if kind in kinds else kinds[0]
@@ -184,26 +207,46 @@ def transformers_config(path: Path, spec: ModelSpec) -> Any:
             f"{path}: transformers cannot read its config.json ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else ''})"
         ) from error
-    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]]
+    config.architectures = [classes[kind]]
+    if spec.is_encoder:
+        config.is_decoder = False
     return config
 
 
-def _run(model: Any, recorder: "_Recorder") -> tuple[Tensor, dict[str, list[str]]]:
-    """The logits, and the names of modules by the operations that they do themselves."""
+def auto_class(spec: ModelSpec) -> Any:
+    """The class of transformers that makes the model of a configuration."""
+    return AutoModelForCausalLM if spec.has_head else AutoModel
+
+
+def no_pooler(config: Any) -> dict[str, bool]:
+    """Leaves out the layer that some encoders have behind their last one, for other tasks."""
+    model_class = getattr(transformers, config.architectures[0])
+    known = inspect.signature(model_class.__init__).parameters
+    return {"add_pooling_layer": False} if "add_pooling_layer" in known else {}
+
+
+def _run(
+    model: Any, recorder: "_Recorder", *, has_head: bool
+) -> tuple[Tensor, dict[str, list[str]]]:
+    """The logits, or without a head the hidden states, and the names of modules by the operations
+    that they do themselves."""
     for module in model.modules():
         module.quire_step = recorder
     ops = _Operations()
     meta = torch.device("meta")
+    asked: dict[str, Any] = {}
+    if has_head:
+        asked["use_cache"] = False
+        asked["logits_to_keep"] = torch.zeros(_NUM_SAMPLES, dtype=torch.long, device=meta)
     with torch.no_grad(), _watched(model, ops), ops:
         output = model(
             input_ids=torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=meta),
             position_ids=torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=meta),
             # Without it, positions are searched for the ends of sequences.
             attention_mask=torch.ones(1, _NUM_TOKENS, dtype=torch.long, device=meta),
-            use_cache=False,
-            logits_to_keep=torch.zeros(_NUM_SAMPLES, dtype=torch.long, device=meta),
+            **asked,
         )
-    return output.logits, ops.modules_of
+    return (output.logits if has_head else output.last_hidden_state), ops.modules_of
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -252,21 +295,23 @@ def _mask(*_: Any, mask_function: Any = None, **__: Any) -> _Mask:
 class _Recorder:
     """The calls of attention, by module."""
 
-    def __init__(self, max_model_len: int) -> None:
+    def __init__(self, max_model_len: int, *, is_encoder: bool) -> None:
         self._max_model_len = max_model_len
+        self._is_encoder = is_encoder
         self.calls: dict[nn.Module, Attention] = {}
         self._masks: dict[nn.Module, _Mask | None] = {}
 
     def attentions(self) -> list[Attention]:
         """The calls in their order. Masks decide where there are some."""
-        windows: dict[int, int | None] = {}
+        reaches: dict[int, tuple[int | None, int]] = {}
         found = []
         for module, attention in self.calls.items():
             mask = self._masks[module]
             if mask is not None:
-                if id(mask) not in windows:
-                    windows[id(mask)] = self._window(mask, type(module).__name__)
-                attention = replace(attention, window=windows[id(mask)])
+                if id(mask) not in reaches:
+                    reaches[id(mask)] = self._reach(mask, type(module).__name__)
+                window, lookahead = reaches[id(mask)]
+                attention = replace(attention, window=window, lookahead=lookahead)
             found.append(attention)
         return found
 
@@ -292,7 +337,10 @@ class _Recorder:
                 raise Refused(
                     f"{where} has {name}={value_of}, which our attention does not compute"
                 )
-        if getattr(module, "is_causal", True) is False or others.get("is_causal") is False:
+        is_causal = (
+            getattr(module, "is_causal", True) is not False and others.get("is_causal") is not False
+        )
+        if not is_causal and not self._is_encoder:
             raise Refused(f"{where} is not causal")
         if getattr(module, "is_kv_shared_layer", False):
             raise Refused(f"{where} reads the KV of another layer")
@@ -316,13 +364,15 @@ class _Recorder:
             scale=1 / math.sqrt(size) if scaling is None else float(scaling),
             rope=None,
             window=window,
+            lookahead=0 if is_causal else self._max_model_len,
             score_cap=softcap,
         )
         out = query.new_empty(1, query.shape[2], num_heads, value_size)
         return out, None
 
-    def _window(self, mask: _Mask, where: str) -> int | None:
-        """The window that a mask's function means; ``None`` is all tokens."""
+    def _reach(self, mask: _Mask, where: str) -> tuple[int | None, int]:
+        """The window that a mask's function means, ``None`` being all tokens, and how many tokens
+        behind itself each one sees."""
         length, kinds = self._max_model_len, "attention in chunks is not supported"
         batch, head = torch.zeros(2, dtype=torch.long)
         tokens_P = torch.arange(length)
@@ -335,12 +385,17 @@ class _Recorder:
             return torch.as_tensor(seen).expand(length)
 
         window = int(visible(length - 1).sum())
+        lookahead = int(visible(0).sum()) - 1
+        if lookahead and not self._is_encoder:
+            raise Refused(f"{where}'s mask is neither causal nor a window: {kinds}")
         near = {0, 1, 2, 3, window - 1, window, window + 1, 2 * window - 1, length // 2, length - 1}
         for position in sorted(place for place in near if 0 <= place < length):
-            expected_P = (tokens_P <= position) & (tokens_P > position - window)
+            expected_P = tokens_P <= position + lookahead
+            if window < length:
+                expected_P &= tokens_P > position - window
             if not torch.equal(visible(position), expected_P):
                 raise Refused(f"{where}'s mask is neither causal nor a window: {kinds}")
-        return None if window == length else window
+        return None if window == length else window, lookahead
 
 
 def _attend(

@@ -1,9 +1,11 @@
 """A trial of a loaded model: a sequence gets beside another one what it gets alone."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Batch, KvCache, ProgramRunner
+from quire.kernels.ops import Batch, Hidden, KvCache, ProgramRunner
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import CheckpointError, ConfigError
 
@@ -27,11 +29,13 @@ def check_rows(
     *,
     vocab_size: int,
     device: torch.device,
+    is_encoder: bool = False,
 ) -> None:
     """Computes two sequences alone, together, and one of them in parts.
 
     Args:
         kv: Has room for both; its contents are lost.
+        is_encoder: Sequences are computed as a whole.
 
     Raises:
         CheckpointError: Sequences see each other's tokens.
@@ -47,16 +51,21 @@ def check_rows(
         "together": [whole, decodes],
         "in parts": [whole[:1], [(1, 0, _PART)], [decodes[0], (1, _PART, second)], decodes[1:]],
     }
+    if is_encoder:
+        steps = {"alone": [whole[:1], whole[1:]], "together": [whole]}
     logits: dict[str, dict[Row, Tensor]] = {}
     for name, batches in steps.items():
         logits[name] = {}
         for rows in batches:
-            out_SV = runner.forward(
-                _batch(rows, kv, vocab_size, device), kv, all_reduce=lambda x: x
-            )
+            hidden = Hidden(torch.arange(len(rows), device=device)) if is_encoder else None
+            batch = replace(_batch(rows, kv, vocab_size, device), hidden=hidden)
+            out_SV = runner.forward(batch, kv, all_reduce=lambda x: x)
+            if hidden is not None:
+                assert hidden.values_HC is not None
+                out_SV = hidden.values_HC
             for row, out_V in zip(rows, out_SV.float(), strict=True):
                 logits[name][row[0], 0, row[2]] = out_V
-    for name in ("together", "in parts"):
+    for name in [*steps][1:]:
         for row, alone_V in logits["alone"].items():
             difference = (logits[name][row] - alone_V).abs().max() / alone_V.std()
             if torch.equal(logits[name][row], alone_V):

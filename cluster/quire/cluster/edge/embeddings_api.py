@@ -1,0 +1,223 @@
+"""Embeddings, rerankings and scores over HTTP.
+
+    POST /v1/embeddings   OpenAI's: vectors of texts or of token ids
+    POST /v1/rerank       Cohere's and Jina's: documents, ordered by how alike they are to a query;
+                          also /v2/rerank and /rerank
+    POST /v1/score        vLLM's: how alike two texts are; also /score
+
+A score is the cosine of two embeddings.
+"""
+
+import asyncio
+import base64
+import time
+from typing import Annotated, Any, Literal
+from uuid import uuid4
+
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from quire.cluster.edge.auth import http_caller
+from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.openai_schema import Body, Texts, TokenIds
+from quire.cluster.edge.streams import client_id, unless_disconnected
+from quire.cluster.serving.embeddings import Ask, Embedded, best, embed, rank
+from quire.cluster.serving.models import Models
+from quire.worker.api.arrays import Floats
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.request import Prompt, Text, Tokens
+from quire.worker.text.embeddings import cosine
+
+_MANY_NUMBERS = 2**16
+"""Of vectors; writing more takes long enough to do it in a thread."""
+
+_Positive = Annotated[int, Field(ge=1)]
+
+
+class _AskBody(Body):
+    """Fields that all of these have. ``timeout`` is in seconds, from the request's arrival."""
+
+    accepted = frozenset({"user"})
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    truncate: Literal["NONE", "END"] | None = None
+    """Cohere's: "END" cuts what is too long for the model."""
+    priority: int | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+
+    def ask(self, request: Request) -> Ask:
+        return Ask(
+            truncate_prompt_tokens=self.num_kept(),
+            tenant=http_caller(request).tenant,
+            cache_salt=self.cache_salt or "",
+            priority=self.priority or 0,
+            timeout_s=self.timeout,
+            client_id=client_id(request.headers),
+        )
+
+    def num_kept(self) -> int | None:
+        """Tokens that are kept of each text; -1 is as many as the model takes, ``None`` all."""
+        if self.truncate_prompt_tokens is None and self.truncate == "END":
+            return -1
+        return self.truncate_prompt_tokens
+
+
+class EmbeddingsBody(_AskBody):
+    """OpenAI's ``/v1/embeddings``. ``dimensions`` keeps the first numbers of each vector."""
+
+    input: str | Texts | TokenIds | list[TokenIds]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: _Positive | None = None
+
+    def prompts(self) -> list[Prompt]:
+        given = self.input
+        if isinstance(given, str):
+            return [(Text(given),)]
+        if given and isinstance(given[0], int):
+            return [(Tokens(given),)]  # type: ignore[arg-type]
+        return [
+            (Text(each) if isinstance(each, str) else Tokens(each),)  # type: ignore[arg-type]
+            for each in given
+        ]
+
+
+class _Document(BaseModel):
+    text: str
+
+
+class RerankBody(_AskBody):
+    """Cohere's and Jina's ``/v1/rerank``. ``max_tokens_per_doc`` cuts each document."""
+
+    query: str
+    documents: Annotated[list[str | _Document], Field(max_length=2**16)]
+    top_n: _Positive | None = None
+    return_documents: bool | None = None
+    max_tokens_per_doc: _Positive | None = None
+
+    def texts(self) -> list[str]:
+        return [each if isinstance(each, str) else each.text for each in self.documents]
+
+    def num_kept(self) -> int | None:
+        return self.max_tokens_per_doc or super().num_kept()
+
+
+class ScoreBody(_AskBody):
+    """vLLM's ``/v1/score``."""
+
+    text_1: str | Texts
+    text_2: str | Texts
+
+    def pairs(self) -> tuple[list[str], list[str]]:
+        first, second = (
+            [given] if isinstance(given, str) else given for given in (self.text_1, self.text_2)
+        )
+        if len(first) not in (1, len(second)):
+            raise InvalidRequest(
+                f"text_1 has {len(first)} texts and text_2 {len(second)}: give one, or as many",
+                param="text_1",
+            )
+        return first, second
+
+
+def embedding_routes(models: Models, bodies: BodyReader) -> list[Route]:
+    async def embeddings(request: Request) -> Response:
+        body, hold = await bodies.read(request, EmbeddingsBody)
+        with hold:
+            model = models.named(body.model)
+            work = embed(model, body.prompts(), body.ask(request), dimensions=body.dimensions)
+            made = await unless_disconnected(request, work)
+        as_base64 = body.encoding_format == "base64"
+
+        def answer() -> Response:
+            data = [
+                {
+                    "object": "embedding",
+                    "index": index,
+                    "embedding": _encoded(each.vector_C) if as_base64 else each.vector_C.tolist(),
+                }
+                for index, each in enumerate(made)
+            ]
+            return JSONResponse(
+                {"object": "list", "data": data, "model": model.model, "usage": _usage(made)}
+            )
+
+        num_numbers = sum(len(each.vector_C) for each in made)
+        return answer() if num_numbers < _MANY_NUMBERS else await asyncio.to_thread(answer)
+
+    async def rerank(request: Request) -> Response:
+        body, hold = await bodies.read(request, RerankBody)
+        with hold:
+            model, texts = models.named(body.model), body.texts()
+            documents: list[Prompt] = [(Text(each),) for each in texts]
+            work = rank(model, (Text(body.query),), documents, body.ask(request))
+            scores, made = await unless_disconnected(request, work)
+        shows = body.return_documents is not False
+        results: list[dict[str, Any]] = [
+            {"index": place, "relevance_score": scores[place]}
+            | ({"document": {"text": texts[place]}} if shows else {})
+            for place in best(scores, body.top_n)
+        ]
+        return JSONResponse(
+            {
+                "id": f"rerank-{uuid4().hex}",
+                "model": model.model,
+                "results": results,
+                "usage": _usage(made),
+                "meta": {
+                    "api_version": {"version": "2"},
+                    "tokens": {"input_tokens": _usage(made)["prompt_tokens"]},
+                },
+            }
+        )
+
+    async def score(request: Request) -> Response:
+        body, hold = await bodies.read(request, ScoreBody)
+        with hold:
+            model = models.named(body.model)
+            first, second = body.pairs()
+            prompts: list[Prompt] = [(Text(each),) for each in (*first, *second)]
+            made = await unless_disconnected(request, embed(model, prompts, body.ask(request)))
+        lefts = made[: len(first)] * (len(second) // len(first))
+        data = [
+            {"object": "score", "index": index, "score": cosine(left.vector_C, right.vector_C)}
+            for index, (left, right) in enumerate(zip(lefts, made[len(first) :], strict=True))
+        ]
+        return JSONResponse(
+            {
+                "id": f"score-{uuid4().hex}",
+                "object": "list",
+                "created": int(time.time()),
+                "model": model.model,
+                "data": data,
+                "usage": _usage(made),
+            }
+        )
+
+    handlers = {
+        embeddings: ("/v1/embeddings",),
+        rerank: ("/v1/rerank", "/v2/rerank", "/rerank"),
+        score: ("/v1/score", "/score"),
+    }
+    return [
+        Route(path, handler, methods=["POST"])
+        for handler, paths in handlers.items()
+        for path in paths
+    ]
+
+
+def _encoded(vector_C: Floats) -> str:
+    return base64.b64encode(vector_C.astype("<f4").tobytes()).decode()
+
+
+def _usage(made: list[Embedded]) -> dict[str, Any]:
+    num_tokens = sum(each.num_prompt_tokens for each in made)
+    cached = sum(each.num_cached_tokens for each in made)
+    return {
+        "prompt_tokens": num_tokens,
+        "total_tokens": num_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

