@@ -65,13 +65,14 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         twins[name] = save(case, paths[name], vocab_size=_vocab_size())
         for file in demo_model.PATH.glob("*token*"):
             shutil.copy(file, paths[name])
-    first, *others = (
+    settings: list[dict[str, Any]] = [
         {
             "engine": EngineConfig(model=path, num_blocks=64, num_threads=1),
             "served_model_name": name,
         }
         for name, path in paths.items()
-    )
+    ]
+    first, *others = settings
     config = ClusterConfig(
         **first,
         more_models=tuple(ModelConfig(**each) for each in others),
@@ -187,6 +188,11 @@ async def test_documents_are_ranked_by_cosine(served: Served, client: httpx.Asyn
         await client.post("/v1/rerank", json=body | {"top_n": 1, "return_documents": False})
     ).json()["results"]
     assert only == {key: answer["results"][0][key] for key in ("index", "relevance_score")}
+    long = body | {"documents": ["word " * 500]}
+    assert (await client.post("/v1/rerank", json=long)).status_code == 400
+    for most in (8, 4096):
+        cut = await client.post("/v1/rerank", json=long | {"max_tokens_per_doc": most})
+        assert cut.status_code == 200
     scored = await client.post(
         "/v1/score", json={"model": "decoder", "text_1": TEXTS[0], "text_2": TEXTS[1:]}
     )

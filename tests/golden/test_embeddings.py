@@ -96,11 +96,11 @@ def expected(model: Any, prompt: list[int], pooling: str) -> npt.NDArray[np.floa
 
 @contextmanager
 def engine_of(model: Path, **options: Any) -> Iterator[Engine]:
-    config = EngineConfig(
-        **{"model": model, "device": "cpu", "num_blocks": 64, "num_threads": 1, "max_num_seqs": 8}
-        | {"max_num_batched_tokens": 160}
-        | options
-    )
+    settings: dict[str, Any] = {
+        **{"model": model, "device": "cpu", "num_blocks": 64, "num_threads": 1, "max_num_seqs": 8},
+        "max_num_batched_tokens": 160,
+    }
+    config = EngineConfig(**settings | options)
     executor, facts = make_executor(config)
     engine = Engine(config, facts, executor)
     yield engine
@@ -144,9 +144,9 @@ def test_a_causal_embedding_has_the_same_bits_on_two_ranks_and_in_chunks(
         with engine_of(tmp_path, **more) as engine:
             found.append(embed(engine, PROMPTS))
     if native.library() is None:  # Then only a group's own number of ranks gives the same bits.
-        np.testing.assert_allclose(*found, atol=1e-6)
+        np.testing.assert_allclose(found[0], found[1], atol=1e-6)
     else:
-        np.testing.assert_array_equal(*found)
+        np.testing.assert_array_equal(found[0], found[1])
 
 
 def test_texts_and_embeddings_run_side_by_side(tmp_path: Path) -> None:
@@ -165,12 +165,12 @@ def test_texts_and_embeddings_run_side_by_side(tmp_path: Path) -> None:
                 vectors.append(embed(engine, PROMPTS[1:2])[0])
             texts.append(tokens)
     assert texts[0] == texts[1]
-    np.testing.assert_array_equal(*vectors)
+    np.testing.assert_array_equal(vectors[0], vectors[1])
 
 
 def embed_beside(engine: Engine, tokens: list[int]) -> npt.NDArray[np.float32]:
     engine.add_request(request("vector", PROMPTS[1], task="embed", temperature=0, max_tokens=1))
-    vector = None
+    vector: npt.NDArray[np.float32] | None = None
     while engine.has_work:
         for output in engine.step():
             tokens += output.token_ids

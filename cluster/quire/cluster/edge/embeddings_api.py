@@ -11,7 +11,8 @@ A score is the cosine of two embeddings.
 import asyncio
 import base64
 import time
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal, cast
 from uuid import uuid4
 
 from pydantic import BaseModel, Field
@@ -78,11 +79,9 @@ class EmbeddingsBody(_AskBody):
         if isinstance(given, str):
             return [(Text(given),)]
         if given and isinstance(given[0], int):
-            return [(Tokens(given),)]  # type: ignore[arg-type]
-        return [
-            (Text(each) if isinstance(each, str) else Tokens(each),)  # type: ignore[arg-type]
-            for each in given
-        ]
+            return [(Tokens(given),)]
+        listed = cast("list[str] | list[list[int]]", given)
+        return [(Text(each) if isinstance(each, str) else Tokens(each),) for each in listed]
 
 
 class _Document(BaseModel):
@@ -100,9 +99,6 @@ class RerankBody(_AskBody):
 
     def texts(self) -> list[str]:
         return [each if isinstance(each, str) else each.text for each in self.documents]
-
-    def num_kept(self) -> int | None:
-        return self.max_tokens_per_doc or super().num_kept()
 
 
 class ScoreBody(_AskBody):
@@ -153,7 +149,13 @@ def embedding_routes(models: Models, bodies: BodyReader) -> list[Route]:
         with hold:
             model, texts = models.named(body.model), body.texts()
             documents: list[Prompt] = [(Text(each),) for each in texts]
-            work = rank(model, (Text(body.query),), documents, body.ask(request))
+            ask = body.ask(request)
+            if body.max_tokens_per_doc is not None:
+                card = await model.card()
+                is_cut = body.max_tokens_per_doc < card.max_model_len
+                kept = body.max_tokens_per_doc if is_cut else -1
+                ask = replace(ask, truncate_prompt_tokens=kept)
+            work = rank(model, (Text(body.query),), documents, ask)
             scores, made = await unless_disconnected(request, work)
         shows = body.return_documents is not False
         results: list[dict[str, Any]] = [

@@ -107,7 +107,7 @@ async def rank(
 
 def best(scores: Sequence[float], top_n: int | None) -> list[int]:
     """The places of the ``top_n`` greatest scores, the greatest first; of equals, the first."""
-    order = np.argsort(-np.array(scores), kind="stable").tolist()
+    order: list[int] = np.argsort(-np.array(scores), kind="stable").tolist()
     return order if not top_n else order[:top_n]
 
 
