@@ -281,8 +281,8 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
 
 def test_the_public_surface_is_this() -> None:
     assert sorted(llm.__all__) == [
-        *("CompletionOutput", "LLM", "Logprob", "RequestOutput"),
-        *("SamplingParams", "StructuredOutputsParams"),
+        *("CompletionOutput", "EmbeddingRequestOutput", "LLM", "Logprob", "RequestOutput"),
+        *("SamplingParams", "ScoringRequestOutput", "StructuredOutputsParams"),
     ]
     assert list(inspect.signature(LLM.__init__).parameters)[1:] == [
         "model",

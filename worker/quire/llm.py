@@ -23,7 +23,6 @@ import numpy as np
 from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.api.config import Device, DType, EngineConfig, ModelImpl, SchedulingPolicy
 from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.hashing import TokenIds, as_token_ids
 from quire.worker.api.limits import derive_seed
 from quire.worker.api.outputs import (
     CompletionOutput,
@@ -42,6 +41,7 @@ from quire.worker.model.hub import fetch_checkpoint, with_revision
 from quire.worker.ranks.executor import make_executor
 from quire.worker.text.completions import OfflineCompletion, Progress, request_output
 from quire.worker.text.embeddings import OfflineEmbedding, cosine
+from quire.worker.text.prompts import Prompt, read_prompt
 from quire.worker.text.reasoning import reasoning_of
 from quire.worker.text.tokenizer import Message, Tokenizer
 
@@ -55,10 +55,6 @@ __all__ = [
     "ScoringRequestOutput",
     "StructuredOutputsParams",
 ]
-
-Prompt = str | Mapping[str, Any]
-"""A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a mapping may have a
-``cache_salt`` too: prompts share cached prefixes only within a salt."""
 
 
 class LLM:
@@ -353,7 +349,7 @@ class LLM:
         # Drawn here and not by the engine: the seeds of completions follow one another.
         seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
         try:
-            text, token_ids, cache_salt = self._read_prompt(prompt)
+            text, token_ids, cache_salt = read_prompt(prompt, tokenizer=self.get_tokenizer)
             params, token_ids = spell_out(
                 params,
                 token_ids,
@@ -374,25 +370,6 @@ class LLM:
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {index}: {error}") from None
         return text, request
-
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, TokenIds, str]:
-        fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
-        known = {"prompt", "prompt_token_ids", "cache_salt"}
-        if (
-            not isinstance(fields, Mapping)
-            or not set(fields) <= known
-            or set(fields) <= {"cache_salt"}
-        ):
-            raise InvalidRequest(
-                "a prompt is a string or a mapping with 'prompt' or 'prompt_token_ids' "
-                f"(and 'cache_salt'), not {prompt!r}"
-            )
-        text = fields.get("prompt")
-        if "prompt_token_ids" in fields:
-            token_ids = _as_ids(fields["prompt_token_ids"])
-        else:
-            token_ids = as_token_ids(self.get_tokenizer().encode(text) if text else [])
-        return text, token_ids, fields.get("cache_salt", "")
 
     def _run(
         self, completions: Sequence[OfflineCompletion | OfflineEmbedding], *, shown: bool
@@ -418,15 +395,6 @@ class LLM:
         finally:  # What an error leaves behind must not run on with the next batch.
             for request_id in running:
                 self._engine.abort(request_id)
-
-
-def _as_ids(token_ids: Any) -> TokenIds:
-    try:
-        return as_token_ids(token_ids)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(
-            f"prompt_token_ids must be integers, 0 or more: {error}", param="prompt_token_ids"
-        ) from None
 
 
 def _load_tokenizer(model: Path) -> Tokenizer | None:

@@ -16,9 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import islice
-from typing import get_args
 
 import numpy as np
 
@@ -33,17 +31,12 @@ from quire.worker.api.errors import (
     RankFailure,
 )
 from quire.worker.api.events import EventLog
-from quire.worker.api.limits import (
-    check_embedding,
-    check_request,
-    check_token_ids,
-    derive_seed,
-    request_limits,
-)
+from quire.worker.api.limits import derive_seed, request_limits
 from quire.worker.api.outputs import FinishReason, TokenDelta, TokenLogprobs
-from quire.worker.api.request import Output, Prepared, Task
+from quire.worker.api.request import Prepared
 from quire.worker.cache.blocks import BlockPool
 from quire.worker.model.facts import ModelFacts
+from quire.worker.schedule.check import max_tokens_of
 from quire.worker.schedule.compiling import Compiling, cannot_go_on
 from quire.worker.schedule.masks import Masks
 from quire.worker.schedule.schedule import Schedule
@@ -285,52 +278,7 @@ class Engine:
                 "another id",
                 param="request_id",
             )
-        for name, asked, kind in (
-            ("task", {request.task}, Task),
-            ("outputs", request.outputs, Output),
-        ):
-            if not asked <= set(get_args(kind)):
-                known = " or ".join(map(repr, get_args(kind)))
-                raise InvalidRequest(f"{name}={getattr(request, name)!r}: use {known}", param=name)
-        if request.adapter or request.features:
-            name = "adapter" if request.adapter else "features"
-            raise InvalidRequest(
-                f"{name}={getattr(request, name)!r}: this model takes none, leave it out",
-                param=name,
-            )
-        if request.task == "embed":
-            if self._model.pooling is None:
-                raise InvalidRequest(
-                    "this model makes no embeddings: its checkpoint has no modules.json",
-                    param="model",
-                )
-            check_embedding(request.prompt_token_ids, replace(self._limits, task="embed"))
-            return 1
-        if not self._model.has_head:
-            raise InvalidRequest(
-                "this model has no head to generate text with: it makes embeddings only",
-                param="model",
-            )
-        if request.is_checked and (max_tokens := self._checked_max_tokens(request)):
-            return max_tokens
-        return check_request(
-            request.prompt_token_ids,
-            request.sampling,
-            self._limits,
-            resumed_token_ids=request.resumed_token_ids,
-        )
-
-    def _checked_max_tokens(self, request: Prepared) -> int:
-        """Those of a checked request; 0 where it does not fit in here, as `check_request` says."""
-        for name, token_ids in (
-            ("prompt", request.prompt_token_ids),
-            ("resumed output", request.resumed_token_ids),
-        ):
-            check_token_ids(name, token_ids, self._limits.vocab_size)
-        max_tokens = request.sampling.max_tokens or 0
-        num_prompt, num_resumed = len(request.prompt_token_ids), len(request.resumed_token_ids)
-        is_fit = num_prompt and num_resumed <= max_tokens <= self.max_model_len - num_prompt
-        return max_tokens if is_fit else 0
+        return max_tokens_of(request, self._limits, self._model)
 
     def _sequence(self, request: Prepared, max_tokens: int) -> Sequence:
         seed = request.sampling.seed

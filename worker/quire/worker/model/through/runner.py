@@ -19,12 +19,8 @@ from quire.worker.api.errors import CheckpointError
 from quire.worker.model.loader import Weights
 from quire.worker.model.pooling import PoolingKind
 from quire.worker.model.spec import Attention, ModelSpec
-from quire.worker.model.through.dry_run import (
-    Found,
-    auto_class,
-    no_pooler,
-    transformers_config,
-)
+from quire.worker.model.through.classes import auto_class, no_pooler, transformers_config
+from quire.worker.model.through.dry_run import Found
 from quire.worker.model.through.modules import install
 from quire.worker.model.through.state import state_of
 

@@ -1,0 +1,66 @@
+"""Which of transformers' classes computes a model, and its configuration."""
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
+
+from quire.worker.api.errors import CheckpointError
+from quire.worker.model.families.registry import FAMILIES
+from quire.worker.model.families.wrappers import architecture_of
+from quire.worker.model.fields import Fields
+from quire.worker.model.spec import ModelSpec
+
+
+def transformers_config(path: Path, spec: ModelSpec) -> Any:
+    """transformers' configuration of ``spec``. The architecture decides of which class.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    assert spec.through_transformers is not None
+    raw = json.loads(spec.through_transformers)
+    name, kind = architecture_of(Fields(raw, path)), raw.get("model_type")
+    classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if spec.has_head else MODEL_MAPPING_NAMES
+    kinds = [each for each, known in classes.items() if known == name]
+    if (name == kind or not spec.has_head) and kind in classes:
+        kinds = [kind]
+    if not kinds:
+        raise CheckpointError(
+            f"{path}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)} "
+            f"and models that transformers {transformers.__version__} has, which has none of "
+            "this name; code that comes with a checkpoint (trust_remote_code) is not supported"
+        )
+    kind = kind if kind in kinds else kinds[0]
+    try:
+        config = CONFIG_MAPPING[kind].from_dict(
+            PreTrainedConfig._decode_special_floats(raw) | {"model_type": kind}
+        )
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: transformers cannot read its config.json ({type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else ''})"
+        ) from error
+    config.architectures = [classes[kind]]
+    if spec.is_encoder:
+        config.is_decoder = False
+    return config
+
+
+def auto_class(spec: ModelSpec) -> Any:
+    """The class of transformers that makes the model of a configuration."""
+    return AutoModelForCausalLM if spec.has_head else AutoModel
+
+
+def no_pooler(config: Any) -> dict[str, bool]:
+    """Leaves out the layer that some encoders have behind their last one, for other tasks."""
+    model_class = getattr(transformers, config.architectures[0])
+    known = inspect.signature(model_class.__init__).parameters
+    return {"add_pooling_layer": False} if "add_pooling_layer" in known else {}

@@ -1,0 +1,69 @@
+"""What an engine refuses of a request before it is queued."""
+
+from dataclasses import replace
+from typing import get_args
+
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.limits import (
+    RequestLimits,
+    check_embedding,
+    check_request,
+    check_token_ids,
+)
+from quire.worker.api.request import Output, Prepared, Task
+from quire.worker.model.facts import ModelFacts
+
+
+def max_tokens_of(request: Prepared, limits: RequestLimits, model: ModelFacts) -> int:
+    """How many output tokens the request may have, resumed ones counted.
+
+    Raises:
+        InvalidRequest: It can never be served here; the message says what would be right.
+    """
+    for name, asked, kind in (
+        ("task", {request.task}, Task),
+        ("outputs", request.outputs, Output),
+    ):
+        if not asked <= set(get_args(kind)):
+            known = " or ".join(map(repr, get_args(kind)))
+            raise InvalidRequest(f"{name}={getattr(request, name)!r}: use {known}", param=name)
+    if request.adapter or request.features:
+        name = "adapter" if request.adapter else "features"
+        raise InvalidRequest(
+            f"{name}={getattr(request, name)!r}: this model takes none, leave it out",
+            param=name,
+        )
+    if request.task == "embed":
+        if model.pooling is None:
+            raise InvalidRequest(
+                "this model makes no embeddings: its checkpoint has no modules.json",
+                param="model",
+            )
+        check_embedding(request.prompt_token_ids, replace(limits, task="embed"))
+        return 1
+    if not model.has_head:
+        raise InvalidRequest(
+            "this model has no head to generate text with: it makes embeddings only",
+            param="model",
+        )
+    if request.is_checked and (max_tokens := _checked(request, limits)):
+        return max_tokens
+    return check_request(
+        request.prompt_token_ids,
+        request.sampling,
+        limits,
+        resumed_token_ids=request.resumed_token_ids,
+    )
+
+
+def _checked(request: Prepared, limits: RequestLimits) -> int:
+    """Those of a checked request; 0 where it does not fit in here, as `check_request` says."""
+    for name, token_ids in (
+        ("prompt", request.prompt_token_ids),
+        ("resumed output", request.resumed_token_ids),
+    ):
+        check_token_ids(name, token_ids, limits.vocab_size)
+    max_tokens = request.sampling.max_tokens or 0
+    num_prompt, num_resumed = len(request.prompt_token_ids), len(request.resumed_token_ids)
+    is_fit = num_prompt and num_resumed <= max_tokens <= limits.max_model_len - num_prompt
+    return max_tokens if is_fit else 0

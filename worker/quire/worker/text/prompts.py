@@ -1,0 +1,49 @@
+"""Prompts of the offline API, as token ids."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.hashing import TokenIds, as_token_ids
+from quire.worker.text.tokenizer import Tokenizer
+
+Prompt = str | Mapping[str, Any]
+"""A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a mapping may have a
+``cache_salt`` too: prompts share cached prefixes only within a salt."""
+
+_FIELDS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+def read_prompt(
+    prompt: Prompt, *, tokenizer: Callable[[], Tokenizer]
+) -> tuple[str | None, TokenIds, str]:
+    """The prompt's text, if it came as such, its token ids and its salt.
+
+    Raises:
+        InvalidRequest: It is no prompt.
+    """
+    fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
+    if (
+        not isinstance(fields, Mapping)
+        or not set(fields) <= _FIELDS
+        or set(fields) <= {"cache_salt"}
+    ):
+        raise InvalidRequest(
+            "a prompt is a string or a mapping with 'prompt' or 'prompt_token_ids' "
+            f"(and 'cache_salt'), not {prompt!r}"
+        )
+    text = fields.get("prompt")
+    if "prompt_token_ids" in fields:
+        token_ids = _as_ids(fields["prompt_token_ids"])
+    else:
+        token_ids = as_token_ids(tokenizer().encode(text) if text else [])
+    return text, token_ids, fields.get("cache_salt", "")
+
+
+def _as_ids(token_ids: Any) -> TokenIds:
+    try:
+        return as_token_ids(token_ids)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidRequest(
+            f"prompt_token_ids must be integers, 0 or more: {error}", param="prompt_token_ids"
+        ) from None
