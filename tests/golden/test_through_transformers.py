@@ -197,7 +197,11 @@ def test_without_a_description_quires_own_is_refused(
         ("DeepseekV32", {}, "has index_.*: attention that selects tokens"),
         ("Llama", {"num_kv_shared_layers": 1}, "num_kv_shared_layers: layers that share their KV"),
         ("Llama", {"is_encoder_decoder": True}, "has an encoder and a decoder"),
-        ("Llama", {"architectures": ["LlamaForTokenClassification"]}, "it is no decoder of text"),
+        (
+            "Llama",
+            {"architectures": ["LlamaForTokenClassification"]},
+            "it is no decoder or encoder of text",
+        ),
     ],
 )
 def test_what_the_configuration_shows_is_refused_without_transformers(
