@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import openai
 import pytest
+import torch
 from langchain_openai import OpenAIEmbeddings
 from openai import AsyncOpenAI
 from tests.golden.test_embeddings import MINILM, expected, save
@@ -33,10 +34,16 @@ pytestmark = pytest.mark.anyio
 
 TEXTS = ["A cat sits.", "The kitten rests on the mat.", "Stocks fell."]
 MODELS = {"encoder": ("bert", "cls_token"), "decoder": ("qwen3", "lasttoken")}
+YES, NO = 7, 8
+TEMPLATE = """\
+{%- for role in ("query", "document") -%}
+<{{ role }}>{{ messages | selectattr("role", "eq", role) | map(attribute="content") | first }}
+{%- endfor -%}
+{%- if add_generation_prompt %}:{% endif -%}"""
 
 
 class Served:
-    """A gateway of two models of embeddings and one of text, with a group each."""
+    """A gateway of a model of text, two of embeddings and a reranker, with a group each."""
 
     def __init__(
         self, server: GatewayServer, twins: dict[str, Any], paths: dict[str, Path]
@@ -50,6 +57,15 @@ class Served:
         """What transformers makes of ``texts``."""
         ids = [self._tokenizers[model].encode(text) for text in texts]
         return np.stack([expected(self._twins[model], each, MODELS[model][1]) for each in ids])
+
+    def score(self, query: str, document: str) -> float:
+        """What transformers makes of the reranker's logits."""
+        ids = self._tokenizers["reranker"].encode(
+            f"<query>{query}<document>{document}:", add_special_tokens=False
+        )
+        with torch.inference_mode():
+            logits = self._twins["reranker"](torch.tensor([ids])).logits[0, -1]
+        return float(torch.sigmoid(logits[YES] - logits[NO]))
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +81,8 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         twins[name] = save(case, paths[name], vocab_size=_vocab_size())
         for file in demo_model.PATH.glob("*token*"):
             shutil.copy(file, paths[name])
+    paths["reranker"] = tmp_path_factory.mktemp("reranker")
+    twins["reranker"] = save_reranker(paths["reranker"])
     settings: list[dict[str, Any]] = [
         {
             "engine": EngineConfig(model=path, num_blocks=64, num_threads=1),
@@ -90,7 +108,34 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
             groups = server.models.named(name).groups
             while not groups.num_ready:
                 await groups.wait_for_change(timeout_s=1)
-        yield Served(server, twins, {name: paths[name] for name in MODELS})
+        yield Served(server, twins, {name: paths[name] for name in twins})
+
+
+def save_reranker(folder: Path) -> Any:
+    """A random model as sentence-transformers saves those of Qwen3-Reranker's kind."""
+    twin = save("qwen3", folder, vocab_size=_vocab_size())
+    for file in demo_model.PATH.glob("*token*"):
+        shutil.copy(file, folder)
+    modules = [{"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"}]
+    modules.append(
+        {
+            "path": "1_LogitScore",
+            "type": "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
+        }
+    )
+    (folder / "modules.json").write_text(json.dumps(modules))
+    kind = {"model_type": "CrossEncoder"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(kind))
+    (folder / "1_LogitScore").mkdir()
+    config = {"true_token_id": YES, "false_token_id": NO}
+    (folder / "1_LogitScore/config.json").write_text(json.dumps(config))
+    settings = {"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return twin
 
 
 def _vocab_size() -> int:
@@ -198,6 +243,35 @@ async def test_documents_are_ranked_by_cosine(served: Served, client: httpx.Asyn
     )
     found = [each["score"] for each in scored.json()["data"]]
     np.testing.assert_allclose(found, cosines, atol=1e-5)
+
+
+async def test_a_reranker_scores_pairs_behind_a_cached_query(
+    served: Served, client: httpx.AsyncClient
+) -> None:
+    query, documents = "which animal rests on a mat? " * 4, [f"document {n}" for n in range(20)]
+    expected_scores = [served.score(query, each) for each in documents]
+    body = {"model": "reranker", "query": query, "documents": documents}
+    answer = (await client.post("/v1/rerank", json=body)).json()
+    found = {each["index"]: each["relevance_score"] for each in answer["results"]}
+    np.testing.assert_allclose([found[n] for n in range(20)], expected_scores, atol=1e-5)
+    order = [each["index"] for each in answer["results"]]
+    assert order == sorted(range(20), key=lambda n: -found[n])
+    again = (await client.post("/v1/rerank", json=body | {"documents": documents[:2]})).json()
+    assert {each["index"]: each["relevance_score"] for each in again["results"]} == {
+        n: found[n] for n in range(2)
+    }
+    usage = again["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] / 2
+    pairs = {"model": "reranker", "text_1": query, "text_2": documents[:3]}
+    scored = (await client.post("/v1/score", json=pairs)).json()["data"]
+    assert [each["score"] for each in scored] == [found[n] for n in range(3)]
+    async with AsyncClient(served.grpc_address) as ours:
+        ranked = await ours.rank(query, documents, model="reranker", top_n=2)
+    assert [each.index for each in ranked] == order[:2]
+    refused = await client.post("/v1/rerank", json=body | {"truncate_prompt_tokens": 9})
+    assert refused.status_code == 400
+    made = await client.post("/v1/embeddings", json={"model": "reranker", "input": "x"})
+    assert "makes no embeddings" in made.json()["error"]["message"]
 
 
 async def test_the_commands_of_the_documents_answer(

@@ -85,7 +85,7 @@ def test_other_parts_of_another_kind_are_refused(spec: ModelSpec) -> None:
 @pytest.mark.parametrize("part", [ModelSpec, Rope, Layer, Attention, Mlp, Experts, Norm])
 def test_a_description_says_nothing_that_no_program_is_made_of(part: type) -> None:
     """Else a new field would be described and passed over."""
-    readers = [*Path(model.__path__[0]).glob("*.py")]
+    readers = [*Path(model.__path__[0]).rglob("*.py")]
     text = "".join(each.read_text() for each in readers if each.name != "spec.py")
     for field in fields(part):
         assert re.search(rf"\w\.{field.name}\b|\"{field.name}\"", text), field.name

@@ -30,7 +30,9 @@ from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConfigError
+from quire.worker.api.request import LogitScore
 from quire.worker.model.hub import fetch_text_files
+from quire.worker.model.pooling import read_scoring
 from quire.worker.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -57,7 +59,7 @@ class GatewayServer:
     def __init__(
         self,
         config: ClusterConfig,
-        tokenizers: Sequence[Tokenizer],
+        read: Sequence[tuple[Tokenizer, LogitScore | None]],
         *,
         make_table: Callable[[ClusterConfig], RoutingTable] = new_table,
     ) -> None:
@@ -68,11 +70,11 @@ class GatewayServer:
             self.tls = ServerTls(certificate=config.tls_certificate, key=config.tls_key)
         # By model and address.
         self._contacts: dict[str, dict[str, GroupContact]] = {name: {} for name in config.models}
-        models = zip(config.models.values(), tokenizers, self._contacts.values(), strict=True)
+        models = zip(config.models.values(), read, self._contacts.values(), strict=True)
         self.models = Models(
             *(
-                _service(each, tokenizer, table=make_table(each), contacts=contacts)
-                for each, tokenizer, contacts in models
+                _service(each, *of_model, table=make_table(each), contacts=contacts)
+                for each, of_model, contacts in models
             )
         )
         self.grpc_address = ""
@@ -128,8 +130,8 @@ class GatewayServer:
             ConfigError: A port is in use, or a certificate or key file cannot be.
             CheckpointError: The model's tokenizer cannot be fetched or read.
         """
-        tokenizers = [await asyncio.to_thread(_tokenizer, each) for each in config.models.values()]
-        self = cls(config, tokenizers, make_table=make_table)
+        read = [await asyncio.to_thread(_read, each) for each in config.models.values()]
+        self = cls(config, read, make_table=make_table)
         try:
             await self._listen(config)
         except BaseException:
@@ -210,14 +212,15 @@ class GatewayServer:
         return self._grpc.add_secure_port(address, self.tls.grpc_credentials())
 
 
-def _tokenizer(config: ClusterConfig) -> Tokenizer:
+def _read(config: ClusterConfig) -> tuple[Tokenizer, LogitScore | None]:
     folder = fetch_text_files(config.engine.model)
-    return Tokenizer.load(folder, chat_template=config.chat_template)
+    return Tokenizer.load(folder, chat_template=config.chat_template), read_scoring(folder)
 
 
 def _service(
     config: ClusterConfig,
     tokenizer: Tokenizer,
+    scoring: LogitScore | None,
     *,
     table: RoutingTable,
     contacts: Mapping[str, GroupContact],
@@ -235,6 +238,7 @@ def _service(
     return ModelService(
         model=config.model_name,
         tokenizer=tokenizer,
+        scoring=scoring,
         groups=groups,
         table=table,
         config=_gateway_config(config),

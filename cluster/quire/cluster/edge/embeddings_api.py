@@ -5,7 +5,7 @@
                           also /v2/rerank and /rerank
     POST /v1/score        vLLM's: how alike two texts are; also /score
 
-A score is the cosine of two embeddings.
+A score is the cosine of two embeddings, or what a reranker says of the pair.
 """
 
 import asyncio
@@ -24,12 +24,11 @@ from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.openai_schema import Body, Texts, TokenIds
 from quire.cluster.edge.streams import client_id, unless_disconnected
-from quire.cluster.serving.embeddings import Ask, Embedded, best, embed, rank
+from quire.cluster.serving.embeddings import Ask, Cost, best, embed, rank, score
 from quire.cluster.serving.models import Models
 from quire.worker.api.arrays import Floats
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prompt, Text, Tokens
-from quire.worker.text.embeddings import cosine
 
 _MANY_NUMBERS = 2**16
 """Of vectors; writing more takes long enough to do it in a thread."""
@@ -107,7 +106,7 @@ class ScoreBody(_AskBody):
     text_1: str | Texts
     text_2: str | Texts
 
-    def pairs(self) -> tuple[list[str], list[str]]:
+    def pairs(self) -> list[tuple[str, str]]:
         first, second = (
             [given] if isinstance(given, str) else given for given in (self.text_1, self.text_2)
         )
@@ -116,7 +115,7 @@ class ScoreBody(_AskBody):
                 f"text_1 has {len(first)} texts and text_2 {len(second)}: give one, or as many",
                 param="text_1",
             )
-        return first, second
+        return list(zip(first * (len(second) // len(first)), second, strict=True))
 
 
 def embedding_routes(models: Models, bodies: BodyReader) -> list[Route]:
@@ -126,6 +125,7 @@ def embedding_routes(models: Models, bodies: BodyReader) -> list[Route]:
             model = models.named(body.model)
             work = embed(model, body.prompts(), body.ask(request), dimensions=body.dimensions)
             made = await unless_disconnected(request, work)
+        usage = _usage(Cost.of(made))
         as_base64 = body.encoding_format == "base64"
 
         def answer() -> Response:
@@ -138,7 +138,12 @@ def embedding_routes(models: Models, bodies: BodyReader) -> list[Route]:
                 for index, each in enumerate(made)
             ]
             return JSONResponse(
-                {"object": "list", "data": data, "model": model.model, "usage": _usage(made)}
+                {
+                    "object": "list",
+                    "data": data,
+                    "model": model.model,
+                    "usage": usage,
+                }
             )
 
         num_numbers = sum(len(each.vector_C) for each in made)
@@ -148,15 +153,14 @@ def embedding_routes(models: Models, bodies: BodyReader) -> list[Route]:
         body, hold = await bodies.read(request, RerankBody)
         with hold:
             model, texts = models.named(body.model), body.texts()
-            documents: list[Prompt] = [(Text(each),) for each in texts]
             ask = body.ask(request)
             if body.max_tokens_per_doc is not None:
                 card = await model.card()
                 is_cut = body.max_tokens_per_doc < card.max_model_len
                 kept = body.max_tokens_per_doc if is_cut else -1
                 ask = replace(ask, truncate_prompt_tokens=kept)
-            work = rank(model, (Text(body.query),), documents, ask)
-            scores, made = await unless_disconnected(request, work)
+            work = rank(model, body.query, texts, ask)
+            scores, cost = await unless_disconnected(request, work)
         shows = body.return_documents is not False
         results: list[dict[str, Any]] = [
             {"index": place, "relevance_score": scores[place]}
@@ -168,25 +172,23 @@ def embedding_routes(models: Models, bodies: BodyReader) -> list[Route]:
                 "id": f"rerank-{uuid4().hex}",
                 "model": model.model,
                 "results": results,
-                "usage": _usage(made),
+                "usage": _usage(cost),
                 "meta": {
                     "api_version": {"version": "2"},
-                    "tokens": {"input_tokens": _usage(made)["prompt_tokens"]},
+                    "tokens": {"input_tokens": cost.num_prompt_tokens},
                 },
             }
         )
 
-    async def score(request: Request) -> Response:
+    async def score_pairs(request: Request) -> Response:
         body, hold = await bodies.read(request, ScoreBody)
         with hold:
             model = models.named(body.model)
-            first, second = body.pairs()
-            prompts: list[Prompt] = [(Text(each),) for each in (*first, *second)]
-            made = await unless_disconnected(request, embed(model, prompts, body.ask(request)))
-        lefts = made[: len(first)] * (len(second) // len(first))
+            work = score(model, body.pairs(), body.ask(request))
+            scores, cost = await unless_disconnected(request, work)
         data = [
-            {"object": "score", "index": index, "score": cosine(left.vector_C, right.vector_C)}
-            for index, (left, right) in enumerate(zip(lefts, made[len(first) :], strict=True))
+            {"object": "score", "index": index, "score": value}
+            for index, value in enumerate(scores)
         ]
         return JSONResponse(
             {
@@ -195,14 +197,14 @@ def embedding_routes(models: Models, bodies: BodyReader) -> list[Route]:
                 "created": int(time.time()),
                 "model": model.model,
                 "data": data,
-                "usage": _usage(made),
+                "usage": _usage(cost),
             }
         )
 
     handlers = {
         embeddings: ("/v1/embeddings",),
         rerank: ("/v1/rerank", "/v2/rerank", "/rerank"),
-        score: ("/v1/score", "/score"),
+        score_pairs: ("/v1/score", "/score"),
     }
     return [
         Route(path, handler, methods=["POST"])
@@ -215,11 +217,9 @@ def _encoded(vector_C: Floats) -> str:
     return base64.b64encode(vector_C.astype("<f4").tobytes()).decode()
 
 
-def _usage(made: list[Embedded]) -> dict[str, Any]:
-    num_tokens = sum(each.num_prompt_tokens for each in made)
-    cached = sum(each.num_cached_tokens for each in made)
+def _usage(cost: Cost) -> dict[str, Any]:
     return {
-        "prompt_tokens": num_tokens,
-        "total_tokens": num_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens": cost.num_prompt_tokens,
+        "total_tokens": cost.num_prompt_tokens,
+        "prompt_tokens_details": {"cached_tokens": cost.num_cached_tokens},
     }

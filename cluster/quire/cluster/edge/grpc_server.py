@@ -95,11 +95,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with statuses(context, request):
             with held(request, self._models):
                 model = self._models.named(request.model)
-                documents = [(Text(each),) for each in request.documents]
                 ask = self._ask(request, context)
-                scores, made = await rank(model, (Text(request.query),), documents, ask)
-            response.num_prompt_tokens = sum(each.num_prompt_tokens for each in made)
-            response.num_cached_tokens = sum(each.num_cached_tokens for each in made)
+                scores, cost = await rank(model, request.query, list(request.documents), ask)
+            response.num_prompt_tokens = cost.num_prompt_tokens
+            response.num_cached_tokens = cost.num_cached_tokens
             for place in best(scores, request.top_n):
                 response.ranked.add(index=place, score=scores[place])
         return response

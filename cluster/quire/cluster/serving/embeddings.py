@@ -1,7 +1,8 @@
 """Embeddings and rankings over a model's groups, for the HTTP and the gRPC edge alike."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import tanh
 
 import numpy as np
 
@@ -9,18 +10,33 @@ from quire.cluster.failover.chunk import Chunk
 from quire.cluster.serving.service import ModelService
 from quire.worker.api.arrays import Floats
 from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Prepared, Prompt, Request
+from quire.worker.api.request import Chat, LogitScore, Prepared, Prompt, Request, Task, Text
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.text.embeddings import cosine, normalized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Embedded:
+class Cost:
+    """Prompt tokens, and those of them whose KV was cached."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+    @classmethod
+    def of(cls, costs: "Iterable[Cost]") -> "Cost":
+        """The sums."""
+        listed = list(costs)
+        return cls(
+            num_prompt_tokens=sum(each.num_prompt_tokens for each in listed),
+            num_cached_tokens=sum(each.num_cached_tokens for each in listed),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded(Cost):
     """One input's embedding, and what it cost."""
 
     vector_C: Floats
-    num_prompt_tokens: int
-    num_cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +50,36 @@ class Ask:
     timeout_s: float | None = None
     client_id: str = ""
 
-    def request(self, prompt: Prompt) -> Request:
+    def embedding(self, prompt: Prompt) -> Request:
         """Raises InvalidRequest: a value is out of its range."""
+        sampling = SamplingParams(
+            temperature=0, max_tokens=1, truncate_prompt_tokens=self.truncate_prompt_tokens
+        )
+        return self._request(prompt, sampling, task="embed")
+
+    def score(self, query: str, document: str, scoring: LogitScore) -> Request:
+        """Raises InvalidRequest: a value is out of its range."""
+        if self.truncate_prompt_tokens is not None:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens={self.truncate_prompt_tokens} is not supported for this "
+                "model, whose chat template writes something behind a document: send shorter ones",
+                param="truncate_prompt_tokens",
+            )
+        roles = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+        sampling = SamplingParams(
+            temperature=0,
+            max_tokens=1,
+            logprobs=0,
+            logprob_token_ids=(scoring.true_token_id, scoring.false_token_id),
+        )
+        chat = Chat(roles, add_generation_prompt=scoring.add_generation_prompt)
+        return self._request((chat,), sampling, task="generate")
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams, *, task: Task) -> Request:
         return Request(
             prompt=prompt,
-            task="embed",
-            sampling=SamplingParams(
-                temperature=0, max_tokens=1, truncate_prompt_tokens=self.truncate_prompt_tokens
-            ),
+            task=task,
+            sampling=sampling,
             tenant=self.tenant,
             cache_salt=self.cache_salt,
             priority=self.priority,
@@ -65,7 +103,7 @@ async def embed(
         raise InvalidRequest("input is empty: at least one text", param="input")
     model.check_num_completions(len(prompts))
     prepared = [
-        await _prepared(model, ask.request(prompt), place if len(prompts) > 1 else None)
+        await _prepared(model, ask.embedding(prompt), place if len(prompts) > 1 else None)
         for place, prompt in enumerate(prompts)
     ]
     found: list[Embedded | None] = [None] * len(prepared)
@@ -95,14 +133,56 @@ async def _prepared(model: ModelService, request: Request, place: int | None) ->
 
 
 async def rank(
-    model: ModelService, query: Prompt, documents: Sequence[Prompt], ask: Ask
-) -> tuple[list[float], list[Embedded]]:
-    """How alike each of ``documents`` is to ``query``, and all embeddings, the query's first.
-    Raises as `embed`."""
+    model: ModelService, query: str, documents: Sequence[str], ask: Ask
+) -> tuple[list[float], Cost]:
+    """How well each of ``documents`` fits ``query``: what the model says of the pair, if it is made
+    for that, from 0 to 1, else the cosine of their embeddings. Raises as `embed`."""
     if not documents:
         raise InvalidRequest("documents is empty: at least one text", param="documents")
-    made = await embed(model, [query, *documents], ask)
-    return [cosine(made[0].vector_C, each.vector_C) for each in made[1:]], made
+    if model.scoring is None:
+        made = await embed(model, [(Text(query),), *((Text(each),) for each in documents)], ask)
+        return [cosine(made[0].vector_C, each.vector_C) for each in made[1:]], Cost.of(made)
+    return await _scored(model, model.scoring, [(query, each) for each in documents], ask)
+
+
+async def score(
+    model: ModelService, pairs: Sequence[tuple[str, str]], ask: Ask
+) -> tuple[list[float], Cost]:
+    """The same of each pair."""
+    if model.scoring is not None:
+        return await _scored(model, model.scoring, pairs, ask)
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    made = await embed(model, [(Text(each),) for each in texts], ask)
+    vectors = {text: each.vector_C for text, each in zip(texts, made, strict=True)}
+    return [cosine(vectors[left], vectors[right]) for left, right in pairs], Cost.of(made)
+
+
+async def _scored(
+    model: ModelService, scoring: LogitScore, pairs: Sequence[tuple[str, str]], ask: Ask
+) -> tuple[list[float], Cost]:
+    model.check_num_completions(len(pairs))
+    prepared = [
+        await _prepared(model, ask.score(*pair, scoring), place if len(pairs) > 1 else None)
+        for place, pair in enumerate(pairs)
+    ]
+    scores, costs = [0.0] * len(pairs), []
+
+    async def take(chunk: Chunk) -> None:
+        for each in chunk.logprobs:
+            found = dict(each.top) | {each.token_id: each.logprob}
+            odds = found[scoring.true_token_id] - found[scoring.false_token_id]
+            scores[chunk.index] = (1 + tanh(odds / 2)) / 2  # The logistic function, at any odds.
+        if chunk.usage is not None:
+            usage = chunk.usage
+            costs.append(
+                Cost(
+                    num_prompt_tokens=usage.num_prompt_tokens,
+                    num_cached_tokens=usage.num_cached_tokens,
+                )
+            )
+
+    await model.run(prepared, take)
+    return scores, Cost.of(costs)
 
 
 def best(scores: Sequence[float], top_n: int | None) -> list[int]:

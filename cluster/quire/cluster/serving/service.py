@@ -35,7 +35,7 @@ from quire.worker.api.errors import ConstraintRefused, InvalidRequest
 from quire.worker.api.hashing import BlockHashes, as_token_ids
 from quire.worker.api.limits import RequestLimits, check_embedding, check_request
 from quire.worker.api.model_card import ModelCard
-from quire.worker.api.request import Prepared, Request, Text
+from quire.worker.api.request import LogitScore, Prepared, Request, Text
 from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
 from quire.worker.api.spelling import num_chars, spell_out, takes_any_length
 from quire.worker.text.template_process import TemplateLimits
@@ -84,10 +84,13 @@ class ModelService:
         tokenizer: Tokenizer,
         groups: Groups,
         table: RoutingTable,
+        scoring: LogitScore | None = None,
         config: GatewayConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
+        self.scoring = scoring
+        """How it scores a document for a query, where it is made for that."""
         self.tokenizer = tokenizer
         self.groups = groups
         self.table = table

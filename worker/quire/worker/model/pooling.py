@@ -1,4 +1,4 @@
-"""What an embedding of a text is made of, as a checkpoint for sentence-transformers says it.
+"""How a checkpoint for sentence-transformers makes an embedding of a text, or scores a pair.
 
 Knows no torch.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.worker.api.errors import CheckpointError
+from quire.worker.api.request import LogitScore
 from quire.worker.model.checkpoint import read_json
 from quire.worker.model.fields import Fields
 
@@ -52,6 +53,8 @@ def read_pooling(path: Path, *, is_encoder: bool, has_head: bool) -> Pooling | N
     normalize = False
     for number, (name, folder) in enumerate(_modules(file)):
         match name:
+            case "LogitScore" if has_head:  # It chooses tokens: `read_scoring`.
+                return None
             case "Transformer" if number == 0:
                 pass
             case "Pooling" if number == 1:
@@ -68,8 +71,37 @@ def read_pooling(path: Path, *, is_encoder: bool, has_head: bool) -> Pooling | N
     return Pooling(kind=kind, normalize=normalize, max_tokens=_max_tokens(path / _SETTINGS))
 
 
+def read_scoring(path: Path) -> LogitScore | None:
+    """How the checkpoint in ``path`` scores pairs; ``None`` where it does not.
+
+    Raises:
+        CheckpointError: By the logit of one token alone, which log-probabilities do not tell.
+    """
+    file = path / "modules.json"
+    folders = [folder for name, folder in _modules(file) if name == "LogitScore"]
+    if not folders:
+        return None
+    file = path / folders[0] / "config.json"
+    config = Fields(read_json(file), file)
+    token_ids = [config.token_id(f"{name}_token_id") for name in ("true", "false")]
+    if None in token_ids:
+        raise config.broken("true_token_id and false_token_id must both be there")
+    settings = path / _SETTINGS
+    kwargs = {}
+    if settings.is_file():
+        processing = Fields(read_json(settings), settings).section("processing_kwargs")
+        kwargs = processing.section("chat_template").raw
+    return LogitScore(
+        true_token_id=token_ids[0] or 0,
+        false_token_id=token_ids[1] or 0,
+        add_generation_prompt=bool(kwargs.get("add_generation_prompt")),
+    )
+
+
 def _modules(file: Path) -> Iterator[tuple[str, str]]:
-    """The class and the folder of each."""
+    """The class and the folder of each; nothing where there is no such file."""
+    if not file.is_file():
+        return
     try:
         listed: Any = json.loads(file.read_text(encoding="utf-8"))
         for each in listed:
