@@ -72,6 +72,7 @@ def config_of(checkpoints: dict[str, Path]) -> ClusterConfig:
     return ClusterConfig(
         engine=engine("demo"),
         served_model_name="demo",
+        aliases=("gpt-4", "default"),
         more_models=(
             ModelConfig(
                 engine=engine("org/other", block_size=32, max_model_len=96),
@@ -129,9 +130,17 @@ async def test_two_models_by_configuration(
         grpc.aio.insecure_channel(server.grpc_address) as channel,
     ):
         listed = (await client.get(f"http://{server.http_address}/v1/models")).json()["data"]
-        assert [each["id"] for each in listed] == [*checkpoints]
+        assert [each["id"] for each in listed] == [*checkpoints, "gpt-4", "default"]
+        assert [each["root"] for each in listed] == [*checkpoints, "demo", "demo"]
+        assert {each["state"] for each in listed} == {"ready"}
         assert listed[1]["max_model_len"] == 96 != listed[0]["max_model_len"]
         assert (await openai_client.models.retrieve("org/other")).id == "org/other"
+
+        assert (await openai_client.models.retrieve("gpt-4")).id == "gpt-4"
+        called: Any = await openai_client.completions.create(
+            model="gpt-4", prompt=PROMPT, max_tokens=NUM_TOKENS, extra_body={"ignore_eos": True}
+        )
+        assert called.model == "demo"
 
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
         for name, tokens in expected.items():
@@ -161,7 +170,7 @@ async def test_two_models_by_configuration(
         async for _ in stub.Generate(generate("demo")):
             pass
         metrics = await values(client, server)
-        for name, num in (("demo", 3), ("org/other", 2)):
+        for name, num in (("demo", 4), ("org/other", 2)):
             assert metrics["quire_output_tokens_total", name] == num * NUM_TOKENS
             assert metrics["quire_group_output_tokens_total", name] >= num * NUM_TOKENS
             assert metrics["quire_routing_decisions_kept", name] == num
@@ -234,6 +243,9 @@ async def test_a_model_without_groups_does_not_stop_the_others(
         assert (await check.Check(health_pb2.HealthCheckRequest())).status == serving_now
         body = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
         body["return_token_ids"] = True
+        listed = (await client.get("/v1/models")).json()["data"]
+        states = {each["id"]: each["state"] for each in listed}
+        assert (states["demo"], states["org/other"]) == ("starting", "ready")
         lost = await client.post("/v1/completions", json=body | {"model": "demo"})
         assert lost.status_code == 503
         answer = await client.post("/v1/completions", json=body | {"model": "org/other"})

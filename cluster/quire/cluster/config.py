@@ -31,6 +31,8 @@ class ModelConfig:
     """Engine settings of every replica group."""
     served_model_name: str | None = None
     """What clients call the model; ``None`` is the name of its directory, or ``ORG/NAME``."""
+    aliases: tuple[str, ...] = ()
+    """Further names by which clients may call it; answers bear the one above."""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     """Routing settings of every gateway."""
     num_groups: int = 1
@@ -191,7 +193,9 @@ class ClusterConfig(ModelConfig):
         ModelConfig.__post_init__(self)
         if self.num_gateways < 1:
             raise ConfigError(f"num_gateways={self.num_gateways!r}: must be 1 or more")
-        names = Counter(each.model_name for each in (self, *self.more_models))
+        names = Counter(
+            name for each in (self, *self.more_models) for name in (each.model_name, *each.aliases)
+        )
         if twice := [name for name, number in names.items() if number > 1]:
             raise ConfigError(
                 f"more_models: two models are called {twice[0]!r}; give one of them another "

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
-from quire.cluster.cli.help import SHORT_USAGE, DefaultsFormatter, Parser
+from quire.cluster.cli.help import DefaultsFormatter, Parser
 from quire.worker.api.config import BLOCK_SIZES, EngineConfig
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _add_kind(
 ) -> argparse.ArgumentParser:
     parser = kinds.add_parser(
         name,
-        usage=SHORT_USAGE,
+        usage="%(prog)s [MODEL] [flags]",
         help=what,
         description=what[0].upper() + what[1:] + ".",
         formatter_class=DefaultsFormatter,
@@ -135,7 +135,7 @@ def _engine(arguments: argparse.Namespace) -> EngineConfig:
     """What the flags say, with the model on this machine."""
     from quire.worker.model.hub import fetch_checkpoint
 
-    config = engine_config(arguments)
+    config = engine_config(arguments, arguments.model)
     return replace(config, model=fetch_checkpoint(config.model))
 
 

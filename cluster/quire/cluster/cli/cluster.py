@@ -4,11 +4,12 @@ Defaults come from `ClusterConfig`.
 """
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
 from quire.cluster.cli.fields import add_fields, given_fields
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.dialects.formats import TOOL_FORMATS
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.config import POLICY_NAMES, RoutingConfig
@@ -97,14 +98,18 @@ def add_cluster_flags(
     parser.add_argument(
         "model",
         metavar="MODEL",
-        nargs="?",
+        nargs="*",
         type=Path,
-        help=MODEL_HELP,
+        help=f"{MODEL_HELP}; several are served at the same address, each with groups of its own "
+        "and all with the settings given here",
     )
     add = parser.add_argument
     add(
         "--served-model-name",
-        help="what clients call the model; ORG/NAME or the directory's name if absent",
+        action="append",
+        metavar="NAME",
+        help="what clients call the model; ORG/NAME or the directory's name if absent. Given "
+        "again: further names of one model, or the names of several in their order",
     )
     add(
         "--name",
@@ -175,13 +180,16 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
     Raises:
         ConfigError: They cannot work; the message names what and why.
     """
-    given = given_fields(ClusterConfig, arguments)
-    if arguments.model is None and not given["served_model_name"]:
-        from quire import demo_model
-
-        given["served_model_name"] = demo_model.NAME
-    given |= {
-        "engine": engine_config(arguments),
+    models = arguments.model or [None]
+    first, *others = (
+        {
+            "engine": engine_config(arguments, model),
+            "served_model_name": name,
+            "aliases": tuple(aliases),
+        }
+        for model, (name, *aliases) in zip(models, _names(arguments), strict=True)
+    )
+    given = given_fields(ClusterConfig, arguments) | {
         "routing": RoutingConfig(
             policy=arguments.routing_policy, use_directory=arguments.directory
         ),
@@ -190,7 +198,28 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         "allow_origins": tuple(arguments.allow_origins or ()),
         "group_host": arguments.group_host or _group_host(arguments),
     }
-    return ClusterConfig(**given)
+    shared = {field.name: given[field.name] for field in fields(ModelConfig) if field.name in given}
+    more_models = tuple(ModelConfig(**shared | each) for each in others)
+    return ClusterConfig(**given | first, more_models=more_models)
+
+
+def _names(arguments: argparse.Namespace) -> list[list[str | None]]:
+    """For each model, what clients call it and its further names; ``None`` is its own. Raises
+    ConfigError: several models have some names only."""
+    given: list[str] = arguments.served_model_name or []
+    num_models = len(arguments.model)
+    if num_models > 1:
+        if given and len(given) != num_models:
+            raise ConfigError(
+                f"--served-model-name is given {len(given)} times for {num_models} models: give "
+                "one for each, in their order, or none"
+            )
+        return [[each] for each in given or [None] * num_models]
+    if num_models or given:
+        return [[*given] or [None]]
+    from quire import demo_model
+
+    return [[demo_model.NAME]]
 
 
 def _chat_template(given: str | None) -> str | None:

@@ -1,6 +1,7 @@
 """The engine flags of every command that starts one, and the `EngineConfig` they make."""
 
 import argparse
+from pathlib import Path
 
 from quire.cluster.cli.fields import Flags, add_fields, given_fields
 from quire.worker.api.config import EngineConfig
@@ -41,8 +42,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, tensor_parallel_size: i
     return group
 
 
-def engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """The engine's configuration from the flags; without a model, the demo model.
+def engine_config(arguments: argparse.Namespace, model: Path | None) -> EngineConfig:
+    """The configuration of the engine of ``model`` from the flags; without one, the demo model's.
 
     Raises:
         ConfigError: They cannot work; the message names what and why.
@@ -50,4 +51,4 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     from quire import demo_model
 
     given = given_fields(EngineConfig, arguments)
-    return EngineConfig(**{**given, "model": given["model"] or demo_model.PATH})
+    return EngineConfig(**given | {"model": model or demo_model.PATH})

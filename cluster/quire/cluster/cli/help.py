@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from quire.cluster.client import Server
 
-SHORT_USAGE = "%(prog)s [MODEL] [flags]"
+SHORT_USAGE = "%(prog)s [MODEL …] [flags]"
 """Usage line of commands whose list of flags would fill the first screen of ``--help``."""
 
 

@@ -75,7 +75,8 @@ class GatewayServer:
             *(
                 _service(each, *of_model, table=make_table(each), contacts=contacts)
                 for each, of_model, contacts in models
-            )
+            ),
+            aliases={alias: name for name, each in config.models.items() for alias in each.aliases},
         )
         self.grpc_address = ""
         """``host:port`` for clients, as is the next."""

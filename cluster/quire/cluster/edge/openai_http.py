@@ -157,13 +157,16 @@ class _Api:
         self._created = int(time.time())
 
     async def models(self, request: HttpRequest) -> Response:
-        data = [self._described(model) for model in self._models.by_name.values()]
+        models = self._models
+        names = {**{name: name for name in models.by_name}, **models.aliases}
+        data = [self._described(id_, models.by_name[name]) for id_, name in names.items()]
         return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: HttpRequest) -> Response:
         if not request.path_params["model"]:  # The list, with a slash behind it.
             return await self.models(request)
-        return JSONResponse(self._described(self._models.named(request.path_params["model"])))
+        name = request.path_params["model"]
+        return JSONResponse(self._described(name, self._models.named(name)))
 
     async def completions(self, request: HttpRequest) -> Response:
         return await self._generate(request, CompletionBody, CompletionFormat, prefix="cmpl-")
@@ -212,14 +215,21 @@ class _Api:
                 response.headers["X-Ignored-Fields"] = ignored
             return response
 
-    def _described(self, model: ModelService) -> dict[str, object]:
-        card = model.groups.card
+    def _described(self, name: str, model: ModelService) -> dict[str, object]:
+        """``name`` may be an alias. A model "asleep" has no group until a request comes."""
+        card, state = model.groups.card, "starting"
+        if model.groups.num_ready:
+            state = "ready"
+        elif model.config.wakes_groups:
+            state = "asleep"
         return {
-            "id": model.model,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "quire",
+            "root": model.model,
             "max_model_len": card.max_model_len if card else None,
+            "state": state,
         }
 
 

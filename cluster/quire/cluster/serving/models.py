@@ -4,7 +4,7 @@ What belongs to no one model is here: readiness, the drain, the memory of bodies
 known yet, and the page of metrics.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from quire.cluster.errors import ModelNotFound
 from quire.cluster.serving.bounds import ByteBudget
@@ -19,11 +19,17 @@ MAX_BODY_BYTES = 32 * 2**20
 class Models:
     """One or more `ModelService` of one event loop; they are closed with it."""
 
-    def __init__(self, *services: ModelService, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        """``max_body_bytes``: of large requests that are held at a time, until they are tokenized.
-        Past that, an HTTP request waits unread, and a gRPC request, which has been read already,
-        is refused."""
+    def __init__(
+        self,
+        *services: ModelService,
+        aliases: Mapping[str, str] | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
+        """``aliases``: further names, and the models that they mean. ``max_body_bytes``: of large
+        requests that are held at a time, until they are tokenized. Past that, an HTTP request waits
+        unread, and a gRPC request, which has been read already, is refused."""
         self.by_name = {service.model: service for service in services}
+        self.aliases = dict(aliases or {})
         assert len(self.by_name) == len(services) > 0
         self.explanations = Explanations([service.table for service in services])
         self.bodies = ByteBudget(max_body_bytes)
@@ -45,6 +51,7 @@ class Models:
             InvalidRequest: No name is given, and there are several.
         """
         known = ", ".join(map(repr, self.by_name))
+        name = self.aliases.get(name or "", name)
         if name:
             if name not in self.by_name:
                 are = "is" if len(self.by_name) == 1 else "are"
