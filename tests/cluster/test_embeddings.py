@@ -1,5 +1,6 @@
 """Embeddings, rerankings and scores, by OpenAI's client, over HTTP and over gRPC."""
 
+import asyncio
 import contextlib
 import json
 import re
@@ -18,6 +19,7 @@ import pytest
 import torch
 from langchain_openai import OpenAIEmbeddings
 from openai import AsyncOpenAI
+from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from tests.golden.test_embeddings import MINILM, expected, save
 
 from quire import demo_model
@@ -199,6 +201,45 @@ async def test_grpc_makes_the_same(served: Served, client: httpx.AsyncClient, mo
         np.testing.assert_array_equal(np.array(one["embedding"], np.float32), list(other.values))
     scores = [(each["index"], each["relevance_score"]) for each in ranked.json()["results"]]
     np.testing.assert_allclose([(each.index, each.score) for each in order.ranked], scores)
+
+
+async def test_requests_of_a_group_that_dies_get_the_same_elsewhere(tmp_path: Path) -> None:
+    save("bert", tmp_path, vocab_size=_vocab_size())
+    for file in demo_model.PATH.glob("*token*"):
+        shutil.copy(file, tmp_path)
+    engine = EngineConfig(model=tmp_path, num_blocks=64, num_threads=1)
+    config = ClusterConfig(engine=engine, served_model_name="m", grpc_port=0, http_port=0)
+    async with contextlib.AsyncExitStack() as stack:
+        server = await GatewayServer.start(config)
+        stack.push_async_callback(server.stop, drain_timeout_s=0)
+        started = [await GroupServer.start(config, group_id=name) for name in "ab"]
+        stack.push_async_callback(started[1].stop, drain_timeout_s=0)
+        server.set_groups([each.contact for each in started], model="m")
+        groups = server.models.named("m").groups
+        while groups.num_ready < len(started):
+            await groups.wait_for_change(timeout_s=1)
+        url = f"http://{server.http_address}/v1/embeddings"
+        async with httpx.AsyncClient(timeout=None) as client:
+
+            async def ask(number: int) -> Any:
+                answer = await client.post(url, json={"input": [[number + 3] * 40] * 8})
+                assert answer.status_code == 200, answer.text
+                return answer.json()["data"]
+
+            before = [await ask(number) for number in range(4)]
+            under_way = [asyncio.create_task(ask(number % 4)) for number in range(40)]
+            await asyncio.sleep(0.02)
+            await started[0].stop(drain_timeout_s=0)
+            for number, each in enumerate(await asyncio.gather(*under_way)):
+                assert each == before[number % 4]
+
+        async with grpc.aio.insecure_channel(server.grpc_address) as channel:
+            vllm: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
+            request = vllm_engine_pb2.EmbedRequest(request_id="r")
+            request.tokenized.input_ids.extend([3] * 40)
+            made = await vllm.Embed(request)
+    np.testing.assert_array_equal(made.embedding, np.array(before[0][0]["embedding"], np.float32))
+    assert (made.embedding_dim, made.prompt_tokens) == (64, 40)
 
 
 async def test_token_ids_texts_and_cut_texts(served: Served, client: httpx.AsyncClient) -> None:

@@ -28,11 +28,12 @@ from quire.cluster.edge.streams import sane_client_id
 from quire.cluster.edge.vllm_format import Answers, aliases_of, prompt_of, sampling_of
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Take
+from quire.cluster.serving.embeddings import Ask, embed
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 from quire.v1 import group_pb2
 from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Request
+from quire.worker.api.request import Request, Tokens
 
 VLLM_FILE = vllm.DESCRIPTOR
 VLLM_SERVICE = VLLM_FILE.services_by_name["VllmEngine"].full_name
@@ -230,8 +231,22 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                     chunk.sha256 = hashlib.sha256(bundle).hexdigest()
                 await context.write(chunk)
 
-    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> NoReturn:
-        await _refuse(context, "Embed: the model that is served generates text")
+    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
+        response = vllm.EmbedResponse()
+        async with statuses(context, request):
+            self._last_request_s = time.time()
+            with held(request, self._models):
+                ask = Ask(
+                    tenant=grpc_caller(context, self._keys).tenant,
+                    client_id=client_id(context) or sane_client_id(request.request_id),
+                    timeout_s=remaining_s(context),
+                )
+                prompt = (Tokens(request.tokenized.input_ids),)
+                (made,) = await embed(self._model, [prompt], ask)
+            response.embedding.extend(made.vector_C.tolist())
+            response.embedding_dim = len(made.vector_C)
+            response.prompt_tokens = made.num_prompt_tokens
+        return response
 
     async def FlushCache(self, request: common_pb2.FlushCacheRequest, context: Context) -> NoReturn:
         await _refuse(context, "FlushCache: answers do not depend on what is cached")
