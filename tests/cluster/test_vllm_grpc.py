@@ -271,7 +271,7 @@ async def test_an_invalid_argument_names_its_field(start_cluster: Any) -> None:
 
 async def test_what_is_not_served_is_refused_by_name(start_cluster: Any) -> None:
     async with start_cluster(num_groups=1) as cluster, stub_of(cluster) as stub:
-        served = "Generate HealthCheck Abort GetModelInfo GetServerInfo GetLoads GetTokenizer"
+        served = "Generate Embed HealthCheck Abort GetModelInfo GetServerInfo GetLoads GetTokenizer"
         methods = vllm.DESCRIPTOR.services_by_name["VllmEngine"].methods
         for method in methods:
             if method.name not in served.split():
