@@ -30,7 +30,7 @@ from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConfigError
-from quire.worker.api.request import LogitScore
+from quire.worker.api.scoring import LogitScore
 from quire.worker.model.hub import fetch_text_files
 from quire.worker.model.pooling import read_scoring
 from quire.worker.text.tokenizer import Tokenizer

@@ -10,8 +10,9 @@ from quire.cluster.failover.chunk import Chunk
 from quire.cluster.serving.service import ModelService
 from quire.worker.api.arrays import Floats
 from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Chat, LogitScore, Prepared, Prompt, Request, Task, Text
+from quire.worker.api.request import Chat, Prepared, Prompt, Request, Task, Text
 from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.api.scoring import LogitScore
 from quire.worker.text.embeddings import cosine, normalized
 
 

@@ -35,8 +35,9 @@ from quire.worker.api.errors import ConstraintRefused, InvalidRequest
 from quire.worker.api.hashing import BlockHashes, as_token_ids
 from quire.worker.api.limits import RequestLimits, check_embedding, check_request
 from quire.worker.api.model_card import ModelCard
-from quire.worker.api.request import LogitScore, Prepared, Request, Text
+from quire.worker.api.request import Prepared, Request, Text
 from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
+from quire.worker.api.scoring import LogitScore
 from quire.worker.api.spelling import num_chars, spell_out, takes_any_length
 from quire.worker.text.template_process import TemplateLimits
 from quire.worker.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.worker.api.errors import CheckpointError
-from quire.worker.api.request import LogitScore
+from quire.worker.api.scoring import LogitScore
 from quire.worker.model.checkpoint import read_json
 from quire.worker.model.fields import Fields
 
