@@ -204,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         num_steps=options.steps,
     )
     check_writable(options.output)
-    config = engine_config(options)
+    config = engine_config(options, options.model)
     config = replace(config, model=fetch_checkpoint(config.model))
     wanted = config.async_scheduling
     rows: list[Row] = []

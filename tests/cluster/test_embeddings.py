@@ -20,6 +20,7 @@ import torch
 from langchain_openai import OpenAIEmbeddings
 from openai import AsyncOpenAI
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
+from tests.cluster.test_models import serving
 from tests.golden.test_embeddings import MINILM, expected, save
 
 from quire import demo_model
@@ -100,16 +101,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
         http_port=0,
         group_wait_s=0,
     )
-    async with contextlib.AsyncExitStack() as stack:
-        server = await GatewayServer.start(config)
-        stack.push_async_callback(server.stop, drain_timeout_s=0)
-        for name in paths:
-            group = await GroupServer.start(config.models[name], group_id=f"g-{name}")
-            stack.push_async_callback(group.stop, drain_timeout_s=0)
-            server.set_groups([group.contact], model=name)
-            groups = server.models.named(name).groups
-            while not groups.num_ready:
-                await groups.wait_for_change(timeout_s=1)
+    async with serving(config, *paths) as server:
         yield Served(server, twins, {name: paths[name] for name in twins})
 
 

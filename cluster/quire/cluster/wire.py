@@ -134,9 +134,16 @@ def prepared_of(submit: group_pb.Submit, *, request_id: str) -> Prepared:
         cache_salt=work.cache_salt,
         priority=work.priority,
         tenant=work.tenant,
-        task=_TASK_OF[work.task],
+        task=_task_of(work.task),
         is_checked=True,
     )
+
+
+def _task_of(number: group_pb.Task) -> Task:
+    task = _TASK_OF.get(number)
+    if task is None:
+        raise InvalidRequest(f"task={number} is not known to this group: {' or '.join(_TASKS)}")
+    return task
 
 
 def _segments(token_ids: TokenIds, features: Sequence[Feature]) -> list[group_pb.Segment]:

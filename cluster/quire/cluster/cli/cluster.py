@@ -214,9 +214,9 @@ def _names(arguments: argparse.Namespace) -> list[list[str | None]]:
                 f"--served-model-name is given {len(given)} times for {num_models} models: give "
                 "one for each, in their order, or none"
             )
-        return [[each] for each in given or [None] * num_models]
+        return [[given[place] if given else None] for place in range(num_models)]
     if num_models or given:
-        return [[*given] or [None]]
+        return [[*given]] if given else [[None]]
     from quire import demo_model
 
     return [[demo_model.NAME]]

@@ -10,6 +10,7 @@ A score is the cosine of two embeddings, or what a reranker says of the pair.
 
 import asyncio
 import base64
+import json
 import time
 from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
@@ -125,26 +126,25 @@ def embedding_routes(models: Models, bodies: BodyReader) -> list[Route]:
             model = models.named(body.model)
             work = embed(model, body.prompts(), body.ask(request), dimensions=body.dimensions)
             made = await unless_disconnected(request, work)
-        usage = _usage(Cost.of(made))
-        as_base64 = body.encoding_format == "base64"
+        as_base64, usage = body.encoding_format == "base64", _usage(Cost.of(made))
 
         def answer() -> Response:
-            data = [
-                {
-                    "object": "embedding",
-                    "index": index,
-                    "embedding": _encoded(each.vector_C) if as_base64 else each.vector_C.tolist(),
-                }
+            # Item by item: Python lets no other thread run while it writes one.
+            data = ",".join(
+                json.dumps(
+                    {
+                        "object": "embedding",
+                        "index": index,
+                        "embedding": _encoded(each.vector_C)
+                        if as_base64
+                        else each.vector_C.tolist(),
+                    }
+                )
                 for index, each in enumerate(made)
-            ]
-            return JSONResponse(
-                {
-                    "object": "list",
-                    "data": data,
-                    "model": model.model,
-                    "usage": usage,
-                }
             )
+            rest = json.dumps({"model": model.model, "usage": usage})
+            text = f'{{"object": "list", "data": [{data}], {rest[1:]}'
+            return Response(text, media_type="application/json")
 
         num_numbers = sum(len(each.vector_C) for each in made)
         return answer() if num_numbers < _MANY_NUMBERS else await asyncio.to_thread(answer)

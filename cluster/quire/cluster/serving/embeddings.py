@@ -1,5 +1,6 @@
 """Embeddings and rankings over a model's groups, for the HTTP and the gRPC edge alike."""
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import tanh
@@ -103,10 +104,7 @@ async def embed(
     if not prompts:
         raise InvalidRequest("input is empty: at least one text", param="input")
     model.check_num_completions(len(prompts))
-    prepared = [
-        await _prepared(model, ask.embedding(prompt), place if len(prompts) > 1 else None)
-        for place, prompt in enumerate(prompts)
-    ]
+    prepared = await _prepared(model, [ask.embedding(prompt) for prompt in prompts])
     found: list[Embedded | None] = [None] * len(prepared)
 
     async def take(chunk: Chunk) -> None:
@@ -123,14 +121,19 @@ async def embed(
     return [each for each in found if each is not None]
 
 
-async def _prepared(model: ModelService, request: Request, place: int | None) -> Prepared:
-    """``place`` tells the client which of its inputs is refused."""
-    try:
-        return await model.prepare(request)
-    except InvalidRequest as error:
-        if place is not None:
-            error.args = (f"input {place}: {error}",)
-        raise
+async def _prepared(model: ModelService, requests: Sequence[Request]) -> list[Prepared]:
+    """Other clients' turns come between two of them. Where one of several is refused, the message
+    says which."""
+    prepared = []
+    for place, request in enumerate(requests):
+        try:
+            prepared.append(await model.prepare(request))
+        except InvalidRequest as error:
+            if len(requests) > 1:
+                error.args = (f"input {place}: {error}",)
+            raise
+        await asyncio.sleep(0)
+    return prepared
 
 
 async def rank(
@@ -162,10 +165,7 @@ async def _scored(
     model: ModelService, scoring: LogitScore, pairs: Sequence[tuple[str, str]], ask: Ask
 ) -> tuple[list[float], Cost]:
     model.check_num_completions(len(pairs))
-    prepared = [
-        await _prepared(model, ask.score(*pair, scoring), place if len(pairs) > 1 else None)
-        for place, pair in enumerate(pairs)
-    ]
+    prepared = await _prepared(model, [ask.score(*pair, scoring) for pair in pairs])
     scores, costs = [0.0] * len(pairs), []
 
     async def take(chunk: Chunk) -> None:
