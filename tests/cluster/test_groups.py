@@ -1,7 +1,11 @@
+import asyncio
 import contextlib
 import math
 from collections.abc import AsyncIterator
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from quire.cluster.links.group_client import GroupClient, GroupClientConfig
@@ -119,3 +123,63 @@ async def test_a_former_group_that_still_tells_its_events_does_not_fence_off_the
     groups.events(present, EventBatch(epoch=2, first_seq=0, events=(stored,)))
     assert table.stats().directory.num_blocks == 1
     await groups.close()
+
+
+class _Link:
+    """A group whose calls answer a cancellation with a status that came at the same moment, as
+    gRPC's may."""
+
+    def __init__(self, waits_in: str) -> None:
+        self.waits_in = waits_in
+        self.is_waiting = asyncio.Event()
+
+    async def Describe(self, request: object, *, timeout: float) -> group_pb2.GroupDescription:
+        return group_pb2.GroupDescription(group_id="g0", epoch=1, model="m", block_size=4)
+
+    async def _frames(self, *frames: group_pb2.StepFrame, waits: bool) -> AsyncIterator[Any]:
+        for frame in frames:
+            yield frame
+        try:
+            if waits:
+                self.is_waiting.set()
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            if waits:
+                metadata = grpc.aio.Metadata()
+                raise grpc.aio.AioRpcError(
+                    grpc.StatusCode.UNAVAILABLE, metadata, metadata, "the group is gone"
+                ) from None
+            raise
+
+    def Attach(self) -> Any:
+        call: Any = self._frames(group_pb2.StepFrame(), waits=self.waits_in == "Attach")
+
+        class Call:
+            def __aiter__(self) -> Any:
+                return call
+
+            async def write(self, command: object) -> None:
+                pass
+
+        return Call()
+
+    def Events(self, request: object) -> Any:
+        return self._frames(waits=self.waits_in == "Events")
+
+
+@pytest.mark.parametrize("waits_in", ["Attach", "Events"])
+async def test_what_is_closed_ends_also_where_a_call_ends_at_that_moment(waits_in: str) -> None:
+    link = _Link(waits_in)
+
+    @contextlib.asynccontextmanager
+    async def connect(address: str) -> AsyncIterator[Any]:
+        yield link
+
+    groups = Groups(
+        table=RoutingTable(block_size=4),
+        expected=Expectation(model="m", block_size=4),
+        connect=connect,
+    )
+    groups.set_addresses(["host:1"])
+    await link.is_waiting.wait()
+    await asyncio.wait_for(groups.close(), 30)

@@ -18,12 +18,18 @@ async def keep_going(
     where ``work`` answers that with another exception.
     """
     failures = FailureLog(_log)
-    task = asyncio.current_task()
     while True:
         try:
             return await work()
         except Exception as error:
             failures.report(error, name)
-            if task is not None and task.cancelling():
-                raise asyncio.CancelledError from error
+            end_if_cancelled()
         await asyncio.sleep(pause_s)
+
+
+def end_if_cancelled() -> None:
+    """Raises CancelledError in a task that was cancelled, where what it waited for answered that
+    with another exception. A call of gRPC whose status comes at the same moment raises that."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

@@ -32,6 +32,7 @@ from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.scaling.demand import Demand
 from quire.cluster.scaling.serve import report
+from quire.cluster.supervise import end_if_cancelled
 from quire.cluster.telemetry.explanations import Answers
 from quire.router.registry import REGISTRY, Member
 from quire.router.table import RoutingTable
@@ -274,6 +275,7 @@ async def _report_demand(demand: Demand, groups: DeploymentHandle[ReplicaGroup])
             was_told = True
         # Of many kinds, some of them while Serve replaces groups: the next try may do.
         except Exception as error:
+            end_if_cancelled()
             if was_told:
                 _log.warning("demand cannot be told: %r", error)
             was_told = False

@@ -12,6 +12,7 @@ import grpc.aio
 
 from quire.cluster.links.group_link import GroupLink
 from quire.cluster.links.group_listener import GroupListener
+from quire.cluster.supervise import end_if_cancelled
 from quire.cluster.wire import events_from_proto
 from quire.router.failure_log import FailureLog
 from quire.v1 import group_pb2 as pb
@@ -55,5 +56,6 @@ async def read_events(link: GroupLink, client: "GroupClient", listener: GroupLis
         except Exception as error:
             is_unforeseen = not isinstance(error, (grpc.aio.AioRpcError, ValueError))
             failures.report(error, doing, with_stack=is_unforeseen)
+            end_if_cancelled()
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, _MAX_PAUSE_S)

@@ -22,6 +22,7 @@ from quire.cluster.links.group_link import AttachCall, Connect, grpc_connect
 from quire.cluster.links.group_listener import GroupListener
 from quire.cluster.links.group_stream import GroupStream, Turns
 from quire.cluster.links.liveness import Disconnect, Liveness
+from quire.cluster.supervise import end_if_cancelled
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.errors import ConfigError
 
@@ -159,6 +160,7 @@ class GroupClient:
             while True:
                 begin_s = loop.time()
                 self._detach(await self._attach_once())
+                end_if_cancelled()
                 if loop.time() - begin_s > self._config.max_backoff_s:
                     pause_s = self._config.min_backoff_s  # It was well for a while.
                 # Many gateways must not knock at a restarted group in the same instant.
