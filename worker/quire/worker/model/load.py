@@ -116,12 +116,13 @@ def _through_transformers(
         is_deterministic=config.deterministic,
         on_gpu=device.type == "cuda",
     )
-    if spec.is_encoder and spec.pooling is not None and config.enable_prefix_caching:
-        _log.info("%s: an encoder: texts share no prefix", config.model)
     why = "model_impl='transformers'"
     if config.model_impl == "auto":
         why = "quire has no description of this architecture"
-    _log.warning("%s: computed through transformers, somewhat slower: %s", config.model, why)
+    if spec.is_encoder:
+        _log.info("%s: an encoder, computed by transformers' modules", config.model)
+    else:
+        _log.warning("%s: computed through transformers, somewhat slower: %s", config.model, why)
     options = tuple(attention_options(each, max_model_len) for each in found.attentions)
     backend = backend_for(device, quantization=config.quantization)
     on_cpu = torch.device("cpu")
