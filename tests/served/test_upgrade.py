@@ -1,13 +1,17 @@
 """``quire upgrade``: another process gives what `quire serve` runs new settings."""
 
+import shutil
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
 from tests.served.serve_process import ROOT, serving
+
+from quire import demo_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("no_process_is_left")]
 
@@ -67,3 +71,39 @@ def test_an_upgrade_by_name_replaces_the_single_gateway_under_its_clients() -> N
     assert after["created"] > before["created"], "by another gateway"
     assert failures == []
     assert num_answers > 0
+
+
+def test_an_upgrade_keeps_the_groups_of_models_that_stay_as_they_were(tmp_path: Path) -> None:
+    other = shutil.copytree(demo_model.PATH, tmp_path / "other")
+    ports = ["--grpc-port", str(free_port()), "--http-port", str(free_port())]
+    # Else the cores are shared out among all groups, whose threads then change with their number.
+    same = ["--name", "chat", *ports, "--num-threads", "1"]
+    demo = str(demo_model.PATH)
+
+    def groups(url: str) -> dict[str, str]:
+        """Each model's group, as a routing decision names it."""
+        found = {}
+        for each in httpx.get(f"{url}/v1/models").json()["data"]:
+            body = {"model": each["id"], "prompt": "A", "max_tokens": 1}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=None)
+            assert answer.status_code == 200, answer.text
+            query = {"request_id": answer.json()["id"]}
+            (decision,) = httpx.get(f"{url}/v1/routing/decisions", params=query).json()["data"]
+            found[each["id"]] = decision["routing"]["group"]
+        return found
+
+    with serving(*same, demo) as (server, _, http):
+        assert server.stdout is not None
+        ray = ["--ray-address", server.stdout.readline().split()[1]]
+        url = f"http://{http}"
+        alone = groups(url)
+        assert upgrade(*ray, *same, demo, str(other)).returncode == 0
+        both = groups(url)
+        assert upgrade(*ray, *same, demo, str(other)).returncode == 0
+        again = groups(url)
+        assert upgrade(*ray, *same, demo).returncode == 0
+        last = groups(url)
+    name = demo_model.PATH.name
+    assert alone.keys() == {name}
+    assert both == again == alone | {"other": both["other"]}
+    assert last == alone

@@ -4,9 +4,8 @@ import contextlib
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quire.cluster.config import ClusterConfig
@@ -14,6 +13,13 @@ from quire.cluster.deploy.app_watch import AppWatch
 from quire.cluster.deploy.local import check_ports, is_only_node, ray_session
 from quire.cluster.deploy.names import check_free, check_known, name_of_application
 from quire.cluster.deploy.progress import Progress
+from quire.cluster.deploy.serve_options import (
+    gateway_version,
+    group_count,
+    group_version,
+    name_of_groups,
+    with_version,
+)
 from quire.cluster.deploy.session import UNKNOWN, RaySession
 from quire.cluster.deploy.start import check_nodes, check_room, start_app, start_serve
 from quire.cluster.deploy.stop import STOP_MARGIN_S, stop_app
@@ -22,8 +28,6 @@ from quire.cluster.edge.limits import GRPC_LEAVE_S
 from quire.cluster.errors import ClusterLost
 from quire.cluster.group.native_code import compile_native_code
 from quire.cluster.group.placement import placement_options
-from quire.cluster.scaling.serve import ServePolicy
-from quire.cluster.scaling.settings import LOOK_BACK_S, METRICS_INTERVAL_S
 from quire.cluster.settings import config_from
 from quire.cluster.tls import ServerTls
 from quire.worker.api.config import EngineConfig
@@ -152,6 +156,8 @@ def upgrade_app(config: ClusterConfig, *, name: str, progress: Progress = SILENT
     config = _checked(config)
     if is_only_node():
         config = _shared_out(config)
+        if config.group_host == "auto":  # As `quire serve` has it on a cluster of its own.
+            config = replace(config, group_host=ClusterConfig.group_host)
     progress.say(f"Upgrading {name} to {_in_words(config)} …")
     app = build_app(config)
     handle = start_app(app, name=name, progress=progress)
@@ -258,61 +264,40 @@ def build_app(
         "max_constructor_retry_count": 3,
     }
     groups = [
-        serve.deployment(
-            name="ReplicaGroup" if number == 1 else f"ReplicaGroup-{number}",
-            **_group_count(model),
-            **placement_options(model, on_gpu=_on_gpu(model, ray.cluster_resources())),
-            # Of calls through handles; the engine queues and batches, and Serve's 5 would keep
-            # them from it.
-            max_ongoing_requests=model.engine.max_num_waiting,
-            request_router_config=RequestRouterConfig(
-                request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
-                request_router_kwargs={"pool": deployments.pool_of(served)},
-            ),
-            graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
-            # Serve rounds a percentage up: of up to a hundred replicas this is one.
-            max_surge_percent=int(config.start_first),
-            **common,
-        )(group or deployments.ReplicaGroup).bind(model)
-        for number, (served, model) in enumerate(config.models.items(), 1)
+        with_version(
+            serve.deployment(
+                name=name_of_groups(config, served),
+                **group_count(model),
+                **placement_options(model, on_gpu=_on_gpu(model, ray.cluster_resources())),
+                # Of calls through handles; the engine queues and batches, and Serve's 5 would keep
+                # them from it.
+                max_ongoing_requests=model.engine.max_num_waiting,
+                request_router_config=RequestRouterConfig(
+                    request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
+                    request_router_kwargs={"pool": deployments.pool_of(served)},
+                ),
+                graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
+                # Serve rounds a percentage up: of up to a hundred replicas this is one.
+                max_surge_percent=int(config.start_first),
+                **common,
+            )(group or deployments.ReplicaGroup),
+            group_version(model),
+        ).bind(model)
+        for served, model in config.models.items()
     ]
-    gateways = serve.deployment(
-        num_replicas=config.num_gateways,
-        ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},
-        graceful_shutdown_timeout_s=GRPC_LEAVE_S + config.drain_timeout_s + STOP_MARGIN_S,
-        # There is room for one more, unless places are counted. A single one leaves no gap then.
-        max_surge_percent=int(config.start_first or config.gateway_resource is None),
-        **common,
-    )(gateway or deployments.Gateway)
+    gateways = with_version(
+        serve.deployment(
+            num_replicas=config.num_gateways,
+            ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},
+            graceful_shutdown_timeout_s=GRPC_LEAVE_S + config.drain_timeout_s + STOP_MARGIN_S,
+            # There is room for one more, unless places are counted. A single one leaves no gap.
+            max_surge_percent=int(config.start_first or config.gateway_resource is None),
+            **common,
+        )(gateway or deployments.Gateway),
+        gateway_version(config),
+    )
     app: serve.Application = gateways.bind(config, *groups)
     return app
-
-
-def _group_count(config: ClusterConfig) -> dict[str, Any]:
-    """How many groups there are, or what Serve asks for that."""
-    settings = config.autoscaling
-    if settings is None:
-        return {"num_replicas": config.num_groups}
-    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
-
-    with warnings.catch_warnings():
-        # Ray 2.60 names environment variables as the successors of `metrics_interval_s`, but
-        # reads the interval from nowhere else.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        autoscaling = AutoscalingConfig(
-            min_replicas=settings.min_groups,
-            max_replicas=settings.max_groups,
-            metrics_interval_s=METRICS_INTERVAL_S,
-            look_back_period_s=LOOK_BACK_S,
-            # The policy's delays are its own.
-            upscale_delay_s=0,
-            downscale_delay_s=0,
-            policy=AutoscalingPolicy(
-                policy_function=f"{ServePolicy.__module__}:{ServePolicy.__name__}",
-                policy_kwargs=asdict(settings),
-            ),
-        )
-    return {"autoscaling_config": autoscaling}
 
 
 def application(settings: dict[str, Any]) -> "serve.Application":

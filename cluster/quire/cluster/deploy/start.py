@@ -126,8 +126,8 @@ class _Start:
 
 def label_of(deployment: str) -> str:
     """A deployment's name in words."""
-    kind, _, number = deployment.partition("-")
-    return _LABELS.get(kind, kind) + (f" of model {number}" if number else "")
+    kind, _, model = deployment.partition("-")
+    return _LABELS.get(kind, kind) + (f" of {model.replace('--', '/')}" if model else "")
 
 
 def num_running(deployment: "DeploymentStatusOverview") -> int:

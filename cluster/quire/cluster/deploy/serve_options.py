@@ -1,0 +1,116 @@
+"""What Serve is told of the deployments of an application: names, numbers and versions.
+
+An upgrade replaces the replicas of those deployments whose version is another one. Serve makes a
+new version for each, each time, unless a deployment has one.
+"""
+
+import functools
+import hashlib
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import quire.cluster
+import quire.kernels
+import quire.router
+import quire.worker
+from quire.cluster.config import ClusterConfig
+from quire.cluster.scaling.serve import ServePolicy
+from quire.cluster.scaling.settings import LOOK_BACK_S, METRICS_INTERVAL_S
+from quire.worker.model.hub import is_hub_name
+
+_NOT_A_GROUPS = (
+    *("aliases", "autoscaling", "more_models", "num_gateways", "num_groups"),
+    "start_first",
+)
+"""Settings that change nothing within a group."""
+
+
+def name_of_groups(config: ClusterConfig, model: str) -> str:
+    """The deployment of a model's groups. It stays the same where others are added or removed,
+    but for the first."""
+    if model == config.model_name:
+        return "ReplicaGroup"
+    plain = re.sub(r"[^\w.-]", "--", model)
+    return f"ReplicaGroup-{plain}"
+
+
+def group_count(config: ClusterConfig) -> dict[str, Any]:
+    """How many groups there are, or what Serve asks for that."""
+    settings = config.autoscaling
+    if settings is None:
+        return {"num_replicas": config.num_groups}
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+    with warnings.catch_warnings():
+        # Ray 2.60 names environment variables as the successors of `metrics_interval_s`, but
+        # reads the interval from nowhere else.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        autoscaling = AutoscalingConfig(
+            min_replicas=settings.min_groups,
+            max_replicas=settings.max_groups,
+            metrics_interval_s=METRICS_INTERVAL_S,
+            look_back_period_s=LOOK_BACK_S,
+            # The policy's delays are its own.
+            upscale_delay_s=0,
+            downscale_delay_s=0,
+            policy=AutoscalingPolicy(
+                policy_function=f"{ServePolicy.__module__}:{ServePolicy.__name__}",
+                policy_kwargs=asdict(settings),
+            ),
+        )
+    return {"autoscaling_config": autoscaling}
+
+
+def group_version(config: ClusterConfig) -> str:
+    """Of a model's groups: their settings, the model's files and this software. ``config`` is that
+    of the model alone."""
+    settings = [
+        (field.name, getattr(config, field.name))
+        for field in fields(config)
+        if field.name not in _NOT_A_GROUPS
+    ]
+    return _digest(settings, *_files(config.engine.model))
+
+
+def gateway_version(config: ClusterConfig) -> str:
+    """Of the gateways: all settings, the models' files, whose tokenizers they read, and this
+    software."""
+    files = [file for each in config.models.values() for file in _files(each.engine.model)]
+    return _digest(config, *files)
+
+
+def with_version(deployment: Any, version: str) -> Any:
+    """``deployment``, a `ray.serve.Deployment`, under ``version``. Where Ray has no place for one,
+    each upgrade replaces everything."""
+    if hasattr(deployment, "_version"):
+        deployment._version = version
+    return deployment
+
+
+def _files(model: Path) -> Iterator[tuple[str, int, int]]:
+    """A local model's files, but for hidden ones, such as the digests that we keep beside weights.
+    A model of the hub is named with its commit."""
+    if is_hub_name(model):
+        return
+    for file in sorted(model.rglob("*")) if model.is_dir() else [model]:
+        if file.is_file() and not file.name.startswith("."):
+            stat = file.stat()
+            yield str(file), stat.st_size, stat.st_mtime_ns
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(repr((parts, _code_digest())).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _code_digest() -> str:
+    state = hashlib.sha256()
+    for package in (quire.cluster, quire.kernels, quire.router, quire.worker):
+        for file in sorted(Path(package.__path__[0]).rglob("*")):
+            if file.suffix in (".py", ".cpp", ".h"):
+                state.update(file.read_bytes())
+    return state.hexdigest()
