@@ -11,7 +11,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.dialects import Call, calls_of, conversations, cuts, parse, required, tool
 from tests.examples import examples
@@ -79,6 +79,7 @@ def test_a_message_is_read_as_transformers_reads_it(
     case = CASES[name]
     tools, calls = conversation
     calls = calls[:num_calls]
+    assume(_is_exact(calls))
     if case.trims:
         for _, arguments in calls:
             texts = {key: each.strip() for key, each in arguments.items() if isinstance(each, str)}
@@ -87,6 +88,15 @@ def test_a_message_is_read_as_transformers_reads_it(
     message = message_of(read(case, [text], tools))
     assert message == transformers_message(text, case, tools)
     assert message == (reasoning.strip(), content.strip(), calls)
+
+
+def _is_exact(value: object) -> bool:
+    """Whether its integers are those that transformers reads: those that a float64 holds."""
+    if isinstance(value, dict):
+        return all(map(_is_exact, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(_is_exact, value))
+    return not isinstance(value, int) or abs(value) < 2**53
 
 
 TOOLS = [
