@@ -44,7 +44,7 @@ class Phase:
     name: str
     offered_per_s: float
     begin_s: float
-    """Of `time.monotonic`; each stream's ``at_s`` counts from it."""
+    """By `time.monotonic`; each stream's ``at_s`` counts from it."""
     span_s: float
     """Until the last one ended."""
     streams: list[Stream]

@@ -18,7 +18,7 @@ from quire.worker.api.hashing import BlockHash
 
 BenchModule = Callable[[str], ModuleType]
 MAX_POSITIONS = 2048
-"""Of the checkpoints."""
+"""Positions that the checkpoints have."""
 A = GroupId("a")
 
 

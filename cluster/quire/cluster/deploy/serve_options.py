@@ -66,8 +66,8 @@ def group_count(config: ClusterConfig) -> dict[str, Any]:
 
 
 def group_version(config: ClusterConfig) -> str:
-    """Of a model's groups: their settings, the model's files and this software. ``config`` is that
-    of the model alone."""
+    """The version of a model's groups covers their settings, the model's files and this software.
+    ``config`` is that of the model alone."""
     settings = [
         (field.name, getattr(config, field.name))
         for field in fields(config)
@@ -77,8 +77,8 @@ def group_version(config: ClusterConfig) -> str:
 
 
 def gateway_version(config: ClusterConfig) -> str:
-    """Of the gateways: all settings, the models' files, whose tokenizers they read, and this
-    software."""
+    """The version of the gateways covers all settings, this software and the models' files, whose
+    tokenizers they read."""
     files = [file for each in config.models.values() for file in _files(each.engine.model)]
     return _digest(config, *files)
 

@@ -32,7 +32,7 @@ from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prompt, Text, Tokens
 
 _MANY_NUMBERS = 2**16
-"""Of vectors; writing more takes long enough to do it in a thread."""
+"""An answer with more numbers than this is written in a thread."""
 
 _Positive = Annotated[int, Field(ge=1)]
 

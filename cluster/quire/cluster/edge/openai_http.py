@@ -8,7 +8,6 @@ client that goes away takes its requests with it.
 import asyncio
 import hashlib
 import json
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -27,6 +26,7 @@ from quire.cluster.edge.embeddings_api import embedding_routes
 from quire.cluster.edge.http_errors import error_body, error_handlers, error_headers
 from quire.cluster.edge.messages_format import MessagesFormat
 from quire.cluster.edge.messages_schema import MessagesBody
+from quire.cluster.edge.models_api import model_routes
 from quire.cluster.edge.openai_answer import Answer
 from quire.cluster.edge.openai_format import (
     ChatFormat,
@@ -95,8 +95,7 @@ def build_http_app(
     )
     api = _Api(models, bodies)
     routes = [
-        Route("/v1/models", api.models, methods=["GET"]),
-        Route("/v1/models/{model:path}", api.model, methods=["GET"]),
+        *model_routes(models),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/responses", api.responses, methods=["POST"]),
@@ -154,19 +153,6 @@ class _Api:
     def __init__(self, models: Models, bodies: BodyReader) -> None:
         self._models = models
         self._bodies = bodies
-        self._created = int(time.time())
-
-    async def models(self, request: HttpRequest) -> Response:
-        models = self._models
-        names = {**{name: name for name in models.by_name}, **models.aliases}
-        data = [self._described(id_, models.by_name[name]) for id_, name in names.items()]
-        return JSONResponse({"object": "list", "data": data})
-
-    async def model(self, request: HttpRequest) -> Response:
-        if not request.path_params["model"]:  # The list, with a slash behind it.
-            return await self.models(request)
-        name = request.path_params["model"]
-        return JSONResponse(self._described(name, self._models.named(name)))
 
     async def completions(self, request: HttpRequest) -> Response:
         return await self._generate(request, CompletionBody, CompletionFormat, prefix="cmpl-")
@@ -214,23 +200,6 @@ class _Api:
             if ignored:
                 response.headers["X-Ignored-Fields"] = ignored
             return response
-
-    def _described(self, name: str, model: ModelService) -> dict[str, object]:
-        """``name`` may be an alias. A model "asleep" has no group until a request comes."""
-        card, state = model.groups.card, "starting"
-        if model.groups.num_ready:
-            state = "ready"
-        elif model.config.wakes_groups:
-            state = "asleep"
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "quire",
-            "root": model.model,
-            "max_model_len": card.max_model_len if card else None,
-            "state": state,
-        }
 
 
 class _OfModel:
