@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,12 @@ def _refuses_while_groups_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _forgets_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Deadline, "is_set", False)
+    original = Deadline.__init__
+
+    def init(self: Deadline, deadline_s: float, *, clock: Callable[[], float]) -> None:
+        original(self, inf, clock=clock)
+
+    monkeypatch.setattr(Deadline, "__init__", init)
 
 
 def _gives_all_answers_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
