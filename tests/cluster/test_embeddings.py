@@ -21,7 +21,13 @@ from langchain_openai import OpenAIEmbeddings
 from openai import AsyncOpenAI
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from tests.cluster.test_models import serving
-from tests.golden.test_embeddings import MINILM, expected, save
+from tests.golden.test_embeddings import (
+    MINILM,
+    expected,
+    pair_logits,
+    save,
+    save_cross_encoder,
+)
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig, ModelConfig
@@ -305,6 +311,45 @@ async def test_a_reranker_scores_pairs_behind_a_cached_query(
     assert refused.status_code == 400
     made = await client.post("/v1/embeddings", json={"model": "reranker", "input": "x"})
     assert "makes no embeddings" in made.json()["error"]["message"]
+
+
+async def test_a_cross_encoder_scores_pairs(tmp_path: Path) -> None:
+    model = save_cross_encoder("bert", tmp_path)
+    query, documents = "w1 w2 w3", [f"w{n} w{n + 1}" for n in range(20)]
+    logits = pair_logits(model, tmp_path, [(query, each) for each in documents])
+    engine = EngineConfig(model=tmp_path, num_blocks=64, num_threads=1)
+    config = ClusterConfig(engine=engine, served_model_name="m", grpc_port=0, http_port=0)
+    async with (
+        serving(config, "m") as server,
+        httpx.AsyncClient(base_url=f"http://{server.http_address}", timeout=None) as client,
+    ):
+        body = {"query": query, "documents": documents}
+        answer = (await client.post("/v1/rerank", json=body)).json()
+        found = {each["index"]: each["relevance_score"] for each in answer["results"]}
+        scored = await client.post("/v1/score", json={"text_1": query, "text_2": documents})
+        long = body | {"documents": ["w7 " * 500]}
+        too_long = await client.post("/v1/rerank", json=long)
+        cut = await client.post("/v1/rerank", json=long | {"truncate_prompt_tokens": -1})
+        refused = [
+            await client.post("/v1/embeddings", json={"input": "w1"}),
+            await client.post("/v1/rerank", json=body | {"query": "w1 [SEP]"}),
+            await client.post("/v1/rerank", json=long | {"truncate_prompt_tokens": 3}),
+            await client.post("/v1/completions", json={"prompt": "w1", "max_tokens": 1}),
+        ]
+    expected_scores = torch.tensor(logits).sigmoid()
+    np.testing.assert_allclose([found[n] for n in range(20)], expected_scores, atol=1e-5)
+    assert [each["score"] for each in scored.json()["data"]] == [found[n] for n in range(20)]
+    assert too_long.status_code == 400
+    whole = pair_logits(model, tmp_path, [(query, "w7 " * (160 - 6))])
+    (only,) = cut.json()["results"]
+    assert only["relevance_score"] == pytest.approx(float(torch.tensor(whole).sigmoid()), abs=1e-5)
+    for answer_, message in zip(
+        refused,
+        ("use /v1/rerank or /v1/score", "model's separator", "model's separator", "no head"),
+        strict=True,
+    ):
+        assert answer_.status_code == 400
+        assert message in answer_.json()["error"]["message"]
 
 
 async def test_the_commands_of_the_documents_answer(

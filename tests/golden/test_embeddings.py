@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import tokenizers
 import torch
 import transformers
 from tests.worker.engine_requests import request
@@ -222,6 +223,94 @@ def test_other_modules_are_refused_by_name(
     (tmp_path / "modules.json").write_text(json.dumps(listed))
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
+        engine_of(tmp_path).__enter__()
+
+
+ROBERTA = ENCODER | {"max_position_embeddings": 161, "type_vocab_size": 1}
+CROSS_ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", ENCODER),
+    "electra": ("Electra", ENCODER | {"embedding_size": 64}),
+    "xlm-roberta": ("XLMRoberta", ROBERTA),
+    "distilbert": ("DistilBert", DISTIL),
+    "modernbert": ("ModernBert", SMALL | MODERN),
+    "modernbert, mean": ("ModernBert", SMALL | MODERN | {"classifier_pooling": "mean"}),
+}
+PAIRS = [("w1 w2 w3", "w4 w5"), ("w1 w2 w3", " ".join(f"w{n}" for n in range(99))), ("w9", "w1")]
+
+
+def save_cross_encoder(case: str, folder: Path, **changed: Any) -> Any:
+    """A random encoder with a classifier of one label, and a tokenizer of the words w0 to w299;
+    returns the model."""
+    name, values = CROSS_ENCODERS[case]
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(**values | {"num_labels": 1} | changed)
+    model = getattr(transformers, f"{name}ForSequenceClassification")(config).eval()
+    for parameter in model.parameters():
+        noise = torch.randn_like(parameter) * 0.1
+        parameter.data = parameter.data * 3 if parameter.dim() > 1 else parameter.data + noise
+    model.save_pretrained(folder)
+    special = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
+    words = {word: n for n, word in enumerate([*special, *(f"w{n}" for n in range(300))])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(special)
+    between = "[SEP] [SEP]" if name == "XLMRoberta" else "[SEP]"
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair=f"[CLS] $A {between} $B:1 [SEP]:1",
+        special_tokens=[(each, words[each]) for each in special[1:3]],
+    )
+    fast: Any = transformers.PreTrainedTokenizerFast
+    made = fast(tokenizer_object=tokenizer, cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]")
+    made.save_pretrained(folder)
+    return model
+
+
+def pair_logits(model: Any, folder: Path, pairs: list[tuple[str, str]]) -> list[float]:
+    """What transformers makes of ``pairs``."""
+    tokenizer, logits = AutoTokenizer.from_pretrained(folder), []
+    for pair in pairs:
+        has_types = getattr(model.config, "type_vocab_size", 1) > 1
+        ids = tokenizer(*pair, return_tensors="pt", return_token_type_ids=has_types)
+        with torch.inference_mode():
+            logits.append(float(model(**ids).logits[0, 0]))
+    return logits
+
+
+@pytest.mark.parametrize("case", CROSS_ENCODERS)
+def test_scores_of_a_cross_encoder_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    model = save_cross_encoder(case, tmp_path)
+    logits = pair_logits(model, tmp_path, PAIRS)
+    first, second = ([pair[n] for pair in PAIRS] for n in (0, 1))
+    found = {}
+    for function in ("torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"):
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["sentence_transformers"] = {"activation_fn": function}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with LLM(tmp_path, device="cpu", num_threads=1) as llm:
+            together = [each.outputs.score for each in llm.score(first, second, use_tqdm=False)]
+            alone = [llm.score(*pair, use_tqdm=False)[0].outputs.score for pair in PAIRS]
+            with pytest.raises(InvalidRequest, match=r"makes no embeddings: use LLM\.score"):
+                llm.embed("w1", use_tqdm=False)
+            with pytest.raises(InvalidRequest, match=r"token 2 in \d places and not"):
+                llm.score("w1 [SEP] w2", "w3", use_tqdm=False)
+        assert alone == together
+        found[function.rpartition(".")[2]] = together
+    np.testing.assert_allclose(found["Identity"], logits, atol=1e-5)
+    np.testing.assert_allclose(found["Sigmoid"], torch.tensor(logits).sigmoid(), atol=1e-5)
+    assert len({round(each, 4) for each in found["Identity"]}) > 1
+
+
+def test_other_classifiers_are_refused_by_name(tmp_path: Path) -> None:
+    save_cross_encoder("bert", tmp_path, num_labels=3)
+    with pytest.raises(CheckpointError, match="has 3 labels: a model that scores pairs has one"):
+        engine_of(tmp_path).__enter__()
+    CROSS_ENCODERS["decoder"] = ("Qwen3", DECODER | {"head_dim": 16})
+    try:
+        save_cross_encoder("decoder", tmp_path)
+    finally:
+        del CROSS_ENCODERS["decoder"]
+    with pytest.raises(CheckpointError, match="a decoder with a classifier"):
         engine_of(tmp_path).__enter__()
 
 

@@ -34,13 +34,15 @@ from quire.worker.api.outputs import (
 )
 from quire.worker.api.request import Prepared, Task
 from quire.worker.api.sampling_params import SamplingParams, params_of_each
+from quire.worker.api.scoring import PairScore
 from quire.worker.api.spelling import spell_out
 from quire.worker.api.structured import StructuredOutputsParams
 from quire.worker.engine import Engine
 from quire.worker.model.hub import fetch_checkpoint, with_revision
+from quire.worker.model.pooling import read_scoring
 from quire.worker.ranks.executor import make_executor
 from quire.worker.text.completions import OfflineCompletion, Progress, request_output
-from quire.worker.text.embeddings import OfflineEmbedding, cosine
+from quire.worker.text.embeddings import OfflineEmbedding, cosine, pair_token_ids
 from quire.worker.text.prompts import Prompt, read_prompt
 from quire.worker.text.reasoning import reasoning_of
 from quire.worker.text.tokenizer import Message, Tokenizer
@@ -152,6 +154,7 @@ class LLM:
             scheduling_policy=scheduling_policy,
         )
         self._tokenizer = _load_tokenizer(self.config.model)
+        self._scoring = read_scoring(self.config.model)
         executor, facts = make_executor(self.config)
         self._engine = Engine(self.config, facts, executor)
         self._num_prompts = 0
@@ -256,7 +259,17 @@ class LLM:
             InvalidRequest: The model makes no embeddings, or a prompt cannot be served; the message
                 says which. None was run.
         """
+        if isinstance(self._scoring, PairScore):
+            raise InvalidRequest(
+                "this model scores pairs of texts and makes no embeddings: use LLM.score",
+                param="model",
+            )
         listed = list(prompts) if isinstance(prompts, list | tuple) else [cast("Prompt", prompts)]
+        return self._embedded(listed, truncate_prompt_tokens, use_tqdm=use_tqdm)
+
+    def _embedded(
+        self, listed: Sequence[Prompt], truncate_prompt_tokens: int | None, *, use_tqdm: bool
+    ) -> list[EmbeddingRequestOutput]:
         params = SamplingParams(
             temperature=0, max_tokens=1, truncate_prompt_tokens=truncate_prompt_tokens
         )
@@ -276,10 +289,12 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
         """How alike each of ``data_2`` is to its counterpart in ``data_1``, or to the only one
-        there: the cosine of their embeddings.
+        there: what a model with a classifier says of the two texts, or else the cosine of their
+        embeddings.
 
         Raises:
-            InvalidRequest: As `embed`, or the numbers of texts do not fit.
+            InvalidRequest: As `embed`, the numbers of texts do not fit, or a classifier is given
+                tokens.
         """
         first, second = (
             list(data) if isinstance(data, list | tuple) else [cast("Prompt", data)]
@@ -290,6 +305,9 @@ class LLM:
                 f"{len(first)} texts in data_1 and {len(second)} in data_2: give one, or as many",
                 param="data_1",
             )
+        if isinstance(self._scoring, PairScore):
+            pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
+            return self._scored(pairs, self._scoring, truncate_prompt_tokens, use_tqdm=use_tqdm)
         made = self.embed(
             [*first, *second], truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm
         )
@@ -304,6 +322,29 @@ class LLM:
                 num_cached_tokens=left.num_cached_tokens + right.num_cached_tokens,
             )
             for left, right in zip(lefts, made[len(first) :], strict=True)
+        ]
+
+    def _scored(
+        self,
+        pairs: Sequence[tuple[Prompt, Prompt]],
+        scoring: PairScore,
+        truncate_prompt_tokens: int | None,
+        *,
+        use_tqdm: bool,
+    ) -> list[ScoringRequestOutput]:
+        tokenizer, listed = self.get_tokenizer(), []
+        for left, right in pairs:
+            if not isinstance(left, str) or not isinstance(right, str):
+                raise InvalidRequest("this model scores two texts, not tokens", param="data_1")
+            listed.append({"prompt_token_ids": pair_token_ids(left, right, tokenizer)})
+        return [
+            ScoringRequestOutput(
+                request_id=made.request_id,
+                outputs=ScoringOutput(scoring.of(made.outputs.embedding[0])),
+                prompt_token_ids=made.prompt_token_ids,
+                num_cached_tokens=made.num_cached_tokens,
+            )
+            for made in self._embedded(listed, truncate_prompt_tokens, use_tqdm=use_tqdm)
         ]
 
     def reset_prefix_cache(self) -> None:

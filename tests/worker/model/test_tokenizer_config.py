@@ -9,7 +9,7 @@ from tests.tokenizer_kinds import SCRIPTS, made
 from transformers import AutoTokenizer
 
 from quire.worker.api.errors import CheckpointError
-from quire.worker.model.tokenizer_config import eos_token_id
+from quire.worker.model.tokenizer_config import named_token_id
 from quire.worker.text.tokenizer import Tokenizer
 
 
@@ -84,13 +84,13 @@ def test_a_token_that_the_configuration_names_is_special(tmp_path: Path, flag: b
 @pytest.mark.parametrize("kind", ["gpt2", "llama2", "unigram"])
 def test_a_tokenizer_names_its_end(tmp_path: Path, kind: str) -> None:
     _saved(tmp_path, {"eos_token": {"content": "</s>"}}, kind=kind)
-    assert eos_token_id(tmp_path) == made(kind).token_to_id("</s>")
+    assert named_token_id(tmp_path, "eos_token") == made(kind).token_to_id("</s>")
     _saved(tmp_path, {"eos_token": "the"}, kind=kind)
-    assert eos_token_id(tmp_path) == made(kind).token_to_id("the")
+    assert named_token_id(tmp_path, "eos_token") == made(kind).token_to_id("the")
     _saved(tmp_path, {"eos_token": "</s>", "added_tokens_decoder": {"7": {"content": "</s>"}}})
-    assert eos_token_id(tmp_path) == 7
+    assert named_token_id(tmp_path, "eos_token") == 7
     _saved(tmp_path, {})
-    assert eos_token_id(tmp_path) is None
+    assert named_token_id(tmp_path, "eos_token") is None
 
 
 @pytest.mark.parametrize("listed", [[1], {"x": {}}, {"1": "</s>"}, {"1": {"special": True}}])

@@ -30,7 +30,7 @@ from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConfigError
-from quire.worker.api.scoring import LogitScore
+from quire.worker.api.scoring import Scoring
 from quire.worker.model.hub import fetch_text_files
 from quire.worker.model.pooling import read_scoring
 from quire.worker.text.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ class GatewayServer:
     def __init__(
         self,
         config: ClusterConfig,
-        read: Sequence[tuple[Tokenizer, LogitScore | None]],
+        read: Sequence[tuple[Tokenizer, Scoring | None]],
         *,
         make_table: Callable[[ClusterConfig], RoutingTable] = new_table,
     ) -> None:
@@ -213,7 +213,7 @@ class GatewayServer:
         return self._grpc.add_secure_port(address, self.tls.grpc_credentials())
 
 
-def _read(config: ClusterConfig) -> tuple[Tokenizer, LogitScore | None]:
+def _read(config: ClusterConfig) -> tuple[Tokenizer, Scoring | None]:
     folder = fetch_text_files(config.engine.model)
     return Tokenizer.load(folder, chat_template=config.chat_template), read_scoring(folder)
 
@@ -221,7 +221,7 @@ def _read(config: ClusterConfig) -> tuple[Tokenizer, LogitScore | None]:
 def _service(
     config: ClusterConfig,
     tokenizer: Tokenizer,
-    scoring: LogitScore | None,
+    scoring: Scoring | None,
     *,
     table: RoutingTable,
     contacts: Mapping[str, GroupContact],

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import tanh
 
 import numpy as np
 
@@ -13,8 +12,8 @@ from quire.worker.api.arrays import Floats
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Chat, Prepared, Prompt, Request, Task, Text
 from quire.worker.api.sampling_params import SamplingParams
-from quire.worker.api.scoring import LogitScore
-from quire.worker.text.embeddings import cosine, normalized
+from quire.worker.api.scoring import LogitScore, PairScore, Scoring, logistic
+from quire.worker.text.embeddings import check_pair, cosine, normalized, pair_prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +100,11 @@ async def embed(
             are more than there are.
         And what `ModelService.prepare` and `ModelService.run` do.
     """
+    if isinstance(model.scoring, PairScore):
+        raise InvalidRequest(
+            "this model scores pairs of texts and makes no embeddings: use /v1/rerank or /v1/score",
+            param="model",
+        )
     if not prompts:
         raise InvalidRequest("input is empty: at least one text", param="input")
     model.check_num_completions(len(prompts))
@@ -140,7 +144,7 @@ async def rank(
     model: ModelService, query: str, documents: Sequence[str], ask: Ask
 ) -> tuple[list[float], Cost]:
     """How well each of ``documents`` fits ``query``: what the model says of the pair, if it is made
-    for that, from 0 to 1, else the cosine of their embeddings. Raises as `embed`."""
+    for that, else the cosine of their embeddings. Raises as `embed`."""
     if not documents:
         raise InvalidRequest("documents is empty: at least one text", param="documents")
     if model.scoring is None:
@@ -162,17 +166,27 @@ async def score(
 
 
 async def _scored(
-    model: ModelService, scoring: LogitScore, pairs: Sequence[tuple[str, str]], ask: Ask
+    model: ModelService, scoring: Scoring, pairs: Sequence[tuple[str, str]], ask: Ask
 ) -> tuple[list[float], Cost]:
     model.check_num_completions(len(pairs))
-    prepared = await _prepared(model, [ask.score(*pair, scoring) for pair in pairs])
+    if isinstance(scoring, LogitScore):
+        requests = [ask.score(*pair, scoring) for pair in pairs]
+    else:
+        requests = [ask.embedding(pair_prompt(*pair, model.tokenizer)) for pair in pairs]
+    prepared = await _prepared(model, requests)
+    if isinstance(scoring, PairScore):
+        for each in prepared:
+            check_pair(each.prompt_token_ids, model.tokenizer)
     scores, costs = [0.0] * len(pairs), []
 
     async def take(chunk: Chunk) -> None:
-        for each in chunk.logprobs:
-            found = dict(each.top) | {each.token_id: each.logprob}
-            odds = found[scoring.true_token_id] - found[scoring.false_token_id]
-            scores[chunk.index] = (1 + tanh(odds / 2)) / 2  # The logistic function, at any odds.
+        if chunk.embedding is not None and isinstance(scoring, PairScore):
+            scores[chunk.index] = scoring.of(float(chunk.embedding[0]))
+        if isinstance(scoring, LogitScore):
+            for each in chunk.logprobs:
+                found = dict(each.top) | {each.token_id: each.logprob}
+                odds = found[scoring.true_token_id] - found[scoring.false_token_id]
+                scores[chunk.index] = logistic(odds)
         if chunk.usage is not None:
             usage = chunk.usage
             costs.append(

@@ -37,7 +37,7 @@ from quire.worker.api.limits import RequestLimits, check_embedding, check_reques
 from quire.worker.api.model_card import ModelCard
 from quire.worker.api.request import Prepared, Request, Text
 from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
-from quire.worker.api.scoring import LogitScore
+from quire.worker.api.scoring import Scoring
 from quire.worker.api.spelling import num_chars, spell_out, takes_any_length
 from quire.worker.text.template_process import TemplateLimits
 from quire.worker.text.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ class ModelService:
         tokenizer: Tokenizer,
         groups: Groups,
         table: RoutingTable,
-        scoring: LogitScore | None = None,
+        scoring: Scoring | None = None,
         config: GatewayConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -20,7 +20,7 @@ from quire.worker.model.pooling import read_pooling
 from quire.worker.model.spec import Attention, ModelSpec
 from quire.worker.model.stored_weights import read_stored_weights
 from quire.worker.model.support import check_runnable
-from quire.worker.model.tokenizer_config import eos_token_id
+from quire.worker.model.tokenizer_config import named_token_id
 
 _SAMPLING = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
@@ -69,7 +69,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
         config = with_defaults(config, is_text_part=is_text_part)
     spec = other(config) if family is None else family(config)
     has_head = spec.has_head and not is_bare
-    pooling = read_pooling(path, is_encoder=spec.is_encoder, has_head=has_head)
+    pooling = spec.pooling or read_pooling(path, is_encoder=spec.is_encoder, has_head=has_head)
     spec = replace(
         spec,
         eos_token_ids=_eos_token_ids(path, config),
@@ -205,7 +205,7 @@ def _eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
             # No text would ever end.
             raise fields.wrong("eos_token_id", value, f"a token of the vocabulary of {vocab_size}")
         token_ids.append(token_id)
-    named = eos_token_id(path)  # A chat model's turns may end by it alone.
+    named = named_token_id(path, "eos_token")  # A chat model's turns may end by it alone.
     if named is not None and named < vocab_size and named not in token_ids:
         token_ids.append(named)
     return tuple(token_ids)

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.worker.api.errors import CheckpointError
-from quire.worker.api.scoring import LogitScore
+from quire.worker.api.scoring import LogitScore, PairScore, Scoring
 from quire.worker.model.checkpoint import read_json
 from quire.worker.model.fields import Fields
 
-PoolingKind = Literal["last", "mean", "cls"]
+PoolingKind = Literal["last", "mean", "cls", "classifier"]
 
 _KINDS: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _FLAGS = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "lasttoken"}
 """How older files say a mode: by ``pooling_mode_…``."""
 _SETTINGS = "sentence_bert_config.json"
+_FUNCTION = "sbert_ce_default_activation_function"
+CLASSIFIER = "ForSequenceClassification"
+"""How the names of architectures end that have a classifier behind their encoder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +30,8 @@ class Pooling:
     """How a text's hidden states become one vector."""
 
     kind: PoolingKind
-    """The state of the last token, the mean of all, or the state of the first."""
+    """The state of the last token, the mean of all, the state of the first, or the logits of the
+    classifier behind the encoder."""
     normalize: bool
     """The vector is divided by its length."""
     max_tokens: int | None = None
@@ -71,12 +75,17 @@ def read_pooling(path: Path, *, is_encoder: bool, has_head: bool) -> Pooling | N
     return Pooling(kind=kind, normalize=normalize, max_tokens=_max_tokens(path / _SETTINGS))
 
 
-def read_scoring(path: Path) -> LogitScore | None:
+def read_scoring(path: Path) -> Scoring | None:
     """How the checkpoint in ``path`` scores pairs; ``None`` where it does not.
 
     Raises:
-        CheckpointError: By the logit of one token alone, which log-probabilities do not tell.
+        CheckpointError: By the logit of one token alone, which log-probabilities do not tell; or by
+            a function of the logit that is not supported.
     """
+    if (file := path / "config.json").is_file():
+        config = Fields(read_json(file), file)
+        if any(name.endswith(CLASSIFIER) for name in config.names("architectures")):
+            return _pair_score(config)
     file = path / "modules.json"
     folders = [folder for name, folder in _modules(file) if name == "LogitScore"]
     if not folders:
@@ -96,6 +105,17 @@ def read_scoring(path: Path) -> LogitScore | None:
         false_token_id=token_ids[1] or 0,
         add_generation_prompt=bool(kwargs.get("add_generation_prompt")),
     )
+
+
+def _pair_score(config: Fields) -> PairScore:
+    """By the function that sentence-transformers notes in ``config.json``."""
+    written = config.raw.get(_FUNCTION) or config.section("sentence_transformers").raw.get(
+        "activation_fn", "Sigmoid"
+    )
+    name = str(written).rpartition(".")[2]
+    if name not in ("Sigmoid", "Identity"):
+        raise config.broken(f"scores by {written!r} are not supported: Sigmoid or Identity")
+    return PairScore(is_logistic=name == "Sigmoid")
 
 
 def _modules(file: Path) -> Iterator[tuple[str, str]]:

@@ -210,6 +210,11 @@ class ModelSpec:
     """How it makes embeddings; ``None`` where it does not."""
 
     @property
+    def is_classifier(self) -> bool:
+        """An encoder with a classifier, which scores texts instead."""
+        return self.pooling is not None and self.pooling.kind == "classifier"
+
+    @property
     def attentions(self) -> tuple[Attention, ...]:
         """Each layer's."""
         return tuple(layer.attention for layer in self.layers)

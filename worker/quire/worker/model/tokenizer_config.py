@@ -72,16 +72,16 @@ def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     return templates
 
 
-def eos_token_id(folder: Path) -> int | None:
-    """The token that the tokenizer names as the end of a text, if any."""
+def named_token_id(folder: Path, name: str) -> int | None:
+    """The token that the tokenizer calls ``name``, such as ``eos_token``, if any."""
     config = read_config(folder)
-    eos = named_tokens(config).get("eos_token")
-    if eos is None:
+    text = named_tokens(config).get(name)
+    if text is None:
         return None
-    listed = [token_id for token_id, token in _listed(config) if token["content"] == eos]
+    listed = [token_id for token_id, token in _listed(config) if token["content"] == text]
     file = folder / "tokenizer.json"
     if not listed and file.is_file():  # Larger, and rarely needed.
-        listed = [token_id for token, token_id in _vocabulary(file) if token == eos]
+        listed = [token_id for token, token_id in _vocabulary(file) if token == text]
     return listed[0] if listed else None
 
 

@@ -1,15 +1,20 @@
 """Embeddings of the offline API on their way, and what is made of vectors."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from quire.worker.api.arrays import Floats
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.hashing import TokenIds
 from quire.worker.api.outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
     FinishReason,
     TokenDelta,
 )
-from quire.worker.api.request import Prepared
+from quire.worker.api.request import Prepared, Prompt, Text, Tokens
+from quire.worker.text.tokenizer import Tokenizer
 
 
 class OfflineEmbedding:
@@ -40,6 +45,41 @@ class OfflineEmbedding:
             outputs=EmbeddingOutput(embedding=self.vector_C.tolist()),
             prompt_token_ids=self.request.prompt_token_ids.tolist(),
             num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+def pair_prompt(first: str, second: str, tokenizer: Tokenizer) -> Prompt:
+    """Two texts as one, for a model that scores pairs."""
+    before, between, behind = tokenizer.around_pair
+    return (
+        Tokens(before),
+        Text(first, add_special_tokens=False),
+        Tokens(between),
+        Text(second, add_special_tokens=False),
+        Tokens(behind),
+    )
+
+
+def pair_token_ids(first: str, second: str, tokenizer: Tokenizer) -> list[int]:
+    """The token ids of `pair_prompt`. Raises InvalidRequest as `check_pair`."""
+    before, between, behind = tokenizer.around_pair
+    texts = (tokenizer.encode(text, add_special_tokens=False) for text in (first, second))
+    token_ids = [*before, *next(texts), *between, *next(texts), *behind]
+    check_pair(token_ids, tokenizer)
+    return token_ids
+
+
+def check_pair(token_ids: Sequence[int] | TokenIds, tokenizer: Tokenizer) -> None:
+    """Raises InvalidRequest: the model cannot tell where the second text of a pair begins."""
+    _, between, behind = tokenizer.around_pair
+    if not between:
+        return
+    separator = between[0]
+    has, wants = (np.array(ids) == separator for ids in (token_ids, [*between, *behind]))
+    if has.sum() != wants.sum():
+        raise InvalidRequest(
+            f"the pair has token {separator} in {has.sum()} places and not {wants.sum()}: a text "
+            "may not have the model's separator, nor be cut so far that none of the second is left"
         )
 
 

@@ -133,6 +133,15 @@ class Tokenizer:
         """The token that is this text; ``None`` where there is none."""
         return self._backend.token_to_id(text)
 
+    @cached_property
+    def around_pair(self) -> tuple[list[int], list[int], list[int]]:
+        """The special tokens before, between and behind two texts that are read as one."""
+        encoding = self._backend.encode("a", "a")
+        ids, text_of = encoding.ids, encoding.sequence_ids
+        first, second = text_of.index(0), text_of.index(1)
+        between, behind = (len(ids) - text_of[::-1].index(text) for text in (0, 1))
+        return ids[:first], ids[between:second], ids[behind:]
+
     def as_zip(self) -> bytes:
         """A ZIP archive of the files that `load` reads."""
         config: dict[str, object] = dict(self._special_tokens)

@@ -11,12 +11,13 @@ from quire.worker.model.families.decoder import dtype_name, extra_layers
 from quire.worker.model.families.rotary import max_positions
 from quire.worker.model.families.wrappers import architecture_of
 from quire.worker.model.fields import Fields
+from quire.worker.model.pooling import CLASSIFIER, Pooling
 from quire.worker.model.spec import ModelSpec, Norm
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
-_WITHOUT_HEAD = ("Model", "ForMaskedLM")
+_WITHOUT_HEAD = ("Model", "ForMaskedLM", CLASSIFIER)
 _AFTER_PADDING = ("camembert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
 """Models whose positions begin behind that of the padding token."""
 _LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
@@ -50,6 +51,9 @@ def other(config: Fields) -> ModelSpec:
         raise config.broken(
             f"architecture {name!r} is not supported: it is no decoder or encoder of text ({known})"
         )
+    is_classifier = name.endswith(CLASSIFIER)
+    if is_classifier and (labels := _num_labels(config)) != 1:
+        raise config.broken(f"{name} has {labels} labels: a model that scores pairs has one")
     first = 0
     if model_type in _AFTER_PADDING:
         first = 1 + (1 if raw.get("pad_token_id") is None else int(raw["pad_token_id"]))
@@ -82,6 +86,7 @@ def other(config: Fields) -> ModelSpec:
         has_head=has_head,
         is_encoder=not has_head,
         first_position=first,
+        pooling=Pooling(kind="classifier", normalize=False) if is_classifier else None,
     )
 
 
@@ -99,6 +104,11 @@ def refuse_states(config: Fields) -> None:
         is_said = value not in (None, False, 0, [])
         if not kinds and is_said and field.startswith(_NO_ATTENTION):
             raise config.broken(f"{name} has {field}: layers with a state, which no KV cache holds")
+
+
+def _num_labels(config: Fields) -> int:
+    names = config.section("id2label").raw
+    return len(names) if names else config.count("num_labels", default=2)
 
 
 def _first(config: Fields, names: tuple[str, ...]) -> str:

@@ -6,9 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+)
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
 
@@ -29,6 +37,8 @@ def transformers_config(path: Path, spec: ModelSpec) -> Any:
     raw = json.loads(spec.through_transformers)
     name, kind = architecture_of(Fields(raw, path)), raw.get("model_type")
     classes: Any = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if spec.has_head else MODEL_MAPPING_NAMES
+    if spec.is_classifier:
+        classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     kinds = [each for each, known in classes.items() if known == name]
     if (name == kind or not spec.has_head) and kind in classes:
         kinds = [kind]
@@ -49,6 +59,11 @@ def transformers_config(path: Path, spec: ModelSpec) -> Any:
             f"{str(error).splitlines()[0] if str(error) else ''})"
         ) from error
     config.architectures = [classes[kind]]
+    if issubclass(getattr(transformers, classes[kind]), GenericForSequenceClassification):
+        raise CheckpointError(
+            f"{path}: architecture {name!r} is not supported: a decoder with a classifier; "
+            "encoders with one are, and decoders that score by their logits"
+        )
     if spec.is_encoder:
         config.is_decoder = False
     return config
@@ -56,7 +71,15 @@ def transformers_config(path: Path, spec: ModelSpec) -> Any:
 
 def auto_class(spec: ModelSpec) -> Any:
     """The class of transformers that makes the model of a configuration."""
+    if spec.is_classifier:
+        return AutoModelForSequenceClassification
     return AutoModelForCausalLM if spec.has_head else AutoModel
+
+
+def packed_part(model: Any, spec: ModelSpec) -> Any:
+    """The part of ``model`` that computes the packed tokens of a step: all but a classifier, which
+    gets one text after the other."""
+    return model.base_model if spec.is_classifier else model
 
 
 def no_pooler(config: Any) -> dict[str, bool]:

@@ -19,7 +19,12 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.spec import Attention, ModelSpec
-from quire.worker.model.through.classes import auto_class, no_pooler, transformers_config
+from quire.worker.model.through.classes import (
+    auto_class,
+    no_pooler,
+    packed_part,
+    transformers_config,
+)
 from quire.worker.model.through.modules import Plan, install_for_dry_run
 from quire.worker.model.through.products import NotALayer
 
@@ -102,11 +107,12 @@ def dry_run(
     found, recorder = Found(), _Recorder(max_model_len, is_encoder=spec.is_encoder)
     try:
         with torch.device("meta"):
-            model = (
+            whole = (
                 auto_class(spec)
                 .from_config(config, dtype=dtype, attn_implementation=_NAME, **no_pooler(config))
                 .eval()
             )
+        model = packed_part(whole, spec)
         found.plan = install_for_dry_run(
             model, num_positions=max_model_len, dtype=dtype, is_strict=is_deterministic
         )

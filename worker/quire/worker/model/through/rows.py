@@ -67,9 +67,10 @@ def check_rows(
                 logits[name][row[0], 0, row[2]] = out_V
     for name in [*steps][1:]:
         for row, alone_V in logits["alone"].items():
-            difference = (logits[name][row] - alone_V).abs().max() / alone_V.std()
             if torch.equal(logits[name][row], alone_V):
                 continue
+            spread = alone_V.std() if len(alone_V) > 1 else alone_V.abs()
+            difference = (logits[name][row] - alone_V).abs().max() / spread
             if not difference <= _MOST:
                 raise CheckpointError(
                     f"{config.model}: transformers' code does not keep sequences of a step apart: "

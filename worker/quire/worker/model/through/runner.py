@@ -4,12 +4,14 @@ step, and its attention reads and writes Quire's KV cache."""
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AttentionInterface
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import logging
 
 from quire.kernels.attention_options import AttentionOptions
@@ -19,10 +21,16 @@ from quire.worker.api.errors import CheckpointError
 from quire.worker.model.loader import Weights
 from quire.worker.model.pooling import PoolingKind
 from quire.worker.model.spec import Attention, ModelSpec
-from quire.worker.model.through.classes import auto_class, no_pooler, transformers_config
+from quire.worker.model.through.classes import (
+    auto_class,
+    no_pooler,
+    packed_part,
+    transformers_config,
+)
 from quire.worker.model.through.dry_run import Found
 from quire.worker.model.through.modules import install
 from quire.worker.model.through.state import state_of
+from quire.worker.model.tokenizer_config import named_token_id
 
 # T tokens of the step, packed   S rows that are sampled   H query heads   K KV heads   D head size
 
@@ -55,7 +63,9 @@ class ThroughTransformers:
         Raises:
             CheckpointError: Tensors are missing, misshapen, NaN or infinite, or nothing reads them.
         """
-        self._model = _read(weights, spec)
+        whole = _read(weights, spec)
+        self._model = packed_part(whole, spec)
+        self._model.name_or_path = whole.name_or_path
         install(self._model, found.plan, backend, device)
         self._step = _Step(backend)
         for number, name in enumerate(found.modules):
@@ -64,6 +74,9 @@ class ThroughTransformers:
             module.quire_layer = (number, found.attentions[number], options[number])
         self._first_position = spec.first_position
         self._pooling = spec.pooling.kind if spec.is_encoder and spec.pooling else None
+        if spec.is_classifier:
+            self._classifier = _Classifier(whole, self._model, path=weights.checkpoint.path)
+            self._classifier.model.to(device)
         if self._pooling is None:
             head = self._model.get_output_embeddings()
             head.register_forward_pre_hook(self._step.take_hidden)
@@ -94,18 +107,73 @@ class ThroughTransformers:
 
     def _encode(self, batch: Batch, pooling: PoolingKind) -> Tensor:
         """Fills in the vector of each sequence, all of which are whole; there are no logits."""
+        bounds = list(pairwise(batch.query_starts_B1.tolist()))
+        more = {}
+        if pooling == "classifier":
+            more = self._classifier.types_of(batch.token_ids_T, bounds)
         states_TC: Tensor = self._model(
             input_ids=batch.token_ids_T[None],
             position_ids=batch.positions_T[None] + self._first_position,
+            **more,
         ).last_hidden_state[0]
         if batch.hidden is not None:
-            starts = batch.query_starts_B1.tolist()
-            begins = {end - 1: begin for begin, end in pairwise(starts)}
+            begins = {end - 1: begin for begin, end in bounds}
             ends = batch.last_tokens_S[batch.hidden.rows_H].tolist()
+            texts = [slice(begins[end], end + 1) for end in ends]
             batch.hidden.values_HC = torch.stack(
-                [_pooled(states_TC[begins[end] : end + 1], pooling) for end in ends]
+                [
+                    self._classifier.logits(states_TC[text], batch.token_ids_T[text])
+                    for text in texts
+                ]
+                if pooling == "classifier"
+                else [_pooled(states_TC[text], pooling) for text in texts]
             )
         return states_TC.new_empty(len(batch.last_tokens_S), 0)
+
+
+class _Classifier:
+    """What is behind an encoder, on one text at a time."""
+
+    def __init__(self, model: Any, encoder: Any, *, path: Path) -> None:
+        self.model = model
+        self._states = _States(getattr(encoder, "pooler", None))
+        setattr(model, model.base_model_prefix, self._states)
+        self._separator = None
+        if getattr(model.config, "type_vocab_size", 1) > 1:
+            self._separator = named_token_id(path, "sep_token")
+
+    def types_of(self, token_ids_T: Tensor, bounds: list[tuple[int, int]]) -> dict[str, Tensor]:
+        """The types of tokens: 0 to a text's first separator, 1 behind it."""
+        if self._separator is None:
+            return {}
+        behind_T = (token_ids_T == self._separator).long()
+        types = [
+            (behind_T[begin:end].cumsum(0) - behind_T[begin:end]).clamp(max=1)
+            for begin, end in bounds
+        ]
+        return {"token_type_ids": torch.cat(types)[None]}
+
+    def logits(self, states_LC: Tensor, token_ids_L: Tensor) -> Tensor:
+        """One for each label, float32."""
+        self._states.states_1LC = states_LC[None]
+        ids_1L = token_ids_L[None]
+        logits_1O = self.model(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L)).logits
+        made: Tensor = logits_1O[0].float()
+        return made
+
+
+class _States(torch.nn.Module):
+    """Stands for the encoder in a model with a classifier: gives the states that it has made."""
+
+    states_1LC: Tensor
+
+    def __init__(self, pooler: Any) -> None:
+        super().__init__()
+        self._pooler = pooler
+
+    def forward(self, *_: object, **__: object) -> BaseModelOutputWithPooling:
+        pooled = None if self._pooler is None else self._pooler(self.states_1LC)
+        return BaseModelOutputWithPooling(last_hidden_state=self.states_1LC, pooler_output=pooled)
 
 
 class _Step:
