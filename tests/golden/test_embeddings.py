@@ -260,18 +260,29 @@ def save_cross_encoder(case: str, folder: Path, **changed: Any) -> Any:
         pair=f"[CLS] $A {between} $B:1 [SEP]:1",
         special_tokens=[(each, words[each]) for each in special[1:3]],
     )
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
     fast: Any = transformers.PreTrainedTokenizerFast
-    made = fast(tokenizer_object=tokenizer, cls_token="[CLS]", sep_token="[SEP]", pad_token="[PAD]")
+    made = fast(
+        tokenizer_object=tokenizer,
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        pad_token="[PAD]",
+        model_input_names=inputs if has_types(config) else inputs[::2],
+    )
     made.save_pretrained(folder)
     return model
+
+
+def has_types(config: Any) -> bool:
+    """Whether the model tells the tokens of two texts apart."""
+    return getattr(config, "type_vocab_size", 1) > 1
 
 
 def pair_logits(model: Any, folder: Path, pairs: list[tuple[str, str]]) -> list[float]:
     """What transformers makes of ``pairs``."""
     tokenizer, logits = AutoTokenizer.from_pretrained(folder), []
     for pair in pairs:
-        has_types = getattr(model.config, "type_vocab_size", 1) > 1
-        ids = tokenizer(*pair, return_tensors="pt", return_token_type_ids=has_types)
+        ids = tokenizer(*pair, return_tensors="pt")
         with torch.inference_mode():
             logits.append(float(model(**ids).logits[0, 0]))
     return logits

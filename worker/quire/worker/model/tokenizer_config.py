@@ -85,6 +85,14 @@ def named_token_id(folder: Path, name: str) -> int | None:
     return listed[0] if listed else None
 
 
+def gives_types(config: Mapping[str, Any]) -> bool:
+    """Whether transformers' tokenizer tells the model which of two texts a token is of."""
+    names = config.get("model_input_names")
+    if isinstance(names, list):
+        return "token_type_ids" in names
+    return config.get("tokenizer_class") not in ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
 def with_added_tokens(
     backend: "tokenizers.Tokenizer", config: Mapping[str, Any]
 ) -> "tokenizers.Tokenizer":

@@ -30,7 +30,7 @@ from quire.worker.model.through.classes import (
 from quire.worker.model.through.dry_run import Found
 from quire.worker.model.through.modules import install
 from quire.worker.model.through.state import state_of
-from quire.worker.model.tokenizer_config import named_token_id
+from quire.worker.model.tokenizer_config import gives_types, named_token_id, read_config
 
 # T tokens of the step, packed   S rows that are sampled   H query heads   K KV heads   D head size
 
@@ -139,7 +139,8 @@ class _Classifier:
         self._states = _States(getattr(encoder, "pooler", None))
         setattr(model, model.base_model_prefix, self._states)
         self._separator = None
-        if getattr(model.config, "type_vocab_size", 1) > 1:
+        has_types = getattr(model.config, "type_vocab_size", 1) > 1
+        if has_types and gives_types(read_config(path)):
             self._separator = named_token_id(path, "sep_token")
 
     def types_of(self, token_ids_T: Tensor, bounds: list[tuple[int, int]]) -> dict[str, Tensor]:
