@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import save_file
 from tests.worker.engine_requests import request
 from tools.strangers import CACHE
 from transformers import AutoModel, AutoTokenizer
@@ -54,6 +55,15 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "gemma2 without head": (
         *("Gemma2Config", "Gemma2Model"),
         *(DECODER | {"head_dim": 16, "sliding_window": 32}, "lasttoken"),
+    ),
+    "qwen3, mean": ("Qwen3Config", "Qwen3ForCausalLM", DECODER | {"head_dim": 16}, "mean_tokens"),
+    "mistral without head, mean": ("MistralConfig", "MistralModel", DECODER, "mean_tokens"),
+    "embeddinggemma": (
+        *("Gemma3TextConfig", "Gemma3TextModel"),
+        DECODER
+        | {"head_dim": 16, "sliding_window": 32, "use_bidirectional_attention": True}
+        | {"query_pre_attn_scalar": 16},
+        "mean_tokens",
     ),
 }
 RNG = np.random.default_rng(3)
@@ -199,10 +209,46 @@ def test_what_a_model_cannot_do_is_refused(tmp_path: Path, tiny_llama: Path) -> 
         engine_of(tmp_path, max_model_len=160, max_num_batched_tokens=64).__enter__()
 
 
+@pytest.mark.parametrize("function", ["linear.Identity", "activation.Tanh"])
+def test_a_vector_goes_through_dense_layers(function: str, tmp_path: Path) -> None:
+    model = save("embeddinggemma", tmp_path)
+    layers = [torch.nn.Linear(64, 96), torch.nn.Linear(96, 32, bias=False)]
+    listed = json.loads((tmp_path / "modules.json").read_text())
+    for number, layer in enumerate(layers, 2):
+        folder = f"{number}_Dense"
+        listed.insert(number, {"path": folder, "type": "sentence_transformers.models.Dense"})
+        (tmp_path / folder).mkdir()
+        values = {f"linear.{name}": value.data for name, value in layer.named_parameters()}
+        save_file(values, tmp_path / folder / "model.safetensors")
+        config: dict[str, Any] = {"in_features": layer.in_features}
+        config["out_features"] = layer.out_features
+        config |= {"activation_function": f"torch.nn.modules.{function}"}
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    with engine_of(tmp_path) as engine:
+        found = embed(engine, PROMPTS[:2])
+    for prompt, vector in zip(PROMPTS, found, strict=False):
+        with torch.inference_mode():
+            made = model(torch.tensor([prompt])).last_hidden_state[0].mean(0)
+            for layer in layers:
+                made = layer(made) if "Identity" in function else layer(made).tanh()
+        np.testing.assert_allclose(
+            vector, torch.nn.functional.normalize(made, dim=0).numpy(), atol=1e-5
+        )
+    config["out_features"] = 33
+    (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"says 96 inputs and 33 outputs"):
+        engine_of(tmp_path).__enter__()
+
+
 @pytest.mark.parametrize(
     ("modules", "config", "message"),
     [
-        (["Transformer", "Pooling", "Dense"], {"pooling_mode_cls_token": True}, "2 is 'Dense'"),
+        (
+            ["Transformer", "Pooling", "Normalize", "Dense"],
+            {"pooling_mode_cls_token": True},
+            "module 3 is 'Dense'",
+        ),
         (["Transformer"], {}, "no module is a Pooling"),
         (["Pooling"], {"pooling_mode": "mean"}, "module 0 is 'Pooling'"),
         (["Transformer", "Pooling"], {"pooling_mode_max_tokens": True}, r"pooling by \['max_tok"),

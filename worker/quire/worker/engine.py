@@ -35,6 +35,7 @@ from quire.worker.api.limits import derive_seed, request_limits
 from quire.worker.api.outputs import FinishReason, TokenDelta, TokenLogprobs
 from quire.worker.api.request import Prepared
 from quire.worker.cache.blocks import BlockPool
+from quire.worker.model.dense import DenseLayer
 from quire.worker.model.facts import ModelFacts
 from quire.worker.schedule.check import max_tokens_of
 from quire.worker.schedule.compiling import Compiling, cannot_go_on
@@ -88,6 +89,7 @@ class Engine:
             takes_whole=model.is_encoder,
         )
         self._inputs = StepInputs(block_size=config.block_size)
+        self._dense = [DenseLayer(each) for each in model.pooling.dense] if model.pooling else []
         self._compiling = Compiling(
             Grammars(
                 load_tokenizer or (lambda: Tokenizer.load(config.model)),
@@ -365,6 +367,8 @@ class Engine:
     def _take_embedding(self, seq: Sequence, state_C: Floats) -> TokenDelta:
         """Ends ``seq`` with its vector. The token behind it means nothing."""
         assert self._model.pooling is not None
+        for layer in self._dense:
+            state_C = layer(state_C)
         if not np.isfinite(state_C).all():
             return self._break_off(seq)
         self._scheduler.remove(seq)

@@ -54,6 +54,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     config = Fields(read_json(file), file)
     text = text_part(config)
     is_text_part, config = text is not None, text or config
+    written = config
     architecture = architecture_of(config)
     decoder = f"{architecture.removesuffix('Model')}ForCausalLM"
     is_bare = decoder in FAMILIES and architecture != decoder
@@ -70,6 +71,14 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     spec = other(config) if family is None else family(config)
     has_head = spec.has_head and not is_bare
     pooling = spec.pooling or read_pooling(path, is_encoder=spec.is_encoder, has_head=has_head)
+    if pooling is not None and pooling.kind != "last" and not spec.is_encoder:
+        if model_impl == "quire":
+            raise CheckpointError(
+                f"{path}: pools the {pooling.kind} of a decoder's states, which "
+                "model_impl='quire' does not; leave it out"
+            )
+        family, has_head = None, False
+        spec = other(written, for_embeddings=True)  # All states are wanted.
     spec = replace(
         spec,
         eos_token_ids=_eos_token_ids(path, config),

@@ -92,4 +92,6 @@ def _fingerprint(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) 
     state = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     for file, digest in weight_digests(checkpoint.path, checkpoint.files).items():
         state.update(f"{file.name} {digest} ".encode())
+    for dense in spec.pooling.dense if spec.pooling else ():
+        state.update(f"dense {dense.digest} ".encode())
     return state.hexdigest()

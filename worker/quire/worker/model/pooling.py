@@ -12,6 +12,7 @@ from typing import Any, Literal
 from quire.worker.api.errors import CheckpointError
 from quire.worker.api.scoring import LogitScore, PairScore, Scoring
 from quire.worker.model.checkpoint import read_json
+from quire.worker.model.dense import Dense, find_dense
 from quire.worker.model.fields import Fields
 
 PoolingKind = Literal["last", "mean", "cls", "classifier"]
@@ -33,7 +34,9 @@ class Pooling:
     """The state of the last token, the mean of all, the state of the first, or the logits of the
     classifier behind the encoder."""
     normalize: bool
-    """The vector is divided by its length."""
+    """The vector is divided by its length, at the end."""
+    dense: tuple[Dense, ...] = ()
+    """Layers that the vector goes through before, one after the other."""
     max_tokens: int | None = None
     """Longer texts are not for this model."""
 
@@ -54,7 +57,7 @@ def read_pooling(path: Path, *, is_encoder: bool, has_head: bool) -> Pooling | N
             return None
         return Pooling(kind="mean" if is_encoder else "last", normalize=not is_encoder)
     kind: PoolingKind | None = None
-    normalize = False
+    normalize, dense = False, list[Dense]()
     for number, (name, folder) in enumerate(_modules(file)):
         match name:
             case "LogitScore" if has_head:  # It chooses tokens: `read_scoring`.
@@ -63,16 +66,23 @@ def read_pooling(path: Path, *, is_encoder: bool, has_head: bool) -> Pooling | N
                 pass
             case "Pooling" if number == 1:
                 kind = _kind_of(path / folder / "config.json")
+            case "Dense" if kind is not None and not normalize:
+                dense.append(find_dense(path / folder))
             case "Normalize" if kind is not None:
                 normalize = True
             case _:
                 raise CheckpointError(
-                    f"{file}: module {number} is {name!r}: a Transformer, a Pooling and a "
-                    "Normalize are supported, in this order"
+                    f"{file}: module {number} is {name!r}: a Transformer, a Pooling, Dense layers "
+                    "and a Normalize are supported, in this order"
                 )
     if kind is None:
         raise CheckpointError(f"{file}: no module is a Pooling")
-    return Pooling(kind=kind, normalize=normalize, max_tokens=_max_tokens(path / _SETTINGS))
+    return Pooling(
+        kind=kind,
+        normalize=normalize,
+        dense=tuple(dense),
+        max_tokens=_max_tokens(path / _SETTINGS),
+    )
 
 
 def read_scoring(path: Path) -> Scoring | None:

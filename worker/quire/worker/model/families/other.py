@@ -35,8 +35,9 @@ _NOT_IN_RESULTS = (
 )
 
 
-def other(config: Fields) -> ModelSpec:
-    """A model of which only ``transformers`` knows the layers.
+def other(config: Fields, *, for_embeddings: bool = False) -> ModelSpec:
+    """A model of which only ``transformers`` knows the layers. ``for_embeddings`` leaves the head
+    of a decoder out, and computes each text as a whole.
 
     Raises:
         CheckpointError: It has no decoder, or one that no KV cache in blocks can serve.
@@ -45,8 +46,8 @@ def other(config: Fields) -> ModelSpec:
     name = architecture_of(config)
     if config.flag("is_encoder_decoder"):
         raise config.broken(f"{name} has an encoder and a decoder; only decoders run")
-    has_head = name == model_type or name.endswith(_ENDINGS)
-    if not has_head and not name.endswith(_WITHOUT_HEAD):
+    has_head = (name == model_type or name.endswith(_ENDINGS)) and not for_embeddings
+    if not has_head and not for_embeddings and not name.endswith(_WITHOUT_HEAD):
         known = " or ".join(f"…{ending}" for ending in (*_ENDINGS, *_WITHOUT_HEAD))
         raise config.broken(
             f"architecture {name!r} is not supported: it is no decoder or encoder of text ({known})"

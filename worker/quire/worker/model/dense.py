@@ -1,0 +1,77 @@
+"""Dense layers behind a pooling, as sentence-transformers' ``Dense`` has them. Knows no torch."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
+
+from quire.worker.api.arrays import Floats
+from quire.worker.api.errors import CheckpointError
+from quire.worker.model.checkpoint import read_json
+from quire.worker.model.fields import Fields
+
+Activation = Literal["Identity", "Tanh", "ReLU"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """One layer, whose weights are in a file."""
+
+    file: Path
+    num_in: int
+    num_out: int
+    activation: Activation
+    digest: str
+    """SHA-256 of the file."""
+
+
+def find_dense(folder: Path) -> Dense:
+    """The layer in ``folder``. Raises CheckpointError: it is of another kind, or not there."""
+    settings = folder / "config.json"
+    config = Fields(read_json(settings), settings)
+    function = config.raw.get("activation_function", "Tanh")
+    name = str(function).rpartition(".")[2]
+    if name not in get_args(Activation):
+        raise config.wrong("activation_function", function, " or ".join(get_args(Activation)))
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing: only safetensors files are read")
+    return Dense(
+        file=file,
+        num_in=config.count("in_features"),
+        num_out=config.count("out_features"),
+        activation=name,  # type: ignore[arg-type]  # one of its arguments
+        digest=hashlib.sha256(file.read_bytes()).hexdigest(),
+    )
+
+
+class DenseLayer:
+    """A layer with its weights, in float32."""
+
+    def __init__(self, dense: Dense) -> None:
+        """Raises CheckpointError: its file has other tensors than the layer's."""
+        try:
+            tensors = load_file(dense.file)
+        except (OSError, SafetensorError, TypeError, KeyError) as error:
+            raise CheckpointError(f"{dense.file} cannot be read: {error}") from error
+        weight_OI = tensors.get("linear.weight")
+        bias_O = tensors.get("linear.bias", np.zeros(dense.num_out, np.float32))
+        shapes = [None if weight_OI is None else weight_OI.shape, bias_O.shape]
+        if weight_OI is None or shapes != [(dense.num_out, dense.num_in), (dense.num_out,)]:
+            raise CheckpointError(
+                f"{dense.file}: linear.weight and linear.bias have the shapes {shapes}, and "
+                f"config.json says {dense.num_in} inputs and {dense.num_out} outputs"
+            )
+        self._weight_OI: Floats = weight_OI.astype(np.float32)
+        self._bias_O: Floats = bias_O.astype(np.float32)
+        self._activation = dense.activation
+
+    def __call__(self, vector_I: Floats) -> Floats:
+        out_O: Floats = self._weight_OI @ vector_I + self._bias_O
+        if self._activation == "Tanh":
+            return np.tanh(out_O)
+        return np.maximum(out_O, 0) if self._activation == "ReLU" else out_O
