@@ -67,6 +67,4 @@ def to_json(models: Iterable[Listed]) -> dict[str, Any]:
 
 def from_json(told: Mapping[str, Any]) -> list[Listed]:
     """Raises ConfigError: settings are of another version of Quire."""
-    return [
-        Listed(**{**each, "settings": model_from(each["settings"])}) for each in told["models"]
-    ]
+    return [Listed(**{**each, "settings": model_from(each["settings"])}) for each in told["models"]]
