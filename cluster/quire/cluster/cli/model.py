@@ -86,6 +86,7 @@ def _add(arguments: argparse.Namespace) -> int:
     from quire.cluster.deploy.change import add_model
     from quire.cluster.deploy.progress import Progress
 
+    arguments.path = _path(arguments.path)
     model = model_config(arguments)
 
     def change(progress: Progress) -> None:
@@ -109,7 +110,7 @@ def _replace(arguments: argparse.Namespace) -> int:
     from quire.cluster.deploy.progress import Progress
 
     def change(progress: Progress) -> None:
-        replace_model(arguments.name, arguments.model, arguments.path, progress=progress)
+        replace_model(arguments.name, arguments.model, _path(arguments.path), progress=progress)
 
     return _change(arguments, f"Replacing {arguments.model}", "Replaced", change)
 
@@ -125,3 +126,8 @@ def _change(
         change(progress)
     print(f"{done} after {progress.elapsed_s:.1f} s.")
     return 0
+
+
+def _path(given: Path) -> Path:
+    """The cluster's processes run in another folder."""
+    return given.absolute() if given.exists() else given

@@ -148,7 +148,14 @@ def running_app(
         stop_app(name, session, drain_timeout_s=config.drain_timeout_s)
 
 
-def upgrade_app(config: ClusterConfig, *, name: str, progress: Progress = SILENT) -> Endpoints:
+def upgrade_app(
+    config: ClusterConfig,
+    *,
+    name: str,
+    gateway: "type[Gateway] | None" = None,
+    group: "type[ReplicaGroup] | None" = None,
+    progress: Progress = SILENT,
+) -> Endpoints:
     """Has Serve replace the groups and gateways of the application ``name``, on the Ray cluster
     that this process is connected to, by others with these settings; returns once they serve.
 
@@ -167,7 +174,10 @@ def upgrade_app(config: ClusterConfig, *, name: str, progress: Progress = SILENT
     progress.say(f"Upgrading {name} to {_in_words(config)} …")
     with only_change(name):
         parts = {each.name: each.part for each in ask_gateways(name).models}
-        handle = _start(config, parts, failed, name=name, progress=progress).gateways
+        started = _start(
+            config, parts, failed, name=name, gateway=gateway, group=group, progress=progress
+        )
+        handle = started.gateways
         drop_unlisted(name, listed_in(config, parts=parts), config=config)
     grpc, http = handle.addresses.remote().result()
     return Endpoints(name, grpc=grpc, http=http)
