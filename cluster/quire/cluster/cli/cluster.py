@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
-from quire.cluster.cli.fields import add_fields, given_fields
+from quire.cluster.cli.fields import add_fields, chat_template, given_fields
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.dialects.formats import TOOL_FORMATS
 from quire.cluster.scaling.settings import AutoscalingSettings
@@ -117,6 +117,12 @@ def add_cluster_flags(
         help="the application's name, by which a Ray cluster tells several apart; made from the "
         "model's if absent",
     )
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="settings of the cluster and of each model, in YAML; flags come before them",
+    )
     add("--ray-address", help="a running Ray cluster ('auto' finds it); else one starts here")
     group = parser.add_argument_group("gateways")
     add_fields(group, ClusterConfig, {"num_gateways": "gateways"})
@@ -192,6 +198,11 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
     Raises:
         ConfigError: They cannot work; the message names what and why.
     """
+    if arguments.config is not None:
+        from quire.cluster.cli.config_file import config_from_file
+
+        names = _names(arguments) if arguments.model else []
+        return config_from_file(arguments, names, group_host=_group_host(arguments))
     models = arguments.model or [None]
     first, *others = (
         {
@@ -230,7 +241,7 @@ def _shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:
             policy=arguments.routing_policy, use_directory=arguments.directory
         ),
         "autoscaling": _autoscaling(arguments),
-        "chat_template": _chat_template(arguments.chat_template),
+        "chat_template": chat_template(arguments.chat_template),
     }
 
 
@@ -251,16 +262,6 @@ def _names(arguments: argparse.Namespace) -> list[list[str | None]]:
     from quire import demo_model
 
     return [[demo_model.NAME]]
-
-
-def _chat_template(given: str | None) -> str | None:
-    """The text of a file, or a template that was written out."""
-    if given is None or "{" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--chat-template {given}: cannot be read as text: {error}") from error
 
 
 def _group_host(arguments: argparse.Namespace) -> str:
