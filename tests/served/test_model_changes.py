@@ -1,6 +1,7 @@
 """Models come and go while a cluster serves: no stream fails, and none has tokens of two models."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from tests.served.serve_process import serving
 from tests.served.test_upgrade import free_port
 
 from quire import demo_model
+from quire.cluster.cli.cluster import cluster_config
+from quire.cluster.cli.main import _parser
 from quire.cluster.client import generate
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.deploy.app import SILENT, Endpoints, running_app
@@ -211,7 +214,7 @@ def test_what_cannot_be_added_or_replaced_leaves_all_as_it_was(
     too_small = replace(ENGINE, model=weights["second"], num_blocks=None, kv_cache_memory_bytes=10)
     with pytest.raises(CheckpointError, match="tokenizer"):
         replace_model(NAME, "chat", weights["broken"], progress=SILENT)
-    with pytest.raises(ConfigError, match="kv_cache_memory_bytes=10"):
+    with pytest.raises(ConfigError, match="set kv_cache_memory_bytes=262144 or more"):
         add_model(NAME, ModelConfig(engine=too_small), progress=SILENT)
     with pytest.raises(ConfigError, match="'gpt-4': a model of chats is called that already"):
         add_model(NAME, model(weights["second"], served_model_name="gpt-4"), progress=SILENT)
@@ -298,3 +301,40 @@ def test_a_broken_model_leaves_the_others_alone_and_is_told(weights: dict[str, P
 def quire(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "quire", "model", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.usefixtures("no_process_is_left")
+def test_the_commands_of_the_documents_work(weights: dict[str, Path], tmp_path: Path) -> None:
+    page = (ROOT / "docs/several-models.md").read_text()
+    commands = re.findall(r"^    quire model (.+)$", page, re.MULTILINE)
+    assert [each.split()[0] for each in commands] == ["list", "add", "replace", "remove"]
+    served, *_ = re.findall(r"^    quire serve (.+)$", page, re.MULTILINE)
+    settings, _ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    file = tmp_path / "models.yaml"
+    file.write_text(settings)
+    config = cluster_config(_parser().parse_args(["serve", "--config", str(file)]))
+    assert {name: each.min_groups for name, each in config.models.items()} == {
+        "large": 1,
+        "small": 2,
+    }
+
+    def here(command: str) -> list[str]:
+        """With checkpoints of this machine in place of the hub's."""
+        paths = [str(weights[name]) for name in ("first", "second", "third")]
+        hub = dict.fromkeys(re.findall(r"Qwen/\S+", page))
+        return [
+            paths[list(hub).index(each) % 3] if each in hub else each for each in command.split()
+        ]
+
+    with serving("--num-threads", "1", *here(served)) as (server, _, http):
+        assert server.stdout is not None
+        ray = ["--ray-address", server.stdout.readline().split()[1]]
+        known = []
+        for command in commands:
+            done = quire(*here(command), *ray)
+            assert done.returncode == 0, (command, done.stderr)
+            data = httpx.get(f"http://{http}/v1/models").json()["data"]
+            known.append([each["id"] for each in data])
+            assert {each["state"] for each in data} == {"ready"}
+    both = ["small", "large"]
+    assert known == [both, [*both, "embed"], [*both, "embed"], both]

@@ -81,6 +81,8 @@ class ModelSet:
             self._models.aliases = {
                 alias: each.name for each in listed for alias in each.settings.aliases
             }
+            self._places = {each.name: self._places[each.name] for each in listed}
+            self._models.arrange(list(self._places))
 
     @property
     def followed(self) -> list[tuple[Listed, ServedModel]]:
@@ -148,6 +150,7 @@ class ModelSet:
             place = self._places.get(listed.name)
             if place is not None and place.listed is listed:
                 await self._bring(listed)
+                self._models.arrange(list(self._places))
 
     async def _take_over_when_ready(self, place: _Place, new: _Followed) -> None:
         while not new.can_serve and place.now is not None and place.now.can_serve:

@@ -5,7 +5,7 @@ known yet, and the page of metrics.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from quire.cluster.errors import ModelNotFound, Unavailable
 from quire.cluster.serving.admission_config import AdmissionConfig
@@ -69,6 +69,10 @@ class Models:
             self._leaving.append(self.by_name.pop(name))
         self.aliases = {alias: of for alias, of in self.aliases.items() if of != name}
         self._notify()
+
+    def arrange(self, names: Sequence[str]) -> None:
+        """Sets the order in which models are listed."""
+        self.by_name = {name: self.by_name[name] for name in names if name in self.by_name}
 
     async def retire(self, service: ModelService, *, timeout_s: float) -> None:
         """Lets the requests of one that was replaced or removed end, for up to ``timeout_s``, and
