@@ -37,7 +37,8 @@ from bench.serving.load import Request, Stream
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deploy.app import Endpoints, build_app, running_cluster
+from quire.cluster.deploy.app import Endpoints, running_cluster, upgrade_app
+from quire.cluster.deploy.names import deployments_of
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.worker.api.config import EngineConfig
 
@@ -74,8 +75,6 @@ def main() -> None:
 
 def upgrade(arguments: argparse.Namespace, *, changes: list[dict[str, Any]]) -> dict[str, Any]:
     """Deploys each of the changes to the engine's settings in turn, in a circle."""
-    from ray import serve
-
     with _ports() as ports:
         config = _config(
             arguments,
@@ -94,7 +93,7 @@ def upgrade(arguments: argparse.Namespace, *, changes: list[dict[str, Any]]) -> 
             for change in itertools.cycle(changes):
                 begin_s = time.monotonic()
                 changed = replace(config, engine=replace(config.engine, **change))
-                serve.run(build_app(changed), name=APP_NAME, route_prefix=None)
+                upgrade_app(changed, name=APP_NAME)
                 durations_s.append(round(time.monotonic() - begin_s, 1))
                 time.sleep(SETTLE_S)
                 if len(durations_s) <= len(changes):
@@ -174,7 +173,8 @@ def _wait_for(num_groups: int, *, state: str | None = None) -> None:
 
     deadline_s = time.monotonic() + 120
     while time.monotonic() < deadline_s:
-        states = serve.status().applications[APP_NAME].deployments["ReplicaGroup"].replica_states
+        deployments = deployments_of(APP_NAME, serve.status().applications)
+        states = deployments["ReplicaGroup"].replica_states
         if sum(n for name, n in states.items() if state in (None, name)) == num_groups:
             return
         time.sleep(0.05)

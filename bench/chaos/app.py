@@ -1,4 +1,4 @@
-"""The application under fire: Quire's, whose groups say who they are and can be poisoned.
+"""The cluster under fire: Quire's, whose groups say who they are and can be poisoned.
 
 A group writes a file about itself, so that its processes can be found; and a request whose prompt
 begins with `POISON` kills it, as one would that runs into a fault of a kernel. All else is as in
@@ -21,8 +21,10 @@ from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDepl
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import deployments
-from quire.cluster.deploy.app import build_app
+from quire.cluster.deploy.build import build_gateways, build_groups
+from quire.cluster.deploy.listed import listed_in
 from quire.cluster.deploy.local import ray_session
+from quire.cluster.deploy.names import application_of, part_of
 from quire.cluster.settings import config_from
 from quire.worker.api.request import Prepared
 from quire.worker.engine import Engine
@@ -66,35 +68,51 @@ def _make_mortal(engine: Engine) -> None:
 
 
 def application(args: dict[str, Any]) -> "serve.Application":
-    """What Serve builds: ``settings`` as `quire.cluster.deploy.app.application` takes them, and
-    what gateways are not told, ``loss``."""
+    """The gateways: ``settings`` as `quire.cluster.deploy.app.application` takes them, and what
+    gateways are not told, ``loss``."""
     gateway = None
     if args["loss"]:
         gateway = lossy_gateway(Loss(**args["loss"]))
         gateway.__name__ = deployments.Gateway.__name__
-    return build_app(config_from(args["settings"]), gateway=gateway, group=ReplicaGroup)
+    config = config_from(args["settings"])
+    return build_gateways(config, listed_in(config), gateway=gateway)
+
+
+def groups(args: dict[str, Any]) -> "serve.Application":
+    """The groups of the same."""
+    config = config_from(args["settings"])
+    return build_groups(config, part_of(config.model_name), group=ReplicaGroup)
 
 
 def deploy(address: str, args: Mapping[str, Any], num_groups: int) -> None:
-    """Starts `application` on the Ray cluster at ``address``, or upgrades the one there; as
-    KubeRay does, from a configuration. If only ``num_groups`` is new, all else is left alone.
+    """Starts both on the Ray cluster at ``address``, or upgrades what is there; as KubeRay does,
+    from a configuration. If only ``num_groups`` is new, all else is left alone.
 
     Raises:
         RuntimeError: Serve gave up.
     """
-    schema = ServeApplicationSchema(
-        name=APP_NAME,
-        route_prefix=None,
-        import_path=f"{__name__}:{application.__name__}",
-        args=dict(args),
-        deployments=[DeploymentSchema(name=ReplicaGroup.__name__, num_replicas=num_groups)],
-    )
+    groups_name = application_of(APP_NAME, part_of(config_from(args["settings"]).model_name))
+    deployment = DeploymentSchema(name=ReplicaGroup.__name__, num_replicas=num_groups)
+    schemas = [
+        ServeApplicationSchema(
+            name=name,
+            route_prefix=None,
+            import_path=f"{__name__}:{builder.__name__}",
+            args=dict(args),
+            deployments=changed,
+        )
+        for name, builder, changed in (
+            (APP_NAME, application, []),
+            (groups_name, groups, [deployment]),
+        )
+    ]
     with ray_session(address=address):
         serve.start(proxy_location="Disabled")
         client = _get_global_client()
         assert client is not None
-        client.deploy_apps(ServeDeploySchema(applications=[schema]))
-        while (status := serve.status().applications[APP_NAME]).status != "RUNNING":
-            if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                raise RuntimeError(f"{status.status}: {status.message}")
-            time.sleep(_POLL_S)
+        client.deploy_apps(ServeDeploySchema(applications=schemas))
+        for name in (APP_NAME, groups_name):
+            while (status := serve.status().applications[name]).status != "RUNNING":
+                if status.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                    raise RuntimeError(f"{status.status}: {status.message}")
+                time.sleep(_POLL_S)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from quire.cluster.cli.cluster import cluster_config
 from quire.cluster.cli.main import _parser, main
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import app
@@ -244,6 +245,7 @@ WITHOUT_EXTRA = """
 import sys
 for name in ("google.protobuf", "grpc", "prometheus_client", "pydantic", "ray", "starlette"):
     sys.modules[name] = None  # Python then says that there is no such module.
+from quire.cluster.cli.cluster import cluster_config
 from quire.cluster.cli.main import main
 raise SystemExit(main(sys.argv[1:]))
 """
@@ -307,3 +309,65 @@ def test_a_server_that_is_not_there_is_named(
     said = capsys.readouterr().err
     assert "127.0.0.1:1: UNAVAILABLE" in said
     assert "does `quire serve` run there?" in said
+
+
+def test_a_file_has_settings_of_the_cluster_and_of_each_model_and_flags_come_first(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(
+        """
+        http_port: 9000
+        grpc_port: 9001
+        max_inflight: 100
+        engine: {max_num_seqs: 8, block_size: 32, dtype: float32}
+        models:
+          large: {engine: {model: /models/large, max_num_seqs: 64}, aliases: [gpt-4]}
+          org/small: {engine: {model: /models/small}, num_groups: 2, max_inflight: 7}
+        """
+    )
+    flags = [
+        "serve",
+        "--config",
+        str(file),
+        "--http-port",
+        "8000",
+        "--max-num-batched-tokens",
+        "99",
+    ]
+    config = cluster_config(_parser().parse_args(flags))
+    large, small = config.models.values()
+    assert list(config.models) == ["large", "org/small"]
+    assert (config.http_port, config.grpc_port) == (8000, 9001)
+    assert [str(each.engine.model) for each in (large, small)] == ["/models/large", "/models/small"]
+    assert [each.engine.max_num_seqs for each in (large, small)] == [64, 8]
+    assert [each.engine.max_num_batched_tokens for each in (large, small)] == [99, 99]
+    assert [each.engine.block_size for each in (large, small)] == [32, 32]
+    assert [each.num_groups for each in (large, small)] == [1, 2]
+    assert [each.max_inflight for each in (large, small)] == [100, 7]
+    assert large.aliases == ("gpt-4",)
+
+    with pytest.raises(ConfigError, match=r"models\.org/small is none of the models given: large"):
+        cluster_config(_parser().parse_args([*flags, "/other/large"]))
+    names = ["--served-model-name", "large", "--served-model-name", "org/small"]
+    given = cluster_config(_parser().parse_args([*flags, *names, "/other/large", "/x"]))
+    assert [str(each.engine.model) for each in given.models.values()] == ["/other/large", "/x"]
+    assert given.models["org/small"].num_groups == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("http_porrt: 1", "http_porrt: unknown"),
+        ("models: {a: {http_port: 1}}", "models.a.http_port: unknown for a model"),
+        ("models: [a]", "models=.*: must be a mapping of names"),
+        ("- a", "must be a mapping of settings"),
+        ("{", "cannot be read as YAML"),
+        ("more_models: []", "more_models: name each model under `models`"),
+    ],
+)
+def test_a_file_that_cannot_work_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        cluster_config(_parser().parse_args(["serve", "--config", str(file)]))

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import gc
 import socket
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,8 @@ from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import deployments
 from quire.cluster.deploy.deployments import Gateway, ReplicaGroup, pool_of
-from quire.cluster.deploy.gateway_server import GatewayServer
+from quire.cluster.deploy.listed import Listed, listed_in, to_json
+from quire.cluster.deploy.model_set import Follow
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.scaling.demand import Demand
@@ -35,11 +36,12 @@ SECOND = Member(GroupId("g1"), {"address": "host:2"})
 
 
 class FakeServer:
-    """A gateway's server that keeps the addresses it was told of."""
+    """A gateway's server that keeps the addresses it was told of; and its only model."""
 
     def __init__(self) -> None:
         self.groups = self
         self.models = self
+        self.service = self
         self.by_name = {"demo": self}
         self.explanations = SimpleNamespace()
         self.table = object()
@@ -50,16 +52,33 @@ class FakeServer:
     def listeners(self) -> Iterator[socket.socket]:
         return iter(())
 
-    def named(self, name: str) -> "FakeServer":
-        return self.by_name[name]
+    async def listen(self) -> None:
+        pass
 
-    def set_groups(self, contacts: Iterable[GroupContact], *, model: str) -> None:
-        assert model in self.by_name
+    def set_groups(self, contacts: Iterable[GroupContact]) -> None:
         self.addresses = [contact.address for contact in contacts]
 
     async def stop(self, *, drain_timeout_s: float) -> None:
         REGISTRY.publish(POOL, [FIRST, SECOND])  # Started while this gateway's last streams end.
         await asyncio.sleep(0)
+
+
+class FakeSet:
+    """Models that all are the server."""
+
+    def __init__(self, *_: Any, follow: Follow, **__: Any) -> None:
+        self._follow = follow
+        self._stops: list[Callable[[], None]] = []
+
+    async def set(self, listed: Sequence[Listed]) -> None:
+        self._stops = [self._follow(each, FAKE_SERVERS[-1]) for each in listed]  # type: ignore[arg-type]
+
+    async def close(self) -> None:
+        for stop in self._stops:
+            stop()
+
+
+FAKE_SERVERS: list[FakeServer] = []
 
 
 class FakeCall:
@@ -97,14 +116,13 @@ class FakeHandle:
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
     server = FakeServer()
-
-    async def start(*_: Any, **__: Any) -> FakeServer:
-        return server
+    FAKE_SERVERS[:] = [server]
 
     async def be_watched(*_: Any, **__: Any) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(GatewayServer, "start", start)
+    monkeypatch.setattr(deployments, "GatewayServer", lambda config: server)
+    monkeypatch.setattr(deployments, "ModelSet", FakeSet)
     monkeypatch.setattr(deployments, "keep_to_node_address", lambda: None)
     monkeypatch.setattr(deployments, "claim_ports", lambda *_, **__: contextlib.ExitStack())
     monkeypatch.setattr(deployments, "be_watched", be_watched)
@@ -117,17 +135,23 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
     gc.collect()
 
 
-async def make_gateway(handle: FakeHandle, **changes: Any) -> Any:
+async def make_gateway(
+    monkeypatch: pytest.MonkeyPatch, handle: FakeHandle | None = None, **changes: Any
+) -> Any:
+    monkeypatch.setattr(deployments, "_handle", lambda *_: handle or FakeHandle())
     gateway: Any = Gateway.__new__(Gateway)
-    await gateway.__init__(replace(CONFIG, **changes), handle)
+    await gateway.__init__(CONFIG)
+    await gateway.reconfigure(to_json(listed_in(replace(CONFIG, **changes))))
     await asyncio.sleep(0)
     return gateway
 
 
 @pytest.mark.parametrize("raises", [True, False], ids=["call", "cancel"])
-async def test_demand_is_told_again_after_it_could_not_be(server: FakeServer, raises: bool) -> None:
+async def test_demand_is_told_again_after_it_could_not_be(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, raises: bool
+) -> None:
     handle = FakeHandle(raises=raises)
-    gateway = await make_gateway(handle, autoscaling=AutoscalingSettings(min_groups=0))
+    gateway = await make_gateway(monkeypatch, handle, autoscaling=AutoscalingSettings(min_groups=0))
     for num_tokens in (3, 5):
         with server.demand.waiting(num_tokens):
             assert await asyncio.wait_for(handle.told.get(), 120) == num_tokens
@@ -145,7 +169,7 @@ async def test_a_gateway_that_was_cut_off_from_new_connections_is_replaced(
         await is_cut_off.wait()
 
     monkeypatch.setattr(deployments, "be_watched", be_watched)
-    gateway = await make_gateway(FakeHandle())
+    gateway = await make_gateway(monkeypatch)
     gateway.check_health()
     is_cut_off.set()
     await asyncio.sleep(0.01)
@@ -155,10 +179,10 @@ async def test_a_gateway_that_was_cut_off_from_new_connections_is_replaced(
 
 
 async def test_a_gateway_hears_of_new_groups_until_its_last_stream_has_ended(
-    server: FakeServer,
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     REGISTRY.publish(POOL, [FIRST])
-    gateway = await make_gateway(FakeHandle())
+    gateway = await make_gateway(monkeypatch)
     assert server.addresses == ["host:1"]
     await gateway.__del__()
     assert server.addresses == ["host:1", "host:2"]
@@ -170,38 +194,56 @@ async def test_a_gateway_hears_of_new_groups_until_its_last_stream_has_ended(
 
 @pytest.mark.slow
 async def test_the_collector_is_spared_what_a_started_process_has_loaded(
-    server: FakeServer,
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gc.unfreeze()
-    gateway = await make_gateway(FakeHandle())
+    gateway = await make_gateway(monkeypatch)
     assert gc.get_freeze_count() > 10 * len(gc.get_objects())
     await gateway.__del__()
 
 
 @pytest.mark.parametrize("metadata", [{}, None])
 async def test_a_member_without_an_address_does_not_hide_the_others(
-    server: FakeServer, metadata: Any
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, metadata: Any
 ) -> None:
-    gateway = await make_gateway(FakeHandle())
+    gateway = await make_gateway(monkeypatch)
     REGISTRY.publish(POOL, [Member(GroupId("g"), metadata), SECOND])
     await asyncio.sleep(0)
     assert server.addresses == ["host:2"]
     await gateway.__del__()
 
 
-@pytest.mark.parametrize(
-    ("deployment", "server_type", "arguments"),
-    [(Gateway, GatewayServer, (FakeHandle(),)), (ReplicaGroup, GroupServer, ())],
-)
 @pytest.mark.usefixtures("server")
-async def test_one_that_could_not_start_ends_without_another_error(
-    monkeypatch: pytest.MonkeyPatch, deployment: Any, server_type: Any, arguments: Any
+async def test_a_group_that_could_not_start_ends_without_another_error(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def start(*_: Any, **__: Any) -> None:
         raise ConfigError("cannot start")
 
-    monkeypatch.setattr(server_type, "start", start)
-    failed = deployment.__new__(deployment)
+    monkeypatch.setattr(GroupServer, "start", start)
+    failed: Any = ReplicaGroup.__new__(ReplicaGroup)
     with pytest.raises(ConfigError, match="cannot start"):
-        await failed.__init__(CONFIG, *arguments)
+        await failed.__init__(CONFIG)
+    await failed.__del__()
+
+
+async def test_a_gateway_that_could_not_listen_ends_without_another_error(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = asyncio.Event()
+
+    async def listen() -> None:
+        raise ConfigError("cannot start")
+
+    async def close() -> None:
+        closed.set()
+
+    monkeypatch.setattr(server, "listen", listen)
+    monkeypatch.setattr(server, "close", close, raising=False)
+    failed: Any = Gateway.__new__(Gateway)
+    await failed.__init__(CONFIG)
+    monkeypatch.setattr(deployments, "_handle", lambda *_: FakeHandle())
+    with pytest.raises(ConfigError, match="cannot start"):
+        await failed.reconfigure(to_json(listed_in(CONFIG)))
+    assert closed.is_set()
     await failed.__del__()

@@ -13,8 +13,8 @@ from quire import demo_model
 _BUILD = """
 from quire.cluster.deploy import app
 
-app.build_app = lambda config: config
-config = app.application({"engine": {"model": "org/demo@v1"}})
+app.build_groups = lambda config, part: config
+config = app.groups({"engine": {"model": "org/demo@v1"}})
 print(config.engine.model, config.model_name)
 """
 

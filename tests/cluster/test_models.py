@@ -216,16 +216,24 @@ async def test_a_name_that_is_unknown_or_missing_is_refused_with_those_there_are
                     await call
                 assert raised.value.code() == code
 
+
+async def test_messages_without_a_name_are_for_the_first_model(
+    checkpoints: dict[str, Path], expected: dict[str, list[int]]
+) -> None:
+    async with (
+        serving(config_of(checkpoints), *checkpoints) as server,
+        grpc.aio.insecure_channel(server.grpc_address) as channel,
+    ):
         vllm: Any = vllm_engine_pb2_grpc.VllmEngineStub(channel)
-        request = vllm_engine_pb2.GenerateRequest(request_id="r", text="x")
-        for call in (
-            vllm.Generate(request).read(),
-            vllm.GetModelInfo(vllm_engine_pb2.GetModelInfoRequest()),
-            vllm.GetLoads(vllm_engine_pb2.GetLoadsRequest()),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError, match="has no field for a model") as raised:
-                await call
-            assert raised.value.code() == invalid
+        request = vllm_engine_pb2.GenerateRequest(request_id="r")
+        request.tokenized.input_ids.extend(PROMPT)
+        request.sampling_params.max_tokens = NUM_TOKENS
+        request.sampling_params.ignore_eos = True
+        request.sampling_params.temperature = 0
+        (answer,) = [each async for each in vllm.Generate(request) if each.HasField("complete")]
+        assert list(answer.complete.output_ids) == expected["demo"]
+        told = await vllm.GetModelInfo(vllm_engine_pb2.GetModelInfoRequest())
+        assert told.served_model_name == "demo"
 
 
 async def test_a_model_without_groups_does_not_stop_the_others(

@@ -40,16 +40,24 @@ def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
     return {"head": cluster["headGroupSpec"]["template"], "test": test, **groups}
 
 
-def settings(manifests: list[Manifest]) -> Manifest:
-    """What the application is given."""
+def applications(manifests: list[Manifest]) -> list[Manifest]:
+    """Serve's: the gateways, and the groups of each model."""
     (service,) = of_kind(manifests, "RayService")
-    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
-    args: Manifest = application["args"]
+    found: list[Manifest] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    return found
+
+
+def settings(manifests: list[Manifest]) -> Manifest:
+    """What the gateways are given."""
+    args: Manifest = applications(manifests)[0]["args"]
     return args
 
 
 def num_replicas(manifests: list[Manifest]) -> dict[str, int]:
-    """How many replicas of which deployments Serve is told to keep."""
-    (service,) = of_kind(manifests, "RayService")
-    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
-    return {each["name"]: each["num_replicas"] for each in application["deployments"]}
+    """How many replicas of which deployments Serve is told to keep: gateways, and groups of the
+    first model."""
+    return {
+        each["name"]: each["num_replicas"]
+        for application in applications(manifests)[:2]
+        for each in application.get("deployments", [])
+    }

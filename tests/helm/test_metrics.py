@@ -27,8 +27,9 @@ def known_metrics() -> set[str]:
         start_wait_s=1,
         clock=time.monotonic,
     )
-    page = telemetry.GatewayTelemetry({"model": registry})._page
-    return {metric.name for metric in page.collect()}
+    gateway = telemetry.GatewayTelemetry()
+    gateway.add("model", registry)
+    return {metric.name for metric in gateway._page.collect()}
 
 
 def test_dashboards_draw_metrics_that_gateways_have() -> None:

@@ -10,13 +10,23 @@ import helm_python
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
-from tests.helm.charts import CHART, Manifest, num_replicas, of_kind, pods, render, settings
+from tests.helm.charts import (
+    CHART,
+    Manifest,
+    applications,
+    num_replicas,
+    of_kind,
+    pods,
+    render,
+    settings,
+)
 
 from quire.cluster.cli.main import _parser
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import wait_idle
-from quire.cluster.deploy.app import application as build
+from quire.cluster.deploy.app import application, groups
 from quire.cluster.deploy.deployments import Gateway, ReplicaGroup
+from quire.cluster.deploy.names import application_of, part_of
 from quire.cluster.settings import config_from
 from quire.router.config import RoutingConfig
 from quire.router.policies.catalog import POLICIES
@@ -50,13 +60,13 @@ def test_the_application_accepts_its_settings(
 ) -> None:
     given = settings(manifests)
     config = config_from(given)
-    groups = values.get("groups", {})
-    assert config.engine.tensor_parallel_size == groups.get("tensorParallelSize", 1)
+    of_groups = values.get("groups", {})
+    assert config.engine.tensor_parallel_size == of_groups.get("tensorParallelSize", 1)
     for section in ("engine", "routing"):
         for name, value in values.get(section, {}).items():
             assert getattr(getattr(config, section), name) == value
     assert list(config.allow_origins) == values.get("gateway", {}).get("allowOrigins", [])
-    scaled = groups.get("autoscaling", {"enabled": False})
+    scaled = of_groups.get("autoscaling", {"enabled": False})
     assert (config.autoscaling is not None) is scaled["enabled"]
     if config.autoscaling is not None:
         assert config.min_groups == scaled["minGroups"]
@@ -104,16 +114,25 @@ def chart(section: str) -> dict[str, Any]:
 def test_serve_accepts_its_configuration(manifests: list[Manifest], values: dict[str, Any]) -> None:
     (service,) = of_kind(manifests, "RayService")
     config = ServeDeploySchema.model_validate(yaml.safe_load(service["spec"]["serveConfigV2"]))
-    assert [application.name for application in config.applications] == ["quire"]
+    models = config_from(settings(manifests)).models
+    names = ["quire", *(application_of("quire", part_of(each)) for each in models)]
+    assert [application.name for application in config.applications] == names
+    given = [application.args for application in config.applications[1:]]
+    assert [{**each, "model": None} for each in given] == [
+        {"model": None, **settings(manifests)} for _ in models
+    ]
+    assert [each["model"] for each in given] == list(models)
     known = {ReplicaGroup.__name__, Gateway.__name__}
     assert num_replicas(manifests).keys() <= known
 
 
 def test_what_is_run_by_its_name_is_there(manifests: list[Manifest]) -> None:
     (service,) = of_kind(manifests, "RayService")
-    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
-    module, _, name = application["import_path"].partition(":")
-    assert getattr(import_module(module), name) is build
+    builders = []
+    for each in applications(manifests):
+        module, _, name = each["import_path"].partition(":")
+        builders.append(getattr(import_module(module), name))
+    assert builders == [application] + [groups] * len(config_from(settings(manifests)).models)
     before_stop = pods(manifests)["gateway"]["spec"]["containers"][0]["lifecycle"]["preStop"]
     python, flag, module, url, *flags = before_stop["exec"]["command"]
     assert (python, flag, import_module(module)) == ("python", "-m", wait_idle)
@@ -133,9 +152,9 @@ def test_how_many_there_are_is_not_told_to_those_that_a_change_would_restart(
     manifests: list[Manifest], values: dict[str, Any]
 ) -> None:
     counts = {"Gateway": values.get("gateway", {}).get("replicas", 2)}
-    groups = values.get("groups", {})
-    if "autoscaling" not in groups:
-        counts["ReplicaGroup"] = groups.get("replicas", 1)
+    of_groups = values.get("groups", {})
+    if "autoscaling" not in of_groups:
+        counts["ReplicaGroup"] = of_groups.get("replicas", 1)
     assert num_replicas(manifests) == counts
     assert not settings(manifests).keys() & {"num_groups", "num_gateways"}
 
@@ -200,3 +219,21 @@ def test_the_schema_knows_every_value_and_every_option_of_engine_and_routing() -
     routing = schema["properties"]["routing"]["properties"]
     assert set(routing) == {field.name for field in fields(RoutingConfig)}
     assert routing["policy"]["enum"] == list(POLICIES)
+
+
+def test_several_models_are_served_at_one_address() -> None:
+    manifests = render(yaml.safe_load((CHART / "ci/two-models-values.yaml").read_text()))
+    config = config_from(settings(manifests))
+    large, small = config.models.values()
+    assert [each["name"] for each in applications(manifests)] == [
+        "quire",
+        "quire:large",
+        "quire:org--small",
+    ]
+    assert str(small.engine.model) == "/models/small"
+    assert (small.engine.max_model_len, large.engine.max_model_len) == (8192, None)
+    assert small.engine.device == large.engine.device == "cuda"
+    assert small.group_resource == large.group_resource
+    assert small.aliases == ("small",)
+    (of_small,) = applications(manifests)[2]["deployments"]
+    assert of_small == {"name": "ReplicaGroup", "num_replicas": 1}

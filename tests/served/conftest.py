@@ -25,6 +25,8 @@ if str(ROOT) not in sys.path:
 from tests.served.paced_group import PACE, ReplicaGroup, set_pace  # noqa: E402
 
 APP_NAME = "tested"
+GROUPS_NAME = "tested:demo"
+"""The application of its groups."""
 CONFIG = ClusterConfig(
     engine=EngineConfig(
         model=demo_model.PATH,

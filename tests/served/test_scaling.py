@@ -12,7 +12,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
-from tests.served.conftest import APP_NAME
+from tests.served.conftest import GROUPS_NAME
 
 from quire.cluster.client import generate
 from quire.cluster.deploy.app import Endpoints
@@ -170,7 +170,7 @@ def answered(
 
 def num_groups(state: str | None = None) -> int:
     """In that state, or in any."""
-    status = serve.status().applications[APP_NAME].deployments["ReplicaGroup"]
+    status = serve.status().applications[GROUPS_NAME].deployments["ReplicaGroup"]
     return sum(n for name, n in status.replica_states.items() if state in (None, name))
 
 

@@ -12,12 +12,12 @@ import pytest
 from ray import serve
 from ray.serve.context import _get_global_client
 from tests.cluster.test_security import Certificates
-from tests.served.conftest import APP_NAME, CONFIG, marked_processes
+from tests.served.conftest import APP_NAME, CONFIG, GROUPS_NAME, marked_processes
 from tests.served.paced_group import ReplicaGroup, set_pace
 
 from quire.cluster.client import generate
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deploy.app import build_app, running_app
+from quire.cluster.deploy.app import running_app, upgrade_app
 from quire.cluster.deploy.local import ray_session
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
@@ -86,7 +86,7 @@ def upgrade_under(
     pace(0.3)
     stream = generate(channel, request())
     token_ids = list(next(stream).token_ids)
-    serve.run(build_app(config, group=ReplicaGroup), name=APP_NAME, route_prefix=None)
+    upgrade_app(config, name=APP_NAME, group=ReplicaGroup)
     pace(0)
     return token_ids + [token for chunk in stream for token in chunk.token_ids]
 
@@ -117,7 +117,7 @@ def test_behind_it_all_doors_are_shut(cluster: Upgraded) -> None:
             pytest.raises(grpc.RpcError, match="UNAVAILABLE"),
         ):
             tokens(channel, KEY)
-    groups = serve.get_deployment_handle("ReplicaGroup", app_name=APP_NAME)
+    groups = serve.get_deployment_handle("ReplicaGroup", app_name=GROUPS_NAME)
     told = groups.broadcast("record_replica_metadata").results()
     assert len(told) == 2
     for said in told:
@@ -131,7 +131,7 @@ def test_behind_it_all_doors_are_shut(cluster: Upgraded) -> None:
 
 
 def test_what_ray_logs_and_serve_shows_has_no_secret(cluster: Upgraded) -> None:
-    groups = serve.get_deployment_handle("ReplicaGroup", app_name=APP_NAME)
+    groups = serve.get_deployment_handle("ReplicaGroup", app_name=GROUPS_NAME)
     client = _get_global_client()
     assert client is not None
     shown = repr(serve.status()) + repr(client.get_serve_details())

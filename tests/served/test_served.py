@@ -17,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from ray import serve
-from tests.served.conftest import APP_NAME
+from tests.served.conftest import GROUPS_NAME
 
 from quire import demo_model
 from quire.cluster.cli.main import main
@@ -111,7 +111,7 @@ def test_a_cancelled_stream_returns_its_blocks(
 
 
 def test_other_serve_applications_call_a_group_through_a_handle(endpoints: Endpoints) -> None:
-    handle = serve.get_deployment_handle("ReplicaGroup", app_name=APP_NAME)
+    handle = serve.get_deployment_handle("ReplicaGroup", app_name=GROUPS_NAME)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     stream = handle.options(method_name="generate", stream=True).remote([9, 10, 11], params)
     deltas = list(cast("Iterable[TokenDelta]", stream))
@@ -123,7 +123,7 @@ def test_calls_through_handles_are_batched_by_the_engine_and_not_held_back_by_se
     endpoints: Endpoints, pace: SetPace
 ) -> None:
     pace(0.1)  # So that none has ended when all are seen.
-    handle = serve.get_deployment_handle("ReplicaGroup", app_name=APP_NAME)
+    handle = serve.get_deployment_handle("ReplicaGroup", app_name=GROUPS_NAME)
     call = handle.options(method_name="generate", stream=True).remote
     params = SamplingParams(max_tokens=900, ignore_eos=True)
     streams = [call([9, 10, 11], params) for _ in range(12)]

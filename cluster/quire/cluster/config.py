@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from quire.cluster.dialects.formats import check_parsers
 from quire.cluster.edge.limits import ConnectionLimits
@@ -235,12 +236,19 @@ class ClusterConfig(ModelConfig):
     @property
     def models(self) -> "dict[str, ClusterConfig]":
         """By what clients call them, each as if it were the only one."""
-        each = [
-            {f.name: getattr(model, f.name) for f in fields(ModelConfig)}
-            for model in (self, *self.more_models)
-        ]
-        alone = [replace(self, **settings, more_models=()) for settings in each]
+        alone = map(self.serving, self.each_model)
         return {config.model_name: config for config in alone}
+
+    @property
+    def each_model(self) -> tuple[ModelConfig, ...]:
+        """The settings of each model, without the cluster's."""
+        first = ModelConfig(**_model_settings(self))
+        return first, *self.more_models
+
+    def serving(self, *models: ModelConfig) -> "ClusterConfig":
+        """The same cluster with these models, of which there is at least one."""
+        first, *more = models
+        return replace(self, **_model_settings(first), more_models=tuple(more))
 
     def connections(self) -> ConnectionLimits:
         """Limits on client connections, for each gateway."""
@@ -252,3 +260,7 @@ class ClusterConfig(ModelConfig):
             body_timeout_s=self.body_timeout_s,
             idle_timeout_s=self.idle_timeout_s,
         )
+
+
+def _model_settings(config: ModelConfig) -> dict[str, Any]:
+    return {each.name: getattr(config, each.name) for each in fields(ModelConfig)}

@@ -1,8 +1,9 @@
-"""A cluster's configuration as a file gives it, such as the ``args`` of a Serve application."""
+"""A cluster's configuration as plain values: what a file gives, such as the ``args`` of a Serve
+application, and what gateways are told of their models."""
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -13,6 +14,7 @@ from quire.router.config import RoutingConfig
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 
+_Config = TypeVar("_Config", bound=ModelConfig)
 _PARTS: dict[str, type[Any]] = {
     "engine": EngineConfig,
     "routing": RoutingConfig,
@@ -37,8 +39,23 @@ def config_from(settings: Mapping[str, Any]) -> ClusterConfig:
             _read(_section({name: each}, name), ModelConfig, f"{name}.")
             for name, each in ((f"more_models.{number}", each) for number, each in enumerate(more))
         ]
+    return _made(ClusterConfig, read)
+
+
+def model_from(settings: Mapping[str, Any]) -> ModelConfig:
+    """The same for `ModelConfig`'s fields. Raises ConfigError."""
+    return _made(ModelConfig, _read(settings, ModelConfig, ""))
+
+
+def settings_of(config: ModelConfig) -> dict[str, Any]:
+    """All its fields as values of JSON, of which `model_from` makes an equal one."""
+    settings: dict[str, Any] = TypeAdapter(ModelConfig).dump_python(config, mode="json")
+    return settings
+
+
+def _made(kind: type[_Config], settings: Mapping[str, Any]) -> _Config:
     try:
-        return TypeAdapter(ClusterConfig).validate_python(read)
+        return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(str(part) for part in first["loc"])

@@ -171,7 +171,7 @@ capabilities: {drop: [ALL]}
   "start_wait_s" .startWaitSeconds) -}}
 {{- end }}{{ end -}}
 {{- with $gateway.connections.maxPerAddress }}{{ $_ := set $settings "max_connections_per_address" (int .) }}{{ end -}}
-{{- with .Values.model.servedName }}{{ $_ := set $settings "served_model_name" . }}{{ end -}}
+{{- $_ := set $settings "served_model_name" (include "quire.modelName" .) -}}
 {{- if $gateway.tls.enabled -}}
 {{- $_ := set $settings "tls_certificate" "/etc/quire/tls/tls.crt" -}}
 {{- $_ := set $settings "tls_key" "/etc/quire/tls/tls.key" -}}
@@ -182,5 +182,25 @@ capabilities: {drop: [ALL]}
 {{- $_ := set $settings "api_keys_file" "/etc/quire/api-keys/keys" -}}
 {{- $_ := set $settings "open_metrics" $gateway.openMetrics -}}
 {{- end -}}
+{{- $common := pick $settings "routing" "nodes_per_group" "cpus_per_group" "group_resource" "tool_call_parser" "reasoning_parser" "max_queue_wait_s" "max_queued_requests" "max_queued_bytes" "max_inflight" -}}
+{{- $models := list -}}
+{{- range .Values.moreModels -}}
+{{- $own := merge (dict "engine" (merge (deepCopy .engine) (omit $engine "model"))) (omit . "num_groups" "engine") $common -}}
+{{- $models = append $models $own -}}
+{{- end -}}
+{{- with $models }}{{ $_ := set $settings "more_models" . }}{{ end -}}
 {{- toYaml $settings -}}
+{{- end -}}
+
+{{/* What clients call the first model, as quire.worker.model.hub.model_name makes it. */}}
+{{- define "quire.modelName" -}}
+{{- if .Values.model.servedName -}}
+{{- .Values.model.servedName -}}
+{{- else if eq .Values.model.source "demo" -}}
+quire-demo
+{{- else if eq .Values.model.source "hub" -}}
+{{- .Values.model.hub.repository -}}
+{{- else -}}
+{{- include "quire.modelPath" . | base | trimSuffix ".gguf" -}}
+{{- end -}}
 {{- end -}}

@@ -4,11 +4,11 @@ Defaults come from `ClusterConfig`.
 """
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
-from quire.cluster.cli.fields import add_fields, given_fields
+from quire.cluster.cli.fields import add_fields, chat_template, given_fields
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.dialects.formats import TOOL_FORMATS
 from quire.cluster.scaling.settings import AutoscalingSettings
@@ -21,7 +21,6 @@ _GROUPS = {
     "num_groups": "replica groups, without autoscaling",
     "nodes_per_group": "nodes that the ranks of a group are spread over",
     "cpus_per_group": "CPUs that Ray reserves; 0 counts none",
-    "num_gateways": "gateways",
 }
 _AUTOSCALING = (
     ("max_groups", int, "most groups: start and stop them with the load"),
@@ -43,14 +42,6 @@ _NETWORK = {
     "keep clients away from that port",
     "ignore_unknown_fields": "ignore fields of HTTP bodies that are not known, rather than refuse "
     "the request",
-    "chat_template": "the file of a Jinja template to use instead of the checkpoint's own",
-    "tool_call_parser": "format in which the model writes calls of tools: "
-    + ", ".join(each.name for each in TOOL_FORMATS)
-    + "; auto is the one that its response template says or its chat template shows, none leaves "
-    "calls as text",
-    "reasoning_parser": "format in which it marks reasoning: "
-    + ", ".join(each.name for each in REASONING_FORMATS)
-    + ", auto or none",
     "max_connections": "client connections at a gateway, over HTTP and over gRPC each",
     "max_connections_per_address": "of these, from one address; no limit if absent, for clients "
     "behind a load balancer",
@@ -59,6 +50,16 @@ _NETWORK = {
     "head_timeout_s": "limit from a connection's start, or a request's, to the end of its headers",
     "body_timeout_s": "limit from there to the end of the request's body",
     "idle_timeout_s": "how long a connection without requests is kept",
+}
+_FORMAT = {
+    "chat_template": "the file of a Jinja template to use instead of the checkpoint's own",
+    "tool_call_parser": "format in which the model writes calls of tools: "
+    + ", ".join(each.name for each in TOOL_FORMATS)
+    + "; auto is the one that its response template says or its chat template shows, none leaves "
+    "calls as text",
+    "reasoning_parser": "format in which it marks reasoning: "
+    + ", ".join(each.name for each in REASONING_FORMATS)
+    + ", auto or none",
 }
 _ADMISSION = {
     "max_queue_wait_s": "refuse a request whose predicted wait is longer, or longer than its own "
@@ -116,24 +117,41 @@ def add_cluster_flags(
         help="the application's name, by which a Ray cluster tells several apart; made from the "
         "model's if absent",
     )
+    add(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="settings of the cluster and of each model, in YAML; flags come before them",
+    )
     add("--ray-address", help="a running Ray cluster ('auto' finds it); else one starts here")
-    group = parser.add_argument_group("replica groups and gateways", "Their number and placement.")
-    add_fields(group, ClusterConfig, _GROUPS, num_groups=num_groups)
+    group = parser.add_argument_group("gateways")
+    add_fields(group, ClusterConfig, {"num_gateways": "gateways"})
+    _add_network_flags(parser)
+    group = parser.add_argument_group(
+        "failover and the stop",
+        "Requests of a group that is lost, or about to stop, continue on another group.",
+    )
+    add_fields(group, ClusterConfig, _FAILOVER)
+    add_model_flags(parser, num_groups=num_groups, tensor_parallel_size=tensor_parallel_size)
+
+
+def add_model_flags(
+    parser: argparse.ArgumentParser, *, num_groups: int, tensor_parallel_size: int
+) -> None:
+    """Adds the flags that are a model's own, with a command's defaults for these two."""
+    group = parser.add_argument_group("replica groups", "Their number and placement.")
+    add_fields(group, ModelConfig, _GROUPS, num_groups=num_groups)
     for name, type_, what in _AUTOSCALING:
         group.add_argument(f"--{name.replace('_', '-')}", type=type_, help=what)
-    _add_network_flags(parser)
+    group = parser.add_argument_group("format", "How its prompts and answers are written.")
+    add_fields(group, ModelConfig, _FORMAT)
     _add_routing_flags(parser)
     group = parser.add_argument_group(
         "admission",
         "Requests wait for as long as their clients do. One beyond these bounds is refused at "
         "once, with a time to retry.",
     )
-    add_fields(group, ClusterConfig, _ADMISSION)
-    group = parser.add_argument_group(
-        "failover and the stop",
-        "Requests of a group that is lost, or about to stop, continue on another group.",
-    )
-    add_fields(group, ClusterConfig, _FAILOVER)
+    add_fields(group, ModelConfig, _ADMISSION)
     group = add_engine_flags(parser, tensor_parallel_size=tensor_parallel_size)
     group.add_argument(
         "--block-size", type=int, choices=BLOCK_SIZES, default=16, help="tokens in a KV block"
@@ -180,6 +198,11 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
     Raises:
         ConfigError: They cannot work; the message names what and why.
     """
+    if arguments.config is not None:
+        from quire.cluster.cli.config_file import config_from_file
+
+        names = _names(arguments) if arguments.model else []
+        return config_from_file(arguments, names, group_host=_group_host(arguments))
     models = arguments.model or [None]
     first, *others = (
         {
@@ -189,18 +212,37 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         }
         for model, (name, *aliases) in zip(models, _names(arguments), strict=True)
     )
+    shared = _shared_settings(arguments)
+    more_models = tuple(ModelConfig(**shared | each) for each in others)
     given = given_fields(ClusterConfig, arguments) | {
+        "allow_origins": tuple(arguments.allow_origins or ()),
+        "group_host": arguments.group_host or _group_host(arguments),
+    }
+    return ClusterConfig(**given | shared | first, more_models=more_models)
+
+
+def model_config(arguments: argparse.Namespace) -> ModelConfig:
+    """The same for one model, ``path``, from the flags of `add_model_flags`. Raises ConfigError."""
+    name, *aliases = arguments.served_model_name or [None]
+    return ModelConfig(
+        **_shared_settings(arguments)
+        | {
+            "engine": engine_config(arguments, arguments.path),
+            "served_model_name": name,
+            "aliases": tuple(aliases),
+        }
+    )
+
+
+def _shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Those of every model."""
+    return given_fields(ModelConfig, arguments) | {
         "routing": RoutingConfig(
             policy=arguments.routing_policy, use_directory=arguments.directory
         ),
         "autoscaling": _autoscaling(arguments),
-        "chat_template": _chat_template(arguments.chat_template),
-        "allow_origins": tuple(arguments.allow_origins or ()),
-        "group_host": arguments.group_host or _group_host(arguments),
+        "chat_template": chat_template(arguments.chat_template),
     }
-    shared = {field.name: given[field.name] for field in fields(ModelConfig) if field.name in given}
-    more_models = tuple(ModelConfig(**shared | each) for each in others)
-    return ClusterConfig(**given | first, more_models=more_models)
 
 
 def _names(arguments: argparse.Namespace) -> list[list[str | None]]:
@@ -220,16 +262,6 @@ def _names(arguments: argparse.Namespace) -> list[list[str | None]]:
     from quire import demo_model
 
     return [[demo_model.NAME]]
-
-
-def _chat_template(given: str | None) -> str | None:
-    """The text of a file, or a template that was written out."""
-    if given is None or "{" in given:
-        return given
-    try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--chat-template {given}: cannot be read as text: {error}") from error
 
 
 def _group_host(arguments: argparse.Namespace) -> str:

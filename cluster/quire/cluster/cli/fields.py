@@ -7,6 +7,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from quire.worker.api.errors import ConfigError
+
 Flags = argparse._ArgumentGroup
 
 
@@ -25,6 +27,16 @@ def given_fields(kind: type[Any], arguments: argparse.Namespace) -> dict[str, An
     """The values of its fields that have a flag."""
     given = vars(arguments)
     return {field.name: given[field.name] for field in fields(kind) if field.name in given}
+
+
+def chat_template(given: str | None) -> str | None:
+    """The text of a file, or a template that was written out."""
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--chat-template {given}: cannot be read as text: {error}") from error
 
 
 def _options(type_: Any, default: object) -> dict[str, Any]:

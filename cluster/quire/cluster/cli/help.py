@@ -27,11 +27,24 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """A command refuses what it does not know by itself: it knows what else there is."""
+        """A command refuses what it does not know by itself: it knows what else there is. One with
+        a ``--config`` also says which flags were ``given``."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(self._unrecognized(unknown))
+        if any(action.dest == "config" for action in self._actions):
+            known.given = self._given(args)
         return known, unknown
+
+    def _given(self, args: Sequence[str] | None) -> frozenset[str]:
+        defaults = [(action, action.default) for action in self._actions]
+        try:
+            for action in self._actions:
+                action.default = argparse.SUPPRESS
+            return frozenset(vars(super().parse_known_args(args, argparse.Namespace())[0]))
+        finally:
+            for action, default in defaults:
+                action.default = default
 
     def error(self, message: str) -> NoReturn:
         """Ends the program."""

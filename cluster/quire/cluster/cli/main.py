@@ -21,6 +21,7 @@ from quire.cluster.cli.help import (
     add_server_flags,
     server_of,
 )
+from quire.cluster.cli.model import add_model_parser
 from quire.cluster.cli.simulate import add_simulate_parser
 from quire.cluster.cli.stop import add_stop_parser
 from quire.cluster.cli.upgrade import add_upgrade_parser
@@ -110,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo, grpc_port=0, http_port=0)
 
     add_upgrade_parser(commands)
+    add_model_parser(commands)
     add_stop_parser(commands)
     generate = commands.add_parser(
         "generate",

@@ -10,31 +10,30 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.app_watch import AppWatch
-from quire.cluster.deploy.local import check_ports, is_only_node, ray_session
-from quire.cluster.deploy.names import check_free, check_known, name_of_application
-from quire.cluster.deploy.progress import Progress
-from quire.cluster.deploy.serve_options import (
-    gateway_version,
-    group_count,
-    group_version,
-    name_of_groups,
-    with_version,
+from quire.cluster.deploy.build import (
+    build_gateways,
+    build_groups,
+    build_parts,
+    checked,
+    is_on_gpu,
 )
+from quire.cluster.deploy.change import ask_gateways, drop_unlisted, only_change
+from quire.cluster.deploy.listed import listed_in
+from quire.cluster.deploy.local import check_ports, is_only_node, ray_session
+from quire.cluster.deploy.names import check_free, check_known, name_of_application, part_of
+from quire.cluster.deploy.progress import Progress
 from quire.cluster.deploy.session import UNKNOWN, RaySession
-from quire.cluster.deploy.start import check_nodes, check_room, start_app, start_serve
-from quire.cluster.deploy.stop import STOP_MARGIN_S, stop_app
+from quire.cluster.deploy.start import Started, check_nodes, check_room, start_apps, start_serve
+from quire.cluster.deploy.stop import stop_app
 from quire.cluster.edge.auth import ApiKeys
-from quire.cluster.edge.limits import GRPC_LEAVE_S
 from quire.cluster.errors import ClusterLost
 from quire.cluster.group.native_code import compile_native_code
-from quire.cluster.group.placement import placement_options
 from quire.cluster.settings import config_from
 from quire.cluster.tls import ServerTls
 from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import ConfigError, QuireError
 from quire.worker.model.checkpoint import open_checkpoint
-from quire.worker.model.config import check_parallel, read_model_spec, resolve_max_model_len
-from quire.worker.model.hub import fetch_checkpoint, fetch_text_files, is_hub_name, pinned
-from quire.worker.text.tokenizer import Tokenizer
+from quire.worker.model.hub import fetch_checkpoint, is_hub_name
 
 if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
     from ray import serve
@@ -82,12 +81,14 @@ def running_cluster(
     name = name_of_application(config.model_name, name)
     progress.say(f"Starting {_in_words(config)} …")
     with progress.step("model files", has_bars=is_hub_name(config.engine.model)):
-        config = _checked(config)
+        config, failed = checked(config)
         if ray_address is None:
             check_nodes(config)
             check_ports(config)
             _check_files(config)
             for served, model in config.models.items():
+                if served in failed:
+                    continue
                 # Here, where the user sees how far it is; groups then find it in the cache.
                 checkpoint = open_checkpoint(fetch_checkpoint(model.engine.model))
                 if checkpoint.decoded:
@@ -102,7 +103,7 @@ def running_cluster(
         if ray_address is None:
             _check_room(config)
             config = _shared_out(config)
-        app = running_app(config, name=name, session=session, progress=progress)
+        app = running_app(config, name=name, failed=failed, session=session, progress=progress)
         endpoints = replace(stack.enter_context(app), session=session)
         progress.end()
         yield endpoints
@@ -115,15 +116,18 @@ def running_app(
     name: str | None = None,
     gateway: "type[Gateway] | None" = None,
     group: "type[ReplicaGroup] | None" = None,
+    failed: "Mapping[str, QuireError] | None" = None,
     session: RaySession = UNKNOWN,
     progress: Progress = SILENT,
 ) -> Iterator[Endpoints]:
     """The same on the Ray cluster that this process is connected to, beside what else runs there.
-    ``gateway`` and ``group`` as for `build_app`; ``session`` notices when Ray dies.
+    ``gateway`` and ``group`` as for `build_gateways` and `build_groups`; ``failed`` are models that
+    cannot be served; ``session`` notices when Ray dies.
 
     Raises:
-        ConfigError: The name is in use; or a group or gateway cannot start with these settings.
-        StartFailed: One failed as it started.
+        ConfigError: The name is in use; or the gateways, or the groups of every model, cannot start
+            with these settings.
+        StartFailed: They failed as they started.
         ClusterLost: Ray died meanwhile, or did not stop the application in time.
     """
     name = name_of_application(config.model_name, name)
@@ -133,8 +137,10 @@ def running_app(
     with progress.step("Ray Serve"):
         start_serve()
     try:
-        app = build_app(config, gateway=gateway, group=group)
-        handle = start_app(app, name=name, progress=progress)
+        started = _start(
+            config, {}, failed or {}, name=name, gateway=gateway, group=group, progress=progress
+        )
+        handle = started.gateways
         nodes = tuple(sorted(set(handle.broadcast("node").results())))
         grpc, http = handle.addresses.remote().result()
         yield Endpoints(name, grpc=grpc, http=http, nodes=nodes)
@@ -142,7 +148,14 @@ def running_app(
         stop_app(name, session, drain_timeout_s=config.drain_timeout_s)
 
 
-def upgrade_app(config: ClusterConfig, *, name: str, progress: Progress = SILENT) -> Endpoints:
+def upgrade_app(
+    config: ClusterConfig,
+    *,
+    name: str,
+    gateway: "type[Gateway] | None" = None,
+    group: "type[ReplicaGroup] | None" = None,
+    progress: Progress = SILENT,
+) -> Endpoints:
     """Has Serve replace the groups and gateways of the application ``name``, on the Ray cluster
     that this process is connected to, by others with these settings; returns once they serve.
 
@@ -153,16 +166,56 @@ def upgrade_app(config: ClusterConfig, *, name: str, progress: Progress = SILENT
         StartFailed: A group or gateway failed as it started.
     """
     check_known(name)
-    config = _checked(config)
+    config, failed = checked(config)
     if is_only_node():
         config = _shared_out(config)
         if config.group_host == "auto":  # As `quire serve` has it on a cluster of its own.
             config = replace(config, group_host=ClusterConfig.group_host)
     progress.say(f"Upgrading {name} to {_in_words(config)} …")
-    app = build_app(config)
-    handle = start_app(app, name=name, progress=progress)
+    with only_change(name):
+        parts = {each.name: each.part for each in ask_gateways(name).models}
+        started = _start(
+            config, parts, failed, name=name, gateway=gateway, group=group, progress=progress
+        )
+        handle = started.gateways
+        drop_unlisted(name, listed_in(config, parts=parts), config=config)
     grpc, http = handle.addresses.remote().result()
     return Endpoints(name, grpc=grpc, http=http)
+
+
+def _start(
+    config: ClusterConfig,
+    parts: Mapping[str, str],
+    failed: "Mapping[str, QuireError]",
+    *,
+    name: str,
+    gateway: "type[Gateway] | None" = None,
+    group: "type[ReplicaGroup] | None" = None,
+    progress: Progress,
+) -> Started:
+    """Starts or upgrades the cluster ``name``, of whose models some are served as ``parts``
+    already. Raises as `start_apps`."""
+    for model, error in failed.items():
+        warn(f"{model} cannot be served: {error}")
+    troubles = {model: str(error) for model, error in failed.items()}
+    models = listed_in(config, parts=parts, troubles=troubles)
+    started = start_apps(
+        name,
+        build_gateways(config, models, gateway=gateway),
+        build_parts(config, models, group=group),
+        models={each.name: each.part for each in models},
+        progress=progress,
+    )
+    by_part = {each.part: each.name for each in models}
+    for part, error in started.failed.items():
+        warn(f"{by_part[part]} cannot be served: {error}")
+    for part in started.late:
+        warn(f"{by_part[part]} still starts; the others are served meanwhile")
+    return started
+
+
+def warn(line: str) -> None:
+    print(f"quire: {line}", file=sys.stderr, flush=True)
 
 
 def serve_until_signal(
@@ -185,17 +238,15 @@ def serve_until_signal(
             _announce(config, endpoints, start_s=progress.elapsed_s)
             while not (what := session.lost()):
                 for line in watch.news():
-                    print(f"quire: {line}", file=sys.stderr, flush=True)
+                    warn(line)
                 if watch.is_gone:
                     raise ClusterLost(
                         f"the application {endpoints.app!r} is gone: another process stopped it"
                     )
                 time.sleep(_WATCH_EVERY_S)
-            print(
-                f"quire: {what}: nothing is restarted or scaled any more. Streams may take "
-                f"{config.drain_timeout_s:g} s to end, new requests are refused; then this ends.",
-                file=sys.stderr,
-                flush=True,
+            warn(
+                f"{what}: nothing is restarted or scaled any more. Streams may take "
+                f"{config.drain_timeout_s:g} s to end, new requests are refused; then this ends."
             )
         print("Draining …", flush=True)
     print("Stopped.")
@@ -236,87 +287,39 @@ def _model_in_words(config: ClusterConfig) -> str:
     return f"{groups} of {ranks}, model {config.model_name}"
 
 
-def build_app(
-    config: ClusterConfig,
-    *,
-    gateway: "type[Gateway] | None" = None,
-    group: "type[ReplicaGroup] | None" = None,
-) -> "serve.Application":
-    """The application: gateways bound to a deployment of replica groups for each model.
-
-    ``gateway`` is run in place of `deployments.Gateway`, whose subclass it is, and ``group`` in
-    place of `deployments.ReplicaGroup`.
-    """
-    import ray
-    from ray import serve
-    from ray.serve.config import RequestRouterConfig
-
-    from quire.cluster.deploy import deployments
-    from quire.router.serve_router import PrefixAwareRouter
-
-    config = _with_commit(config)
-    common: dict[str, Any] = {
-        "graceful_shutdown_wait_loop_s": 0.1,
-        "health_check_period_s": 1.0,
-        "health_check_timeout_s": 10.0,
-        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
-        # A replica that fails three times in a row will not recover by itself: report it.
-        "max_constructor_retry_count": 3,
-    }
-    groups = [
-        with_version(
-            serve.deployment(
-                name=name_of_groups(config, served),
-                **group_count(model),
-                **placement_options(model, on_gpu=_on_gpu(model, ray.cluster_resources())),
-                # Of calls through handles; the engine queues and batches, and Serve's 5 would keep
-                # them from it.
-                max_ongoing_requests=model.engine.max_num_waiting,
-                request_router_config=RequestRouterConfig(
-                    request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
-                    request_router_kwargs={"pool": deployments.pool_of(served)},
-                ),
-                graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
-                # Serve rounds a percentage up: of up to a hundred replicas this is one.
-                max_surge_percent=int(config.start_first),
-                **common,
-            )(group or deployments.ReplicaGroup),
-            group_version(model),
-        ).bind(model)
-        for served, model in config.models.items()
-    ]
-    gateways = with_version(
-        serve.deployment(
-            num_replicas=config.num_gateways,
-            ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},
-            graceful_shutdown_timeout_s=GRPC_LEAVE_S + config.drain_timeout_s + STOP_MARGIN_S,
-            # There is room for one more, unless places are counted. A single one leaves no gap.
-            max_surge_percent=int(config.start_first or config.gateway_resource is None),
-            **common,
-        )(gateway or deployments.Gateway),
-        gateway_version(config),
-    )
-    app: serve.Application = gateways.bind(config, *groups)
-    return app
-
-
 def application(settings: dict[str, Any]) -> "serve.Application":
-    """The application for a Serve configuration file: ``import_path:
-    quire.cluster.deploy.app:application``.
+    """The gateways for a Serve configuration file: ``import_path:
+    quire.cluster.deploy.app:application``. The file names their application, NAME, and lists
+    another for each model: `groups`.
 
     ``settings``, the file's ``args``, are `ClusterConfig`'s fields, and under ``engine`` those of
     `EngineConfig`; without ``engine.model``, the demo model is served.
 
     Raises:
         ConfigError: A setting is unknown, of the wrong type, or cannot work.
-        CheckpointError: The model cannot be read.
+        CheckpointError: No model can be read.
     """
-    return build_app(_checked(config_from(settings)))
+    config, failed = checked(config_from(settings))
+    troubles = {model: str(error) for model, error in failed.items()}
+    return build_gateways(config, listed_in(config, troubles=troubles))
 
 
-def _on_gpu(config: ClusterConfig, resources: Mapping[str, float]) -> bool:
-    device = config.engine.device
-    return device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
+def groups(settings: dict[str, Any]) -> "serve.Application":
+    """The groups of a model for the same file: ``import_path: quire.cluster.deploy.app:groups``.
+    The application is called NAME:MODEL, as `quire.cluster.deploy.names.part_of` writes it.
+
+    ``settings`` are those of `application`, and ``model`` says which of its models this is; it
+    need not where there is one only. Raises as `application`.
+    """
+    settings = dict(settings)
+    name = settings.pop("model", None)
+    models = config_from(settings).models
+    if name is None and len(models) == 1:
+        (name,) = models
+    if name not in models:
+        raise ConfigError(f"model={name!r}: must be one of {', '.join(map(repr, models))}")
+    config, _ = checked(models[name])
+    return build_groups(config, part_of(config.model_name))
 
 
 def _check_room(config: ClusterConfig) -> None:
@@ -324,17 +327,7 @@ def _check_room(config: ClusterConfig) -> None:
 
     resources = left = ray.cluster_resources()
     for model in config.models.values():
-        left = check_room(model, on_gpu=_on_gpu(model, resources), machine=left)
-
-
-def _one_of(resource: str | None) -> dict[str, float]:
-    return {resource: 1} if resource else {}
-
-
-def _with_commit(config: ClusterConfig) -> ClusterConfig:
-    """Makes all groups serve the commit that a model of the hub is at now. Raises
-    CheckpointError."""
-    return _with_engines(config, lambda engine: replace(engine, model=pinned(engine.model)))
+        left = check_room(model, on_gpu=is_on_gpu(model, resources), machine=left)
 
 
 def _with_engines(
@@ -343,30 +336,6 @@ def _with_engines(
     """The same with each model's engine changed."""
     more = tuple(replace(each, engine=change(each.engine)) for each in config.more_models)
     return replace(config, engine=change(config.engine), more_models=more)
-
-
-def _checked(config: ClusterConfig) -> ClusterConfig:
-    """Checks, before anything starts, the settings that would make every group fail; returns
-    `_with_commit`.
-
-    All files of a model of the hub but its weights are fetched: the weights may be needed
-    elsewhere only.
-
-    Raises:
-        ConfigError: The settings cannot work for this model.
-        CheckpointError: The model cannot be read.
-    """
-    config = _with_commit(config)
-    for served in config.models.values():
-        engine = served.engine
-        folder = fetch_text_files(engine.model)
-        model = read_model_spec(folder, model_impl=engine.model_impl)
-        check_parallel(model, engine.tensor_parallel_size)
-        resolve_max_model_len(engine, model)
-        Tokenizer.load(folder, chat_template=served.chat_template)
-        if not is_hub_name(engine.model):
-            open_checkpoint(engine.model)
-    return config
 
 
 def _check_files(config: ClusterConfig) -> None:

@@ -1,4 +1,4 @@
-"""Looks after an application that serves: whether it is there, and whole.
+"""Looks after a cluster that serves: whether it is there, and whole.
 
 Serve replaces what fails, and tells nobody where it cannot: its node's disk is full, say.
 """
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from quire.cluster.deploy.names import deployments_of
 from quire.cluster.deploy.start import label_of, num_running, obstacles
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class AppWatch:
             self.is_gone = now_s - self._missed_s >= _GONE_S
             return
         self._missed_s = None
-        found = missing(applications[self._name].deployments)
+        found = missing(deployments_of(self._name, applications))
         if not found:
             if self._told_after_s > _PATIENCE_S:
                 self._news.append("all groups and gateways run again")

@@ -11,23 +11,29 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
-from typing import cast
+from typing import Any, cast
 
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deploy.gateway_server import GatewayServer, new_table
+from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.deploy.line import drain_when_told
+from quire.cluster.deploy.listed import Listed, from_json
 from quire.cluster.deploy.logs import log_beside_serve
+from quire.cluster.deploy.model_set import ModelSet
+from quire.cluster.deploy.names import application_of
 from quire.cluster.deploy.port_claims import claim_ports
 from quire.cluster.deploy.serve_port import keep_to_node_address
+from quire.cluster.deploy.served_model import ServedModel, new_table
+from quire.cluster.deploy.start import given_up
 from quire.cluster.deploy.start_steps import StartSteps
 from quire.cluster.deploy.watched import be_watched
+from quire.cluster.edge.models_api import state_of
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.scaling.demand import Demand
@@ -43,17 +49,35 @@ from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import SamplingParams
 
 
-def pool_of(model: str) -> str:
+def pool_of(part: str) -> str:
     """Under which the request router publishes a model's groups to the gateways of its process."""
-    return f"replica_groups/{model}"
+    return f"replica_groups/{part}"
 
 
 _log = logging.getLogger(__name__)
 
+_LOOK_S = 2.0
 _DEMAND_REPORT_S = 0.5
 _DEMAND_KEPT_S = 2.0
 _RECALL_TIMEOUT_S = 3.0
 """In which all gateways are to say what they know of a request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelState:
+    """A model as one gateway sees it."""
+
+    name: str
+    aliases: tuple[str, ...]
+    path: str
+    num_groups: int
+    """Groups that requests can be routed to."""
+    state: str
+    """As ``GET /v1/models`` tells it."""
+    reason: str
+    """Why it failed."""
+    unsettled: str
+    """Why what was told last of it does not serve yet; empty where it does."""
 
 
 class ReplicaGroup:
@@ -129,39 +153,54 @@ class ReplicaGroup:
 class Gateway:
     """A Serve replica that is one gateway."""
 
-    async def __init__(  # type: ignore[misc]  # Serve awaits it.
-        self, config: ClusterConfig, *groups: DeploymentHandle[ReplicaGroup]
-    ) -> None:
-        """``groups``: of each of ``config.models``."""
+    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+        """Serve awaits it, and then `reconfigure`. Of ``config``, the models are not looked at."""
         self._at_end = contextlib.AsyncExitStack()
         log_beside_serve()
         keep_to_node_address()
         self._config = config
         claims = claim_ports(config, owner=_owner)
         self._at_end.callback(claims.close)
-        self._server = await GatewayServer.start(config, make_table=self.make_table)
+        self._claims = claims
+        self._server = GatewayServer(config)
+        self._set = ModelSet(
+            config, self._server.models, make_table=self.make_table, follow=self._follow
+        )
+        self._at_end.push_async_callback(self._set.close)
+        self._handles: dict[ServedModel, DeploymentHandle[Any]] = {}
+        self._told: dict[str, Any] = {}
+        self._watched: asyncio.Task[None] | None = None
+
+    async def reconfigure(self, told: dict[str, Any]) -> None:
+        """Serves these models from now on: `quire.cluster.deploy.listed.to_json`. Begins to serve
+        clients when it is first called."""
+        self._told = told
+        await self._set.set(from_json(told))
+        if self._watched is not None:
+            return
+        try:
+            await self._server.listen()
+        except BaseException:
+            await self._server.models.close()
+            raise
         self._server.models.explanations.ask_others = self._ask_others
-        # Serve refers to request routers weakly: the handles have to be kept.
-        self._handles = [
-            self._follow(each, handle)
-            for each, handle in zip(config.models.values(), groups, strict=True)
-        ]
         self._watched = asyncio.create_task(
-            be_watched(self._server.listeners, silence_timeout_s=config.silence_timeout_s)
+            be_watched(self._server.listeners, silence_timeout_s=self._config.silence_timeout_s)
         )
         self._at_end.callback(self._watched.cancel)
-        stop = partial(self._server.stop, drain_timeout_s=config.drain_timeout_s)
+        stop = partial(self._server.stop, drain_timeout_s=self._config.drain_timeout_s)
         drain = partial(self._drain_for_good, stop)
         self._at_end.callback(asyncio.create_task(drain_when_told(drain)).cancel)
         # Ends in reverse order: streams that remain when a gateway stops may need a group that is
         # started only then.
         self._at_end.push_async_callback(stop)
-        self._at_end.callback(claims.close)  # First of all: it listens no more.
+        self._at_end.callback(asyncio.create_task(self._look_after_parts()).cancel)
+        self._at_end.callback(self._claims.close)  # First of all: it listens no more.
         _freeze_garbage()
 
     def check_health(self) -> None:
         """Serve replaces the gateway when this raises."""
-        if self._watched.done():
+        if self._watched is not None and self._watched.done():
             self._watched.result()
             raise RuntimeError("it did not run for a while, and gets no new connections since")
 
@@ -169,31 +208,49 @@ class Gateway:
         """A model's routing table at this gateway; benchmarks override it to inject faults."""
         return new_table(config)
 
-    def _follow(
-        self, config: ClusterConfig, groups: DeploymentHandle[ReplicaGroup]
-    ) -> DeploymentHandle[ReplicaGroup]:
-        """Hears of a model's groups, until the end."""
+    def _follow(self, listed: Listed, served: ServedModel) -> Callable[[], None]:
+        """Hears of a model's groups, whose application may come later; returns how to stop."""
+        app = application_of(serve.get_replica_context().app_name, listed.part)
         # Deriving a handle makes its request router, which publishes the groups as they come
-        # and go.
-        handle = groups.options()
-        name = config.model_name
-        service, pool = self._server.models.named(name), pool_of(name)
-        self._at_end.callback(REGISTRY.subscribe(pool, partial(self._take_members, name)))
-        self._at_end.callback(REGISTRY.attach(pool, service.table, hash_prompt=service.hash_prompt))
-        if config.autoscaling:
+        # and go. Serve refers to request routers weakly: the handles have to be kept.
+        handle = self._handles[served] = _handle(ReplicaGroup.__name__, app).options()
+        service, pool = served.service, pool_of(listed.part)
+        at_end = contextlib.ExitStack()
+        at_end.callback(self._handles.pop, served)
+        at_end.callback(REGISTRY.subscribe(pool, partial(_take_members, served)))
+        at_end.callback(REGISTRY.attach(pool, service.table, hash_prompt=service.hash_prompt))
+        if listed.settings.autoscaling:
             report = _report_demand(service.groups.demand, handle)
-            self._at_end.callback(asyncio.create_task(report).cancel)
-        return handle
+            at_end.callback(asyncio.create_task(report).cancel)
+        return at_end.close
+
+    async def _look_after_parts(self) -> None:
+        """Tells models whose groups Serve has given up, for as long as it has."""
+        name = serve.get_replica_context().app_name
+        models = self._server.models
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            waiting = [each for each in self._set.followed if not each[1].service.can_serve]
+            if models.is_draining or not (waiting or models.troubles):
+                continue
+            try:
+                found = await asyncio.to_thread(given_up, name)
+            except Exception as error:  # Ray's own, of many kinds; the next look may do.
+                end_if_cancelled()
+                _log.debug("Serve does not tell of the groups: %r", error)
+                continue
+            for listed, served in self._set.followed:
+                trouble = "" if served.service.can_serve else found.get(listed.part, "")
+                if trouble != models.troubles.get(listed.name, ""):
+                    models.troubles.pop(listed.name, None)
+                    if trouble:
+                        models.troubles[listed.name] = trouble
+                    served.service.groups.expect_no_more(trouble)
 
     async def _drain_for_good(self, stop: Callable[[], Awaitable[None]]) -> None:
         for service in self._server.models.by_name.values():
             service.groups.expect_no_more("the cluster stops, and no group is started any more")
         await stop()
-
-    def _take_members(self, model: str, members: Sequence[Member]) -> None:
-        # Serve passes on what a replica said of itself, and nothing for one that could not say.
-        said = [GroupContact.of(member.metadata or {}) for member in members]
-        self._server.set_groups([each for each in said if each is not None], model=model)
 
     async def recall(self, asker: str, question: bytes, tenant: str | None) -> bytes:
         """This gateway's answer to an `ExplainRoutingRequest` that another gateway got, as an
@@ -233,21 +290,56 @@ class Gateway:
         """The address of this gateway's node."""
         return str(ray.util.get_node_ip_address())
 
-    async def wait_for_groups(self, timeout_s: float = inf) -> list[str]:
-        """Returns an empty list once as many groups as each model begins with can be routed to, or
-        after ``timeout_s`` the reasons why they cannot be."""
+    async def settings(self) -> tuple[ClusterConfig, dict[str, Any]]:
+        """What this gateway was started with, and the list of models that it was told."""
+        return self._config, self._told
+
+    async def models(self) -> list[ModelState]:
+        """All listed models, as this gateway sees them."""
+        unsettled, models = self._set.unsettled(), self._server.models
+        found = []
+        for each in from_json(self._told):
+            service = models.by_name.get(each.name)
+            trouble = models.troubles.get(each.name, "")
+            found.append(
+                ModelState(
+                    name=each.name,
+                    aliases=each.settings.aliases,
+                    path=str(each.settings.engine.model),
+                    num_groups=service.groups.num_ready if service else 0,
+                    state=state_of(service, trouble),
+                    reason=trouble,
+                    unsettled=unsettled.get(each.name, ""),
+                )
+            )
+        return found
+
+    async def wait_for_groups(self, names: Sequence[str], timeout_s: float = inf) -> list[str]:
+        """Returns an empty list once as many groups as each of these models begins with can be
+        routed to, or after ``timeout_s`` the reasons why they cannot be."""
         end_s = time.monotonic() + timeout_s
-        for name, config in self._config.models.items():
-            groups = self._server.models.named(name).groups
-            while groups.num_ready < config.min_groups:
+        for listed, served in self._set.followed:
+            groups, least = served.service.groups, listed.settings.min_groups
+            while listed.name in names and groups.num_ready < least:
                 if time.monotonic() > end_s:
-                    known = f"{groups.num_ready} of {config.min_groups} groups of {name} are known"
+                    known = f"{groups.num_ready} of {least} groups of {listed.name} are known"
                     return groups.troubles() or [known]
                 await groups.wait_for_change(timeout_s=1)
         return []
 
     async def __del__(self) -> None:
         await self._at_end.aclose()
+
+
+def _handle(deployment: str, app: str) -> "DeploymentHandle[Any]":
+    """`serve.get_deployment_handle` wants the application to be there already."""
+    return DeploymentHandle(deployment, app)
+
+
+def _take_members(served: ServedModel, members: Sequence[Member]) -> None:
+    # Serve passes on what a replica said of itself, and nothing for one that could not say.
+    said = [GroupContact.of(member.metadata or {}) for member in members]
+    served.set_groups([each for each in said if each is not None])
 
 
 def _freeze_garbage() -> None:

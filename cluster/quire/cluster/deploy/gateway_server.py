@@ -1,18 +1,16 @@
-"""One gateway, ready to serve: its models, each with a routing table and connections to its groups,
-behind gRPC and HTTP servers."""
+"""One gateway, ready to serve: its models behind gRPC and HTTP servers."""
 
 import asyncio
 import contextlib
 import errno
 import logging
-import random
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Self
 
 from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.served_model import ServedModel, new_table, read_model
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_guard import GrpcGuard
 from quire.cluster.edge.grpc_server import build_grpc_server
@@ -20,20 +18,11 @@ from quire.cluster.edge.leaving import listeners_at, stop_listening_at, wait_unt
 from quire.cluster.edge.limits import GRPC_LEAVE_S, allowed_connections
 from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app, build_metrics_app
-from quire.cluster.failover.resume import CompletionConfig
-from quire.cluster.links.group_client import GroupClientConfig
-from quire.cluster.links.group_link import GroupContact, grpc_connect
-from quire.cluster.links.groups import Groups
-from quire.cluster.model_card import Expectation
+from quire.cluster.links.group_link import GroupContact
 from quire.cluster.serving.models import Models
-from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConfigError
-from quire.worker.api.scoring import Scoring
-from quire.worker.model.hub import fetch_text_files
-from quire.worker.model.pooling import read_scoring
-from quire.worker.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -42,47 +31,60 @@ _METRICS_PORTS = 64
 """How many ports from ``metrics_port`` on are tried."""
 
 
-def new_table(
-    config: ClusterConfig, make: Callable[..., RoutingTable] = RoutingTable
-) -> RoutingTable:
-    """Where policies draw lots, each gateway draws its own."""
-    return make(
-        block_size=config.engine.block_size,
-        config=config.routing,
-        first_ordinal=random.getrandbits(32),
-    )
-
-
 class GatewayServer:
     """Made by `start`; belongs to the event loop that made it."""
 
-    def __init__(
-        self,
-        config: ClusterConfig,
-        read: Sequence[tuple[Tokenizer, Scoring | None]],
-        *,
-        make_table: Callable[[ClusterConfig], RoutingTable] = new_table,
-    ) -> None:
-        # Files first: they may be unusable, and then nothing has begun yet.
-        keys = ApiKeys.load(config.api_keys_file) if config.api_keys_file else None
+    def __init__(self, config: ClusterConfig) -> None:
+        """It has no models and does not listen yet. Raises ConfigError: a file cannot be used."""
+        self.keys = ApiKeys.load(config.api_keys_file) if config.api_keys_file else None
         self.tls: ServerTls | None = None
         if config.tls_certificate is not None and config.tls_key is not None:
             self.tls = ServerTls(certificate=config.tls_certificate, key=config.tls_key)
-        # By model and address.
-        self._contacts: dict[str, dict[str, GroupContact]] = {name: {} for name in config.models}
-        models = zip(config.models.values(), read, self._contacts.values(), strict=True)
-        self.models = Models(
-            *(
-                _service(each, *of_model, table=make_table(each), contacts=contacts)
-                for each, of_model, contacts in models
-            ),
-            aliases={alias: name for name, each in config.models.items() for alias in each.aliases},
-        )
+        self.models = Models()
         self.grpc_address = ""
         """``host:port`` for clients, as is the next."""
         self.http_address = ""
         self.metrics_address = ""
         """Where this gateway alone answers ``/metrics`` and ``/health``."""
+        self._config = config
+        self._served: dict[str, ServedModel] = {}
+        self._tls_task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def start(
+        cls,
+        config: ClusterConfig,
+        *,
+        make_table: Callable[[ClusterConfig], RoutingTable] = new_table,
+    ) -> Self:
+        """Listens on the configured ports, with the configured models. These have no groups until
+        they are given addresses.
+
+        ``make_table`` makes a model's table to route by.
+
+        Raises:
+            ConfigError: A port is in use, or a certificate or key file cannot be.
+            CheckpointError: A model's tokenizer cannot be fetched or read.
+        """
+        read = [await asyncio.to_thread(read_model, each) for each in config.models.values()]
+        self = cls(config)
+        try:
+            for of_model in read:
+                served = ServedModel(of_model, table=make_table(of_model.config))
+                self._served[served.service.model] = served
+                self.models.put(served.service)
+            self.models.aliases = {
+                alias: name for name, each in config.models.items() for alias in each.aliases
+            }
+            await self.listen()
+        except BaseException:
+            await self.models.close()
+            raise
+        return self
+
+    async def listen(self) -> None:
+        """Begins to serve clients. Raises ConfigError: a port is in use."""
+        config = self._config
         limits = config.connections()
         limits = replace(limits, max_connections=allowed_connections(limits.max_connections))
         telemetry = self.models.telemetry
@@ -91,12 +93,12 @@ class GatewayServer:
             cut=lambda reason: telemetry.cut_grpc_connections.labels(reason).inc(),
         )
         self._grpc = build_grpc_server(
-            self.models, keys=keys, limits=limits, guard=self._grpc_guard
+            self.models, keys=self.keys, limits=limits, guard=self._grpc_guard
         )
         self._http = HttpListener(
             build_http_app(
                 self.models,
-                keys=keys,
+                keys=self.keys,
                 allow_origins=config.allow_origins,
                 ignore_unknown_fields=config.ignore_unknown_fields,
             ),
@@ -110,51 +112,23 @@ class GatewayServer:
         telemetry.connections.set_function(lambda: len(self._http.connections.open))
         # With room of its own: what happens to clients is to be seen when they find none.
         self._metrics = HttpListener(
-            build_metrics_app(self.models, keys=None if config.open_metrics else keys),
+            build_metrics_app(self.models, keys=None if config.open_metrics else self.keys),
             limits=replace(limits, max_connections=_MAX_METRICS_CONNECTIONS),
             tls=self.tls.http_context if self.tls is not None else None,
         )
-        self._tls_task: asyncio.Task[None] | None = None
-
-    @classmethod
-    async def start(
-        cls,
-        config: ClusterConfig,
-        *,
-        make_table: Callable[[ClusterConfig], RoutingTable] = new_table,
-    ) -> Self:
-        """Listens on the configured ports. It has no groups until it is given addresses.
-
-        ``make_table`` makes a model's table to route by.
-
-        Raises:
-            ConfigError: A port is in use, or a certificate or key file cannot be.
-            CheckpointError: The model's tokenizer cannot be fetched or read.
-        """
-        read = [await asyncio.to_thread(_read, each) for each in config.models.values()]
-        self = cls(config, read, make_table=make_table)
-        try:
-            await self._listen(config)
-        except BaseException:
-            await self.models.close()
-            raise
+        await self._listen(config)
         _log.info(
             "gateway of %s listens: gRPC %s, HTTP %s, metrics of its own %s",
-            ", ".join(config.models),
+            ", ".join(self.models.by_name) or "no model",
             self.grpc_address,
             self.http_address,
             self.metrics_address,
         )
-        return self
 
     def set_groups(self, contacts: Iterable[GroupContact], *, model: str | None = None) -> None:
-        """Makes the groups that run known, for a model or the only one; replaces its former
-        ones."""
-        service = self.models.named(model)
-        known = self._contacts[service.model]
-        known.clear()
-        known.update((contact.address, contact) for contact in contacts)
-        service.groups.set_addresses(known)
+        """Makes the groups that run known, for a model that `start` made or the only one; replaces
+        its former ones."""
+        self._served[self.models.named(model).model].set_groups(contacts)
 
     def listeners(self) -> Iterator[socket.socket]:
         """Duplicates of the sockets that listen for clients; the caller closes them."""
@@ -211,57 +185,6 @@ class GatewayServer:
         if self.tls is None:
             return self._grpc.add_insecure_port(address)
         return self._grpc.add_secure_port(address, self.tls.grpc_credentials())
-
-
-def _read(config: ClusterConfig) -> tuple[Tokenizer, Scoring | None]:
-    folder = fetch_text_files(config.engine.model)
-    return Tokenizer.load(folder, chat_template=config.chat_template), read_scoring(folder)
-
-
-def _service(
-    config: ClusterConfig,
-    tokenizer: Tokenizer,
-    scoring: Scoring | None,
-    *,
-    table: RoutingTable,
-    contacts: Mapping[str, GroupContact],
-) -> ModelService:
-    groups = Groups(
-        table=table,
-        expected=Expectation(model=config.model_name, block_size=config.engine.block_size),
-        config=GroupClientConfig(
-            silence_timeout_s=config.silence_timeout_s,
-            step_deadline_s=config.step_deadline_s,
-            follow_events=config.routing.use_directory,
-        ),
-        connect=partial(grpc_connect, contacts=contacts),
-    )
-    return ModelService(
-        model=config.model_name,
-        tokenizer=tokenizer,
-        scoring=scoring,
-        groups=groups,
-        table=table,
-        config=_gateway_config(config),
-    )
-
-
-def _gateway_config(config: ClusterConfig) -> GatewayConfig:
-    settings = config.autoscaling
-    completion = CompletionConfig(
-        group_wait_s=config.group_wait_s, max_group_deaths=config.max_group_deaths
-    )
-    wakes_groups = settings is not None and not settings.min_groups
-    if settings is not None and wakes_groups:
-        # The first group's start may be what a request waits for.
-        completion = replace(completion, group_wait_s=settings.start_wait_s)
-    return GatewayConfig(
-        wakes_groups=wakes_groups,
-        tool_call_parser=config.tool_call_parser,
-        reasoning_parser=config.reasoning_parser,
-        completion=completion,
-        admission=config.admission(),
-    )
 
 
 def _listening_socket(name: str, host: str, port: int, *, is_shared: bool = True) -> socket.socket:

@@ -1,17 +1,67 @@
-"""The name of an application: several run side by side on one Ray cluster, each under its own.
+"""Names of Serve applications: several clusters run side by side on one Ray cluster.
+
+    NAME          the gateways; its user chose the name
+    NAME:MODEL    the groups of one model
+    NAME:MODEL:2  its groups of the second generation, which replace the first
 
 Serve knows an application by its name alone: one that is deployed under a name in use replaces the
 one that has it.
 """
 
+import hashlib
 import re
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from quire.worker.api.errors import ConfigError
+
+if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
+    from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
 # Serve puts it into names of log files, and parts it from a deployment's by '#'.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _OTHERS = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_CHARS = 63
+_DIGEST_CHARS = 8
+
+
+def part_of(model: str, generation: int = 1) -> str:
+    """What the name of the application of a model's groups has behind the cluster's: the model's
+    own name with ``--`` for ``/``, or, where that is too long or could be another's, a digest."""
+    plain = _OTHERS.sub("-", model.replace("/", "--"))
+    if plain.replace("--", "/") != model or len(plain) > _MAX_CHARS:
+        digest = hashlib.sha256(model.encode()).hexdigest()[:_DIGEST_CHARS]
+        plain = f"{plain[: _MAX_CHARS - _DIGEST_CHARS - 1]}-{digest}"
+    return plain if generation == 1 else f"{plain}:{generation}"
+
+
+def next_part(part: str) -> str:
+    """That of the same model's next generation."""
+    plain, _, generation = part.partition(":")
+    return f"{plain}:{int(generation or 1) + 1}"
+
+
+def application_of(name: str, part: str) -> str:
+    """The application of a model's groups, of the cluster ``name``."""
+    return f"{name}:{part}"
+
+
+def parts_among(name: str, applications: Iterable[str]) -> list[str]:
+    """The parts that the cluster ``name`` has among ``applications``."""
+    return [each[len(name) + 1 :] for each in applications if each.startswith(f"{name}:")]
+
+
+def deployments_of(
+    name: str, applications: "Mapping[str, ApplicationStatusOverview]"
+) -> "dict[str, DeploymentStatusOverview]":
+    """All deployments of the cluster ``name``: its gateways, and its groups as
+    ``ReplicaGroup-PART``, or ``ReplicaGroup`` where there is one part only."""
+    found = dict(applications[name].deployments) if name in applications else {}
+    parts = parts_among(name, applications)
+    for part in parts:
+        for kind, each in applications[application_of(name, part)].deployments.items():
+            found[f"{kind}-{part}" if len(parts) > 1 else kind] = each
+    return found
 
 
 def name_of_application(model_name: str, given: str | None = None) -> str:
@@ -54,10 +104,11 @@ def check_known(name: str) -> None:
 
 
 def _applications() -> dict[str, str]:
-    """The state of each, in words."""
+    """The state of each cluster's gateways, in words."""
     from ray import serve
 
     return {
         name: each.status.lower().replace("_", " ")
         for name, each in serve.status().applications.items()
+        if ":" not in name
     }

@@ -6,7 +6,6 @@ new version for each, each time, unless a deployment has one.
 
 import functools
 import hashlib
-import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, fields
@@ -17,7 +16,7 @@ import quire.cluster
 import quire.kernels
 import quire.router
 import quire.worker
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.scaling.serve import ServePolicy
 from quire.cluster.scaling.settings import LOOK_BACK_S, METRICS_INTERVAL_S
 from quire.worker.model.hub import is_hub_name
@@ -27,15 +26,6 @@ _NOT_A_GROUPS = (
     "start_first",
 )
 """Settings that change nothing within a group."""
-
-
-def name_of_groups(config: ClusterConfig, model: str) -> str:
-    """The deployment of a model's groups. It stays the same where others are added or removed,
-    but for the first."""
-    if model == config.model_name:
-        return "ReplicaGroup"
-    plain = re.sub(r"[^\w.-]", "--", model)
-    return f"ReplicaGroup-{plain}"
 
 
 def group_count(config: ClusterConfig) -> dict[str, Any]:
@@ -77,10 +67,14 @@ def group_version(config: ClusterConfig) -> str:
 
 
 def gateway_version(config: ClusterConfig) -> str:
-    """The version of the gateways covers all settings, this software and the models' files, whose
-    tokenizers they read."""
-    files = [file for each in config.models.values() for file in _files(each.engine.model)]
-    return _digest(config, *files)
+    """The version of the gateways covers the settings that are no model's, and this software."""
+    of_models = {field.name for field in fields(ModelConfig)} | {"more_models", "num_gateways"}
+    settings = [
+        (field.name, getattr(config, field.name))
+        for field in fields(config)
+        if field.name not in of_models
+    ]
+    return _digest(settings)
 
 
 def with_version(deployment: Any, version: str) -> Any:

@@ -8,18 +8,20 @@ import itertools
 import re
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.names import application_of, deployments_of, parts_among
 from quire.cluster.deploy.progress import Progress
 from quire.cluster.deploy.start_steps import Steps, forgotten_at_end, steps_of
 from quire.cluster.errors import StartFailed
-from quire.worker.api.errors import ConfigError
+from quire.worker.api.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
     from ray import serve
     from ray.serve.handle import DeploymentHandle
-    from ray.serve.schema import DeploymentStatusOverview
+    from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
     from quire.cluster.deploy.deployments import Gateway
 
@@ -27,6 +29,8 @@ _LOOK_EVERY_S = 0.1
 _STEPS_EVERY_S = 0.5
 _STARTING = "groups and gateways start"
 _LABELS = {"ReplicaGroup": "groups", "Gateway": "gateways"}
+_OTHERS_S = 30.0
+"""How long models may start after the first one serves, until the cluster counts as started."""
 _GROUPS_TOLD_AFTER_S = 10.0
 _MAX_SHOWN_CHARS = 600
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -46,37 +50,122 @@ def start_serve() -> None:
         serve.start(proxy_location="Disabled")
 
 
-def start_app(
-    app: "serve.Application", *, name: str, progress: Progress
-) -> "DeploymentHandle[Gateway]":
-    """Runs ``app`` until it can route to its groups; ``progress`` hears how far it is.
+@dataclass(frozen=True)
+class Started:
+    """A cluster's gateways, which serve, and the parts that do not."""
+
+    gateways: "DeploymentHandle[Gateway]"
+    failed: "dict[str, QuireError]"
+    """By part."""
+    late: tuple[str, ...]
+    """Parts that still start."""
+
+
+def start_apps(
+    name: str,
+    gateways: "serve.Application",
+    parts: "Mapping[str, serve.Application]",
+    *,
+    models: Mapping[str, str],
+    progress: Progress,
+) -> Started:
+    """Runs the gateways of the cluster ``name`` and ``parts``, each an application, until they can
+    route to the groups of one part at least and no other is about to come up. ``models`` are the
+    parts by model; ``progress`` hears how far it is.
 
     Raises:
-        ConfigError: A group or gateway cannot start with these settings.
-        StartFailed: One failed as it started; its notes have the tracebacks.
+        ConfigError: The gateways, or the groups of every part, cannot start with these settings.
+        StartFailed: They failed as they started; its notes have the tracebacks.
     """
-    from ray import serve
-
     start = _Start(name, progress)
-    target = serve.RunTarget(target=app, name=name, route_prefix=None)
+    apps = {application_of(name, part): app for part, app in parts.items()}
     with forgotten_at_end(name):
-        (handle,) = serve.run_many([target], wait_for_applications_running=False)
-        while (status := serve.status().applications[name]).status != "RUNNING":
-            if is_hopeless(status.deployments):
-                raise ConfigError(obstacles(status.deployments))
-            if status.status == "DEPLOY_FAILED":
-                raise failure(status.deployments, otherwise=status.message)
-            start.look(status.deployments)
+        handle = _run({name: gateways, **apps})[0]
+        failed: dict[str, QuireError] = {}
+        served_s: float | None = None
+        while True:
+            found = _applications()
+            start.look(deployments_of(name, found))
+            if error := _given_up(found[name]):
+                raise error
+            for part in parts.keys() - failed.keys():
+                if error := _given_up(found[application_of(name, part)]):
+                    failed[part] = error
+                    progress.say(f"  {label_of(f'ReplicaGroup-{part}')} failed: {error}")
+            if failed and len(failed) == len(parts):
+                raise next(iter(failed.values()))
+            left = parts.keys() - failed.keys()
+            ready = {each for each in left if found[application_of(name, each)].status == "RUNNING"}
+            if found[name].status == "RUNNING" and ready:
+                served_s = served_s or time.monotonic()
+                if ready == left or time.monotonic() - served_s > _OTHERS_S:
+                    break
             time.sleep(_LOOK_EVERY_S)
-        start.look(status.deployments)
         progress.pending("routes", "gateways connect to groups")
-        while troubles := handle.wait_for_groups.remote(_GROUPS_TOLD_AFTER_S).result():
+        names = [model for model, part in models.items() if part in ready]
+        while troubles := handle.wait_for_groups.remote(names, _GROUPS_TOLD_AFTER_S).result():
             start.tell("; ".join(troubles))
+    return Started(gateways=handle, failed=failed, late=tuple(sorted(left - ready)))
+
+
+def start_part(name: str, part: str, app: "serve.Application", *, progress: Progress) -> None:
+    """Runs ``app``, the groups of a model, until all of them serve. Raises as `start_apps`."""
+    start = _Start(name, progress)
+    with forgotten_at_end(f"{name}:{part}"):
+        _run({application_of(name, part): app})
+        while (status := _applications()[application_of(name, part)]).status != "RUNNING":
+            if error := _given_up(status):
+                raise error
+            start.look(dict(status.deployments))
+            time.sleep(_LOOK_EVERY_S)
+        start.look(dict(status.deployments))
+
+
+def start_gateways(name: str, gateways: "serve.Application") -> "DeploymentHandle[Gateway]":
+    """Has the gateways that run take up what is new in ``gateways``. Raises as `start_apps`."""
+    (handle,) = _run({name: gateways})
+    while (status := _applications()[name]).status != "RUNNING":
+        if error := _given_up(status):
+            raise error
+        time.sleep(_LOOK_EVERY_S)
     return handle
 
 
+def given_up(name: str) -> dict[str, str]:
+    """The parts of the cluster ``name`` whose groups Serve starts no more, and why."""
+    found = _applications()
+    errors = {
+        part: _given_up(found[application_of(name, part)]) for part in parts_among(name, found)
+    }
+    return {part: str(error) for part, error in errors.items() if error}
+
+
+def _run(apps: "Mapping[str, serve.Application]") -> "list[DeploymentHandle[Any]]":
+    from ray import serve
+
+    targets = [
+        serve.RunTarget(target=app, name=name, route_prefix=None) for name, app in apps.items()
+    ]
+    return list(serve.run_many(targets, wait_for_applications_running=False))
+
+
+def _applications() -> "dict[str, ApplicationStatusOverview]":
+    from ray import serve
+
+    return serve.status().applications
+
+
+def _given_up(app: "ApplicationStatusOverview") -> QuireError | None:
+    """What is wrong with an application that will not come up."""
+    if is_hopeless(app.deployments):
+        return ConfigError(obstacles(app.deployments))
+    if app.status == "DEPLOY_FAILED":
+        return failure(app.deployments, otherwise=app.message)
+    return None
+
+
 class _Start:
-    """What `start_app` has seen and told."""
+    """What `start_apps` has seen and told."""
 
     def __init__(self, name: str, progress: Progress) -> None:
         self._name = name

@@ -60,29 +60,35 @@ class StartSteps:
             _log.debug("the start's steps cannot be told: %r", error)
 
 
-def steps_of(app: str) -> dict[str, Steps]:
-    """The steps of each replica of ``app`` that is starting now, by its id."""
+def steps_of(name: str) -> dict[str, Steps]:
+    """The steps of each replica of the cluster ``name`` that is starting now, by its id."""
     from ray.experimental import internal_kv
 
     found: dict[str, Steps] = {}
     with contextlib.suppress(Exception):  # As above.
-        for key in internal_kv._internal_kv_list(f"{app}#".encode(), namespace=_NAMESPACE):
-            value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
-            if value is not None:
-                replica = key.decode().partition("#")[2]
-                found[replica] = [(name, float(began_s)) for name, began_s in json.loads(value)]
+        for prefix in _prefixes(name):
+            for key in internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE):
+                value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+                if value is not None:
+                    replica = key.decode().partition("#")[2]
+                    found[replica] = [(step, float(began_s)) for step, began_s in json.loads(value)]
     return found
 
 
 @contextlib.contextmanager
-def forgotten_at_end(app: str) -> Iterator[None]:
-    """Removes, after the block, what replicas of ``app`` left that were killed as they started."""
+def forgotten_at_end(name: str) -> Iterator[None]:
+    """Removes, after the block, what replicas of the cluster ``name`` left that were killed as they
+    started."""
     from ray.experimental import internal_kv
 
     try:
         yield
     finally:
         with contextlib.suppress(Exception):
-            internal_kv._internal_kv_del(
-                f"{app}#".encode(), del_by_prefix=True, namespace=_NAMESPACE
-            )
+            for prefix in _prefixes(name):
+                internal_kv._internal_kv_del(prefix, del_by_prefix=True, namespace=_NAMESPACE)
+
+
+def _prefixes(name: str) -> tuple[bytes, bytes]:
+    """Of the keys of its gateways, and of its groups."""
+    return f"{name}#".encode(), f"{name}:".encode()

@@ -1,12 +1,12 @@
-"""Stops an application within a limit, whatever has become of Ray meanwhile.
+"""Stops a cluster's applications within a limit, whatever has become of Ray meanwhile.
 
 Serve's own calls wait without end for a controller that is gone.
 """
 
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 
+from quire.cluster.deploy.names import application_of, parts_among
 from quire.cluster.deploy.processes import finished
 from quire.cluster.deploy.session import RaySession
 from quire.cluster.errors import ClusterLost
@@ -18,8 +18,8 @@ _LOOK_EVERY_S = 0.2
 
 
 def stop_app(name: str, session: RaySession, *, drain_timeout_s: float) -> None:
-    """Has Serve drain and stop the application ``name``; drains it without Serve where Ray has
-    died.
+    """Has Serve drain and stop the cluster ``name``: its gateways first, while the groups run that
+    their streams need, then the groups. Drains it without Serve where Ray has died.
 
     Raises:
         ClusterLost: Ray has died, or Serve takes longer than it may.
@@ -30,7 +30,13 @@ def stop_app(name: str, session: RaySession, *, drain_timeout_s: float) -> None:
     def is_over() -> bool:
         return time.monotonic() > end_s or (session.can_drain and session.lost() is not None)
 
-    is_stopped = _delete_app(name, is_over)
+    is_stopped = _delete_apps([name], is_over)
+    parts: list[str] = []
+    if is_stopped:
+        end_s = time.monotonic() + limit_s
+        is_stopped = finished(lambda: parts.extend(_parts(name)), unless=is_over) and (
+            not parts or _delete_apps(parts, is_over)
+        )
     what = session.lost()
     if what and session.can_drain:
         is_drained = session.drain(timeout_s=drain_timeout_s + _SERVE_MARGIN_S)
@@ -42,18 +48,38 @@ def stop_app(name: str, session: RaySession, *, drain_timeout_s: float) -> None:
         raise ClusterLost(f"{what}; Ray Serve has stopped {name!r}")
 
 
-def _delete_app(name: str, is_over: Callable[[], bool]) -> bool:
-    """Whether Serve stopped the application before it ``is_over``. Serve's own wait gives up after
+def stop_parts(name: str, parts: Iterable[str], *, drain_timeout_s: float) -> None:
+    """Has Serve drain and stop the groups of some of the models. Raises ClusterLost: it takes
+    longer than it may."""
+    apps = [application_of(name, part) for part in parts]
+    limit_s = drain_timeout_s + STOP_MARGIN_S + _SERVE_MARGIN_S
+    end_s = time.monotonic() + limit_s
+    if apps and not _delete_apps(apps, lambda: time.monotonic() > end_s):
+        raise ClusterLost(f"Ray Serve did not stop {', '.join(apps)} within {limit_s:g} s")
+
+
+def _parts(name: str) -> list[str]:
+    from ray import serve
+
+    return [application_of(name, part) for part in parts_among(name, serve.status().applications)]
+
+
+def _delete_apps(names: Sequence[str], is_over: Callable[[], bool]) -> bool:
+    """Whether Serve stopped the applications before it ``is_over``. Serve's own wait gives up after
     a minute, whatever a replica may take."""
     from ray import serve
 
-    apps: set[str] = {name}
+    apps = set(names)
+
+    def delete() -> None:
+        for name in names:
+            serve.delete(name, _blocking=False)
 
     def look() -> None:
         apps.intersection_update(serve.status().applications)
 
     try:
-        if is_over() or not finished(partial(serve.delete, name, _blocking=False), unless=is_over):
+        if is_over() or not finished(delete, unless=is_over):
             return False
         while finished(look, unless=is_over):
             if not apps:

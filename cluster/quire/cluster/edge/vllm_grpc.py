@@ -271,13 +271,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     @property
     def _model(self) -> ModelService:
-        """Raises InvalidRequest: there are several, and these messages name none."""
-        if len(self._models.by_name) > 1:
-            raise InvalidRequest(
-                "vllm.grpc.engine has no field for a model, and this gateway serves "
-                f"{', '.join(map(repr, self._models.by_name))}: use quire.v1.Inference or HTTP"
-            )
-        return self._models.named(None)
+        """The first of several: these messages name none. Raises InvalidRequest: there is none."""
+        return next(iter(self._models.by_name.values()), None) or self._models.named(None)
 
     def _groups(self) -> list[group_pb2.GroupDescription]:
         """Those that are attached."""

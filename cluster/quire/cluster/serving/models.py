@@ -1,12 +1,14 @@
-"""The models that a gateway serves, by the names that clients call them.
+"""The models that a gateway serves, by the names that clients call them. They come and go.
 
 What belongs to no one model is here: readiness, the drain, the memory of bodies whose model is not
 known yet, and the page of metrics.
 """
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 
-from quire.cluster.errors import ModelNotFound
+from quire.cluster.errors import ModelNotFound, Unavailable
+from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import ByteBudget
 from quire.cluster.serving.service import ModelService
 from quire.cluster.telemetry.explanations import Explanations
@@ -14,10 +16,13 @@ from quire.cluster.telemetry.metrics import GatewayTelemetry
 from quire.worker.api.errors import InvalidRequest
 
 MAX_BODY_BYTES = 32 * 2**20
+_LINGER_S = 1.0
+"""A request may have found its model and not begun to be prepared."""
+_LOOK_S = 0.1
 
 
 class Models:
-    """One or more `ModelService` of one event loop; they are closed with it."""
+    """The `ModelService`s of one event loop, which come and go; all are closed with it."""
 
     def __init__(
         self,
@@ -28,20 +33,61 @@ class Models:
         """``aliases``: further names, and the models that they mean. ``max_body_bytes``: of large
         requests that are held at a time, until they are tokenized. Past that, an HTTP request waits
         unread, and a gRPC request, which has been read already, is refused."""
-        self.by_name = {service.model: service for service in services}
-        self.aliases = dict(aliases or {})
-        assert len(self.by_name) == len(services) > 0
-        self.explanations = Explanations([service.table for service in services])
+        self.by_name: dict[str, ModelService] = {}
+        self.aliases: dict[str, str] = {}
+        self.troubles: dict[str, str] = {}
+        """Why a model cannot be served, by its name; it may have no service then."""
+        self._leaving: list[ModelService] = []
+        self.explanations = Explanations(lambda: [each.table for each in self._all])
         self.bodies = ByteBudget(max_body_bytes)
         """For the transports, of what they read before `ModelService.prepare` has returned."""
-        self.telemetry = GatewayTelemetry(
-            {name: service.telemetry.registry for name, service in self.by_name.items()}
-        )
+        self.telemetry = GatewayTelemetry()
         self.telemetry.body_bytes.set_function(lambda: self.bodies.held)
         self.is_draining = False
         self._watchers: list[Callable[[], None]] = []
         for service in services:
-            service.groups.watch(self._notify)
+            self.put(service)
+        self.aliases.update(aliases or {})
+
+    def put(self, service: ModelService) -> None:
+        """Serves a model from now on, in place of the one that has its name, which is for `retire`
+        to end."""
+        name = service.model
+        if name in self.by_name:
+            self._leaving.append(self.by_name[name])
+        self.by_name[name] = service
+        self.telemetry.add(name, service.telemetry.registry)
+        service.groups.watch(self._notify)
+        if self.is_draining:
+            service.groups.begin_drain()
+        self._notify()
+
+    def remove(self, name: str) -> None:
+        """Takes no new requests for a model. `retire` ends its service."""
+        self.troubles.pop(name, None)
+        if name in self.by_name:
+            self._leaving.append(self.by_name.pop(name))
+        self.aliases = {alias: of for alias, of in self.aliases.items() if of != name}
+        self._notify()
+
+    def arrange(self, names: Sequence[str]) -> None:
+        """Sets the order in which models are listed."""
+        self.by_name = {name: self.by_name[name] for name in names if name in self.by_name}
+
+    async def retire(self, service: ModelService, *, timeout_s: float) -> None:
+        """Lets the requests of one that was replaced or removed end, for up to ``timeout_s``, and
+        closes it."""
+        clock = asyncio.get_running_loop().time
+        end_s = busy_s = clock()
+        end_s += timeout_s
+        while (now_s := clock()) < end_s and now_s - busy_s < _LINGER_S:
+            if not service.is_idle:
+                busy_s = now_s
+            await asyncio.sleep(_LOOK_S)
+        service.groups.expect_no_more(f"the model {service.model!r} is served here no longer")
+        await _close(service)
+        self._leaving.remove(service)
+        self.telemetry.remove(service.model, service.telemetry.registry)
 
     def named(self, name: str | None) -> ModelService:
         """The model that a request names; it need not where there is one only.
@@ -49,18 +95,20 @@ class Models:
         Raises:
             ModelNotFound: It is not served here.
             InvalidRequest: No name is given, and there are several.
+            Unavailable: It is one of ``troubles`` that has no service.
         """
-        known = ", ".join(map(repr, self.by_name))
+        known = ", ".join(map(repr, self.by_name)) or "none"
         name = self.aliases.get(name or "", name)
-        if name:
-            if name not in self.by_name:
-                are = "is" if len(self.by_name) == 1 else "are"
-                raise ModelNotFound(f"the model {name!r} does not exist: {known} {are} served")
+        if not name:
+            if len(self.by_name) != 1:
+                raise InvalidRequest(f"model is missing: name one of {known}", param="model")
+            (name,) = self.by_name
+        if name in self.by_name:
             return self.by_name[name]
-        if len(self.by_name) > 1:
-            raise InvalidRequest(f"model is missing: name one of {known}", param="model")
-        (service,) = self.by_name.values()
-        return service
+        if name in self.troubles:
+            raise Unavailable(f"the model {name!r} cannot be served: {self.troubles[name]}")
+        are = "is" if len(self.by_name) == 1 else "are"
+        raise ModelNotFound(f"the model {name!r} does not exist: {known} {are} served")
 
     @property
     def is_ready(self) -> bool:
@@ -74,25 +122,29 @@ class Models:
     @property
     def max_inflight(self) -> int:
         """Completions that may be under way, of all models together."""
-        return sum(each.config.admission.max_inflight for each in self.by_name.values())
+        found = sum(each.config.admission.max_inflight for each in self._all)
+        return found or AdmissionConfig.max_inflight
 
     @property
     def num_inflight(self) -> int:
-        """Completions under way."""
-        return sum(each.num_inflight for each in self.by_name.values())
+        """Completions under way, those of models that leave among them."""
+        return sum(each.num_inflight for each in self._all)
 
     def begin_drain(self) -> None:
         """Tells health checks that no new requests should come; those that do are served."""
         self.is_draining = True
-        for service in self.by_name.values():
+        for service in self._all:
             service.groups.begin_drain()
         self._notify()
 
     async def close(self) -> None:
         """Detaches from every group, and ends what prepares requests."""
-        for service in self.by_name.values():
-            await service.groups.close()
-            service.close()
+        for service in self._all:
+            await _close(service)
+
+    @property
+    def _all(self) -> list[ModelService]:
+        return [*self.by_name.values(), *self._leaving]
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Calls ``on_change`` when `is_ready` may have changed."""
@@ -101,3 +153,8 @@ class Models:
     def _notify(self) -> None:
         for on_change in self._watchers:
             on_change()
+
+
+async def _close(service: ModelService) -> None:
+    await service.groups.close()
+    service.close()

@@ -112,6 +112,7 @@ class ModelService:
         )
         """How the model writes calls and reasoning."""
         self._clock = clock
+        self._num_preparing = 0
         self._resumes = Resumes(self.config.completion, clock=clock)
         self.telemetry.retry_budget.set_function(lambda: self._resumes.budget.level)
         self.telemetry.isolated.set_function(lambda: self._resumes.isolation.num_completions)
@@ -148,6 +149,11 @@ class ModelService:
         """Completions under way."""
         return self._inflight.num
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is prepared or under way."""
+        return not (self._num_preparing or self.num_inflight)
+
     def close(self) -> None:
         """Ends the threads and processes that prepare requests, once none is prepared any more."""
         self.prompts.close()
@@ -165,6 +171,13 @@ class ModelService:
             Overloaded: Too many requests wait to accept another of any size.
             DeadlineExceeded: The same, and the request cannot wait any longer.
         """
+        self._num_preparing += 1
+        try:
+            return await self._prepare(request, tool_use)
+        finally:
+            self._num_preparing -= 1
+
+    async def _prepare(self, request: Request, tool_use: ToolUse | None) -> Prepared:
         arrival_s = self._clock()
         deadline_s = inf if request.timeout_s is None else arrival_s + request.timeout_s
         self.admission.check(request.priority)

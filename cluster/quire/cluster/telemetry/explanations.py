@@ -30,8 +30,8 @@ class Explanations:
     cannot tell which of them routed its request. ``tenant``: whose requests are told of; ``None``
     is everyone's."""
 
-    def __init__(self, tables: Sequence[RoutingTable]) -> None:
-        """``tables``: one for each model."""
+    def __init__(self, tables: Callable[[], Sequence[RoutingTable]]) -> None:
+        """``tables``: those there are now, one for each model and more while one is replaced."""
         self.ask_others: AskOthers = _no_others
         """Set by those who know of other gateways. Bounds its own time, and raises nothing."""
         self._tables = tables
@@ -64,7 +64,7 @@ class Explanations:
     ) -> pb.ExplainRoutingResponse:
         """This gateway's own answer, which may be empty."""
         # In a thread: thousands of candidates take a second, in which no stream would go on.
-        return await asyncio.to_thread(_explain, self._tables, request, tenant)
+        return await asyncio.to_thread(_explain, self._tables(), request, tenant)
 
 
 async def _no_others(request: pb.ExplainRoutingRequest, tenant: str | None) -> Answers:

@@ -4,7 +4,7 @@ Counts of this gateway's own requests are kept here as they happen. Counts of gr
 routing table are read from them at each scrape.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -78,8 +78,7 @@ class Telemetry:
 class GatewayTelemetry:
     """The metrics of one gateway: those of no one model, and every model's under its name."""
 
-    def __init__(self, models: Mapping[str, CollectorRegistry]) -> None:
-        """``models``: the registry of each model's metrics."""
+    def __init__(self) -> None:
         registry = CollectorRegistry()
         counter = partial(Counter, registry=registry)
         gauge = partial(Gauge, registry=registry)
@@ -105,7 +104,21 @@ class GatewayTelemetry:
         self.body_bytes = gauge(
             "quire_body_bytes", "Bytes of large requests that are read or not tokenized yet."
         )
-        self._page = _Page({"": registry, **models})
+        self._page = _Page(registry)
+
+    def add(self, model: str, registry: CollectorRegistry) -> None:
+        """Shows a model's metrics; with another registry of its, their sums."""
+        self._page.registries.setdefault(model, []).append(registry)
+
+    def remove(self, model: str, registry: CollectorRegistry) -> None:
+        """Shows them no longer. Where the model has another registry, what was counted stays."""
+        registries = self._page.registries[model]
+        registries.remove(registry)
+        if registries:
+            self._page.keep(model, registry)
+        else:
+            del self._page.registries[model]
+            self._page.kept.pop(model, None)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -176,24 +189,53 @@ class _GroupCollector(Collector):
         return metric
 
 
+_Key = tuple[str, tuple[tuple[str, str], ...]]
+"""A sample's name and labels."""
+
+
 class _Page(Collector):
     """All registries as one, in which each metric is one family."""
 
-    def __init__(self, registries: Mapping[str, CollectorRegistry]) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """``registry``: of what is of no one model."""
+        self.registries: dict[str, list[CollectorRegistry]] = {"": [registry]}
         """By model, whose name is the label ``model``; those of "" get none."""
-        self._registries = registries
+        self.kept: dict[str, dict[_Key, float]] = {}
+        """By model, what registries had counted that are gone: else the sums would fall."""
+
+    def keep(self, model: str, registry: CollectorRegistry) -> None:
+        kept = self.kept.setdefault(model, {})
+        for metric in registry.collect():
+            if metric.type not in ("counter", "histogram"):
+                continue
+            for sample in metric.samples:
+                # Groups do not come back under their names.
+                if "group" not in sample.labels and not sample.name.endswith("_created"):
+                    key = sample.name, tuple(sample.labels.items())
+                    kept[key] = kept.get(key, 0.0) + sample.value
 
     def collect(self) -> Iterable[Metric]:
         families: dict[str, Metric] = {}
-        for model, registry in self._registries.items():
+        for model, registries in self.registries.items():
             labels = {"model": model} if model else {}
-            for metric in registry.collect():
+            counts = self.kept.get(model, {})
+            seen: dict[_Key, tuple[Metric, int]] = {}
+            for metric in (each for registry in registries for each in registry.collect()):
                 family = families.setdefault(
                     metric.name, Metric(metric.name, metric.documentation, metric.type)
                 )
-                family.samples += [
-                    sample._replace(labels=labels | sample.labels) for sample in metric.samples
-                ]
+                for sample in metric.samples:
+                    key = sample.name, tuple(sample.labels.items())
+                    if key not in seen:
+                        seen[key] = family, len(family.samples)
+                        value = sample.value + counts.get(key, 0.0)
+                        family.samples.append(
+                            sample._replace(labels=labels | sample.labels, value=value)
+                        )
+                    elif not sample.name.endswith("_created"):
+                        of, place = seen[key]
+                        so_far = of.samples[place]
+                        of.samples[place] = so_far._replace(value=so_far.value + sample.value)
         return families.values()
 
 

@@ -1,0 +1,133 @@
+"""``quire model``: the models of a cluster that serves, while it does."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from quire.cluster.cli.cluster import add_model_flags, model_config
+from quire.cluster.cli.engine import MODEL_HELP
+from quire.cluster.cli.help import SHORT_USAGE, DefaultsFormatter, Parser
+
+
+def add_model_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Adds ``model`` to the command line."""
+    model = commands.add_parser(
+        "model",
+        help="list, add, remove or replace the models of a cluster that serves",
+        description="Lists, adds, removes or replaces the models of a cluster that serves. Its "
+        "gateways stay, and so do the streams of its other models.",
+        formatter_class=DefaultsFormatter,
+    )
+    actions = model.add_subparsers(required=True, metavar="ACTION")
+
+    listed = actions.add_parser("list", help="tell names, state, groups and path of each")
+    listed.set_defaults(run=_list)
+
+    add = actions.add_parser(
+        "add",
+        usage=SHORT_USAGE,
+        help="serve one more model",
+        description="Starts the groups of one more model and has the gateways serve it. Flags that "
+        "are left out are at their defaults.",
+        formatter_class=DefaultsFormatter,
+    )
+    add.add_argument("path", metavar="MODEL", type=Path, help=MODEL_HELP)
+    add.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="what clients call it; ORG/NAME or the directory's name if absent. Given again: "
+        "further names",
+    )
+    add_model_flags(add, num_groups=1, tensor_parallel_size=1)
+    add.set_defaults(run=_add)
+
+    remove = actions.add_parser("remove", help="stop serving a model; its streams end")
+    remove.add_argument("model", metavar="NAME", help="what clients call it")
+    remove.set_defaults(run=_remove)
+
+    replace = actions.add_parser(
+        "replace",
+        help="serve new weights under a model's name",
+        description="Starts groups with new weights and the model's settings, has requests go to "
+        "them once they serve, lets streams end on the old groups, and stops those.",
+    )
+    replace.add_argument("model", metavar="NAME", help="what clients call it")
+    replace.add_argument("path", metavar="MODEL", type=Path, help=f"the new weights: {MODEL_HELP}")
+    replace.set_defaults(run=_replace)
+
+    for each in (listed, add, remove, replace):
+        each.add_argument("--name", required=True, help="the cluster's, as `quire serve` prints it")
+        each.add_argument(
+            "--ray-address", default="auto", help="the Ray cluster's; 'auto' finds it"
+        )
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from quire.cluster.deploy.change import model_states
+    from quire.cluster.deploy.local import ray_session
+
+    with ray_session(address=arguments.ray_address):
+        states = model_states(arguments.name)
+    rows = [("name", "aliases", "state", "groups", "path")]
+    for each in states:
+        state = f"{each.state}: {each.reason}" if each.reason else each.state
+        aliases = ", ".join(each.aliases) or "-"
+        rows.append((each.name, aliases, state, str(each.num_groups), each.path))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print(
+            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        )
+    return 0
+
+
+def _add(arguments: argparse.Namespace) -> int:
+    from quire.cluster.deploy.change import add_model
+    from quire.cluster.deploy.progress import Progress
+
+    arguments.path = _path(arguments.path)
+    model = model_config(arguments)
+
+    def change(progress: Progress) -> None:
+        add_model(arguments.name, model, progress=progress)
+
+    return _change(arguments, f"Adding {model.model_name}", "Added", change)
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    from quire.cluster.deploy.change import remove_model
+    from quire.cluster.deploy.progress import Progress
+
+    def change(progress: Progress) -> None:
+        remove_model(arguments.name, arguments.model, progress=progress)
+
+    return _change(arguments, f"Removing {arguments.model}", "Removed", change)
+
+
+def _replace(arguments: argparse.Namespace) -> int:
+    from quire.cluster.deploy.change import replace_model
+    from quire.cluster.deploy.progress import Progress
+
+    def change(progress: Progress) -> None:
+        replace_model(arguments.name, arguments.model, _path(arguments.path), progress=progress)
+
+    return _change(arguments, f"Replacing {arguments.model}", "Replaced", change)
+
+
+def _change(
+    arguments: argparse.Namespace, what: str, done: str, change: Callable[..., None]
+) -> int:
+    from quire.cluster.deploy.local import ray_session
+    from quire.cluster.deploy.progress import on_stdout
+
+    with on_stdout() as progress, ray_session(address=arguments.ray_address):
+        progress.say(f"{what} …")
+        change(progress)
+    print(f"{done} after {progress.elapsed_s:.1f} s.")
+    return 0
+
+
+def _path(given: Path) -> Path:
+    """The cluster's processes run in another folder."""
+    return given.absolute() if given.exists() else given

@@ -1,0 +1,156 @@
+"""The Serve applications of a cluster: its gateways, and the groups of each of its models."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.listed import Listed, to_json
+from quire.cluster.deploy.serve_options import (
+    gateway_version,
+    group_count,
+    group_version,
+    with_version,
+)
+from quire.cluster.deploy.stop import STOP_MARGIN_S
+from quire.cluster.edge.limits import GRPC_LEAVE_S
+from quire.cluster.group.placement import placement_options
+from quire.worker.api.errors import CheckpointError, ConfigError, QuireError
+from quire.worker.model.checkpoint import open_checkpoint
+from quire.worker.model.config import check_parallel, read_model_spec, resolve_max_model_len
+from quire.worker.model.hub import fetch_text_files, is_hub_name, pinned
+from quire.worker.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
+    from ray import serve
+
+    from quire.cluster.deploy.deployments import Gateway, ReplicaGroup
+
+_COMMON: dict[str, Any] = {
+    "graceful_shutdown_wait_loop_s": 0.1,
+    "health_check_period_s": 1.0,
+    "health_check_timeout_s": 10.0,
+    "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+    # A replica that fails three times in a row will not recover by itself: report it.
+    "max_constructor_retry_count": 3,
+}
+
+
+def build_gateways(
+    config: ClusterConfig, models: Iterable[Listed], *, gateway: "type[Gateway] | None" = None
+) -> "serve.Application":
+    """The gateways, which are told of ``models``; those of ``config`` are not looked at.
+
+    ``gateway`` is run in place of `deployments.Gateway`, whose subclass it is.
+    """
+    from ray import serve
+
+    from quire.cluster.deploy import deployments
+
+    gateways = with_version(
+        serve.deployment(
+            num_replicas=config.num_gateways,
+            ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},
+            graceful_shutdown_timeout_s=GRPC_LEAVE_S + config.drain_timeout_s + STOP_MARGIN_S,
+            # There is room for one more, unless places are counted. A single one leaves no gap.
+            max_surge_percent=int(config.start_first or config.gateway_resource is None),
+            user_config=to_json(models),
+            **_COMMON,
+        )(gateway or deployments.Gateway),
+        gateway_version(config),
+    )
+    app: serve.Application = gateways.bind(config)
+    return app
+
+
+def build_groups(
+    config: ClusterConfig, part: str, *, group: "type[ReplicaGroup] | None" = None
+) -> "serve.Application":
+    """The groups of the only model of ``config``; ``part`` is theirs in the application's name.
+
+    ``group`` is run in place of `deployments.ReplicaGroup`, whose subclass it is.
+    """
+    import ray
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    from quire.cluster.deploy import deployments
+    from quire.router.serve_router import PrefixAwareRouter
+
+    groups = with_version(
+        serve.deployment(
+            **group_count(config),
+            **placement_options(config, on_gpu=is_on_gpu(config, ray.cluster_resources())),
+            # Of calls through handles; the engine queues and batches, and Serve's 5 would keep
+            # them from it.
+            max_ongoing_requests=config.engine.max_num_waiting,
+            request_router_config=RequestRouterConfig(
+                request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
+                request_router_kwargs={"pool": deployments.pool_of(part)},
+            ),
+            graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
+            # Serve rounds a percentage up: of up to a hundred replicas this is one.
+            max_surge_percent=int(config.start_first),
+            **_COMMON,
+        )(group or deployments.ReplicaGroup),
+        group_version(config),
+    )
+    app: serve.Application = groups.bind(config)
+    return app
+
+
+def build_parts(
+    config: ClusterConfig, models: Iterable[Listed], *, group: "type[ReplicaGroup] | None" = None
+) -> "dict[str, serve.Application]":
+    """The groups of each of ``models`` that is not in trouble, by part."""
+    return {
+        each.part: build_groups(config.serving(each.settings), each.part, group=group)
+        for each in models
+        if not each.trouble
+    }
+
+
+def checked(config: ClusterConfig) -> tuple[ClusterConfig, dict[str, QuireError]]:
+    """Checks, before anything starts, what would make every group of a model fail; returns the
+    settings with all groups serving the commit that a model of the hub is at now, and the models
+    that fail.
+
+    All files of a model of the hub but its weights are fetched: the weights may be needed
+    elsewhere only.
+
+    Raises:
+        ConfigError: The settings cannot work for any of the models.
+        CheckpointError: None of them can be read.
+    """
+    models, failed = [], {}
+    for each in config.each_model:
+        try:
+            each = replace(each, engine=replace(each.engine, model=pinned(each.engine.model)))
+            _check(config.serving(each))
+        except (ConfigError, CheckpointError) as error:
+            failed[each.model_name] = error
+        models.append(each)
+    if len(failed) == len(models):
+        raise next(iter(failed.values()))
+    return config.serving(*models), failed
+
+
+def _check(config: ClusterConfig) -> None:
+    engine = config.engine
+    folder = fetch_text_files(engine.model)
+    model = read_model_spec(folder, model_impl=engine.model_impl)
+    check_parallel(model, engine.tensor_parallel_size)
+    resolve_max_model_len(engine, model)
+    Tokenizer.load(folder, chat_template=config.chat_template)
+    if not is_hub_name(engine.model):
+        open_checkpoint(engine.model)
+
+
+def is_on_gpu(config: ClusterConfig, resources: Mapping[str, float]) -> bool:
+    """Whether its groups run on GPUs, given what Ray has."""
+    device = config.engine.device
+    return device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
+
+
+def _one_of(resource: str | None) -> dict[str, float]:
+    return {resource: 1} if resource else {}

@@ -1,0 +1,253 @@
+"""Changes the models of a cluster that serves: adds one, removes one, replaces its weights.
+
+The groups of each model are an application of their own, and the gateways are told of all by the
+``user_config`` of theirs. Groups start before gateways hear of them, and stop after the last
+gateway has let go of them. Where a step fails, those before it are undone.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cluster.config import ClusterConfig, ModelConfig
+from quire.cluster.deploy.build import build_gateways, build_groups, checked
+from quire.cluster.deploy.listed import Listed, from_json, listed_in
+from quire.cluster.deploy.names import application_of, check_known, next_part, parts_among
+from quire.cluster.deploy.progress import Progress
+from quire.cluster.deploy.start import start_gateways, start_part
+from quire.cluster.deploy.stop import stop_parts
+from quire.cluster.errors import StartFailed
+from quire.worker.api.errors import ConfigError, QuireError
+
+if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
+    from ray.serve.handle import DeploymentHandle
+
+    from quire.cluster.deploy.deployments import Gateway, ModelState, ReplicaGroup
+
+_NAMESPACE = "quire-changes"
+_ANSWER_S = 30.0
+_LOOK_EVERY_S = 0.2
+_SETTLE_S = 60.0
+"""How long gateways may take to reach a model's groups, which serve by then, and read its files."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster that serves, as its gateways tell it."""
+
+    name: str
+    config: ClusterConfig
+    """Its models are not those that it has now."""
+    models: list[Listed]
+
+
+def ask_gateways(name: str) -> Cluster:
+    """Raises ConfigError: there is no such cluster, or its gateways do not answer."""
+    config, told = _asked(name, "settings")
+    return Cluster(name, config, from_json(told))
+
+
+def model_states(name: str) -> "list[ModelState]":
+    """All models of the cluster ``name``, as one gateway sees them. Raises as `ask_gateways`."""
+    states: list[ModelState] = _asked(name, "models")
+    return states
+
+
+def add_model(
+    name: str,
+    model: ModelConfig,
+    *,
+    group: "type[ReplicaGroup] | None" = None,
+    progress: Progress,
+) -> None:
+    """Serves one more model.
+
+    Raises:
+        ConfigError: A model has one of its names already, or it cannot start with these settings.
+        CheckpointError: It cannot be read.
+        StartFailed: Its groups failed as they started, or gateways cannot serve it.
+    """
+    check_known(name)
+    with only_change(name):
+        cluster = ask_gateways(name)
+        called = {
+            each: of.name for of in cluster.models for each in (of.name, *of.settings.aliases)
+        }
+        for each in (model.model_name, *model.aliases):
+            if each in called:
+                of = called[each]
+                raise ConfigError(
+                    f"{each!r}: a model of {name} is called that already; give another "
+                    f"--served-model-name, or `quire model replace {of} PATH` or "
+                    f"`quire model remove {of}`"
+                )
+        (new,) = _listed(cluster, model)
+        _begin(cluster, new, [*cluster.models, new], group=group, progress=progress)
+
+
+def replace_model(
+    name: str,
+    model: str,
+    path: Path,
+    *,
+    group: "type[ReplicaGroup] | None" = None,
+    progress: Progress,
+) -> None:
+    """Serves the weights at ``path`` under the name of ``model``, with its settings. Requests go to
+    the new groups once these serve, and those under way end on the old ones. Raises as
+    `add_model`."""
+    check_known(name)
+    with only_change(name):
+        cluster = ask_gateways(name)
+        old = _named(cluster, model)
+        settings = replace(
+            old.settings,
+            engine=replace(old.settings.engine, model=path),
+            served_model_name=old.name,
+        )
+        (new,) = _listed(cluster, settings)
+        new = replace(new, part=next_part(old.part))
+        models = [new if each is old else each for each in cluster.models]
+        _begin(cluster, new, models, group=group, progress=progress)
+        _stop(cluster, models, [old.part], progress=progress)
+
+
+def remove_model(name: str, model: str, *, progress: Progress) -> None:
+    """Stops serving a model; its requests under way end. Raises ConfigError: it is the only one, or
+    there is none of that name."""
+    check_known(name)
+    with only_change(name):
+        cluster = ask_gateways(name)
+        old = _named(cluster, model)
+        models = [each for each in cluster.models if each is not old]
+        if not models:
+            raise ConfigError(
+                f"{model!r} is the only model of {name}: `quire stop {name}` stops all of it"
+            )
+        _tell(cluster, models)
+        _stop(cluster, models, [old.part], progress=progress)
+
+
+@contextlib.contextmanager
+def only_change(name: str) -> Iterator[None]:
+    """Keeps other processes from changing the cluster ``name`` while the block runs. Raises
+    ConfigError: another one is at it.
+
+    An actor's name is taken once, and free again when the process is gone that made the actor.
+    """
+    import ray
+
+    @ray.remote(num_cpus=0)
+    class Change:
+        pass
+
+    try:
+        change: Any = Change.options(name=name, namespace=_NAMESPACE).remote()
+    except ValueError as error:
+        raise ConfigError(
+            f"name={name!r}: another process changes its models; try again when that has ended"
+        ) from error
+    try:
+        yield
+    finally:
+        ray.kill(change)
+
+
+def drop_unlisted(name: str, models: Sequence[Listed], *, config: ClusterConfig) -> None:
+    """Stops the groups that no gateway is told of: of models that were removed, or whose start was
+    broken off."""
+    from ray import serve
+
+    parts = parts_among(name, serve.status().applications)
+    listed = {each.part for each in models if not each.trouble}
+    unlisted = [each for each in parts if each not in listed]
+    stop_parts(name, unlisted, drain_timeout_s=config.drain_timeout_s)
+
+
+def _listed(cluster: Cluster, model: ModelConfig) -> list[Listed]:
+    """Raises what is wrong with the model."""
+    config, _ = checked(cluster.config.serving(model))
+    return listed_in(config)
+
+
+def _named(cluster: Cluster, model: str) -> Listed:
+    for each in cluster.models:
+        if model in (each.name, *each.settings.aliases):
+            return each
+    known = ", ".join(repr(each.name) for each in cluster.models)
+    raise ConfigError(f"{model!r}: no model of {cluster.name} is called that; there are {known}")
+
+
+def _begin(
+    cluster: Cluster,
+    new: Listed,
+    models: Sequence[Listed],
+    *,
+    group: "type[ReplicaGroup] | None",
+    progress: Progress,
+) -> None:
+    """Starts the groups of ``new`` and has gateways serve them; leaves all as it was where that
+    fails."""
+    name, config = cluster.name, cluster.config
+    app = build_groups(config.serving(new.settings), new.part, group=group)
+    told = False
+    try:
+        start_part(name, new.part, app, progress=progress)
+        progress.pending("routes", "gateways connect to groups")
+        told = True
+        _tell(cluster, models)
+        _wait_settled(name, new)
+        progress.end()
+    except BaseException:
+        progress.say(f"Taking back what was begun of {new.name} …")
+        if told:
+            _tell(cluster, cluster.models)
+        drop_unlisted(name, cluster.models, config=config)
+        raise
+
+
+def _tell(cluster: Cluster, models: Sequence[Listed]) -> None:
+    start_gateways(cluster.name, build_gateways(cluster.config, models))
+
+
+def _wait_settled(name: str, new: Listed) -> None:
+    """Until every gateway serves ``new``. Raises StartFailed: one does not in time."""
+    end_s = time.monotonic() + _SETTLE_S
+    while True:
+        call: Any = _handle(name).broadcast("models")
+        states = [each for of in call.results(timeout_s=_ANSWER_S) for each in of]
+        waits = {each.unsettled or each.reason for each in states if each.name == new.name} - {""}
+        if not waits:
+            return
+        if time.monotonic() > end_s:
+            raise StartFailed(f"gateways cannot serve {new.name}: {'; '.join(sorted(waits))}")
+        time.sleep(_LOOK_EVERY_S)
+
+
+def _stop(
+    cluster: Cluster, models: Sequence[Listed], parts: Sequence[str], *, progress: Progress
+) -> None:
+    apps = ", ".join(application_of(cluster.name, part) for part in parts)
+    progress.say(f"Draining {apps} …")
+    drop_unlisted(cluster.name, models, config=cluster.config)
+
+
+def _asked(name: str, method: str) -> Any:
+    check_known(name)
+    try:
+        return getattr(_handle(name), method).remote().result(timeout_s=_ANSWER_S)
+    except QuireError:
+        raise
+    except Exception as error:  # Ray's own, of many kinds.
+        raise ConfigError(
+            f"name={name!r}: its gateways do not answer ({error!r}); `quire upgrade` starts others"
+        ) from error
+
+
+def _handle(name: str) -> "DeploymentHandle[Gateway]":
+    from ray import serve
+
+    return serve.get_deployment_handle("Gateway", app_name=name)

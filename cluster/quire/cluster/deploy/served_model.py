@@ -1,0 +1,98 @@
+"""One model at a gateway: its service, with a routing table and connections to its groups."""
+
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from quire.cluster.config import ClusterConfig
+from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.links.group_client import GroupClientConfig
+from quire.cluster.links.group_link import GroupContact, grpc_connect
+from quire.cluster.links.groups import Groups
+from quire.cluster.model_card import Expectation
+from quire.cluster.serving.service import GatewayConfig, ModelService
+from quire.router.table import RoutingTable
+from quire.worker.api.scoring import Scoring
+from quire.worker.model.hub import fetch_text_files
+from quire.worker.model.pooling import read_scoring
+from quire.worker.text.tokenizer import Tokenizer
+
+
+def new_table(
+    config: ClusterConfig, make: Callable[..., RoutingTable] = RoutingTable
+) -> RoutingTable:
+    """Where policies draw lots, each gateway draws its own."""
+    return make(
+        block_size=config.engine.block_size,
+        config=config.routing,
+        first_ordinal=random.getrandbits(32),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadModel:
+    """What a gateway reads of a model's files."""
+
+    config: ClusterConfig
+    """The settings of this model alone."""
+    tokenizer: Tokenizer
+    scoring: Scoring | None
+
+
+def read_model(config: ClusterConfig) -> ReadModel:
+    """May take seconds. Raises CheckpointError: the files cannot be fetched or read."""
+    folder = fetch_text_files(config.engine.model)
+    tokenizer = Tokenizer.load(folder, chat_template=config.chat_template)
+    return ReadModel(config=config, tokenizer=tokenizer, scoring=read_scoring(folder))
+
+
+class ServedModel:
+    """Made inside the event loop; its service is for `quire.cluster.serving.models.Models` to
+    close."""
+
+    def __init__(self, read: ReadModel, *, table: RoutingTable) -> None:
+        config = read.config
+        self._contacts: dict[str, GroupContact] = {}  # By address.
+        groups = Groups(
+            table=table,
+            expected=Expectation(model=config.model_name, block_size=config.engine.block_size),
+            config=GroupClientConfig(
+                silence_timeout_s=config.silence_timeout_s,
+                step_deadline_s=config.step_deadline_s,
+                follow_events=config.routing.use_directory,
+            ),
+            connect=partial(grpc_connect, contacts=self._contacts),
+        )
+        self.service = ModelService(
+            model=config.model_name,
+            tokenizer=read.tokenizer,
+            scoring=read.scoring,
+            groups=groups,
+            table=table,
+            config=_gateway_config(config),
+        )
+
+    def set_groups(self, contacts: Iterable[GroupContact]) -> None:
+        """Makes the groups that run known, in place of the former ones."""
+        self._contacts.clear()
+        self._contacts.update((contact.address, contact) for contact in contacts)
+        self.service.groups.set_addresses(self._contacts)
+
+
+def _gateway_config(config: ClusterConfig) -> GatewayConfig:
+    settings = config.autoscaling
+    completion = CompletionConfig(
+        group_wait_s=config.group_wait_s, max_group_deaths=config.max_group_deaths
+    )
+    wakes_groups = settings is not None and not settings.min_groups
+    if settings is not None and wakes_groups:
+        # The first group's start may be what a request waits for.
+        completion = replace(completion, group_wait_s=settings.start_wait_s)
+    return GatewayConfig(
+        wakes_groups=wakes_groups,
+        tool_call_parser=config.tool_call_parser,
+        reasoning_parser=config.reasoning_parser,
+        completion=completion,
+        admission=config.admission(),
+    )
