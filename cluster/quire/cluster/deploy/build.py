@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.deploy.listed import Listed, to_json
 from quire.cluster.deploy.serve_options import (
     gateway_version,
@@ -122,7 +122,8 @@ def checked(config: ClusterConfig) -> tuple[ClusterConfig, dict[str, QuireError]
         ConfigError: The settings cannot work for any of the models.
         CheckpointError: None of them can be read.
     """
-    models, failed = [], {}
+    models: list[ModelConfig] = []
+    failed: dict[str, QuireError] = {}
     for each in config.each_model:
         try:
             each = replace(each, engine=replace(each.engine, model=pinned(each.engine.model)))

@@ -140,12 +140,12 @@ def only_change(name: str) -> Iterator[None]:
     """
     import ray
 
-    @ray.remote(num_cpus=0)
     class Change:
         pass
 
+    kind: Any = ray.remote(num_cpus=0)(Change)
     try:
-        change: Any = Change.options(name=name, namespace=_NAMESPACE).remote()
+        change = kind.options(name=name, namespace=_NAMESPACE).remote()
     except ValueError as error:
         raise ConfigError(
             f"name={name!r}: another process changes its models; try again when that has ended"
