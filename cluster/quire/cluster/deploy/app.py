@@ -17,10 +17,16 @@ from quire.cluster.deploy.build import (
     checked,
     is_on_gpu,
 )
-from quire.cluster.deploy.change import ask_gateways, drop_unlisted, only_change
+from quire.cluster.deploy.change import drop_unlisted, only_change
 from quire.cluster.deploy.listed import listed_in
 from quire.cluster.deploy.local import check_ports, is_only_node, ray_session
-from quire.cluster.deploy.names import check_free, check_known, name_of_application, part_of
+from quire.cluster.deploy.names import (
+    check_free,
+    check_known,
+    known_parts,
+    name_of_application,
+    part_of,
+)
 from quire.cluster.deploy.progress import Progress
 from quire.cluster.deploy.session import UNKNOWN, RaySession
 from quire.cluster.deploy.start import Started, check_nodes, check_room, start_apps, start_serve
@@ -165,6 +171,8 @@ def upgrade_app(
         CheckpointError: The model cannot be read.
         StartFailed: A group or gateway failed as it started.
     """
+    from ray import serve
+
     check_known(name)
     config, failed = checked(config)
     if is_only_node():
@@ -173,7 +181,7 @@ def upgrade_app(
             config = replace(config, group_host=ClusterConfig.group_host)
     progress.say(f"Upgrading {name} to {_in_words(config)} …")
     with only_change(name):
-        parts = {each.name: each.part for each in ask_gateways(name).models}
+        parts = known_parts(name, config.models, serve.status().applications)
         started = _start(
             config, parts, failed, name=name, gateway=gateway, group=group, progress=progress
         )
