@@ -1,7 +1,6 @@
 """A Quire application on Ray Serve: put together, started, waited for, stopped."""
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ from quire.cluster.deploy.build import (
     build_parts,
     checked,
     is_on_gpu,
+    num_threads_for,
 )
 from quire.cluster.deploy.change import drop_unlisted, only_change
 from quire.cluster.deploy.listed import listed_in
@@ -356,10 +356,7 @@ def _check_files(config: ClusterConfig) -> None:
 
 def _shared_out(config: ClusterConfig) -> ClusterConfig:
     """Shares this machine's cores among all ranks of all groups."""
-    num_ranks = sum(
-        each.max_groups * each.engine.tensor_parallel_size for each in config.models.values()
-    )
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    num_threads = num_threads_for(config.each_model)
     return _with_engines(
         config, lambda engine: replace(engine, num_threads=engine.num_threads or num_threads)
     )

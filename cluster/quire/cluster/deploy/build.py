@@ -1,5 +1,6 @@
 """The Serve applications of a cluster: its gateways, and the groups of each of its models."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,12 @@ def _check(config: ClusterConfig) -> None:
     Tokenizer.load(folder, chat_template=config.chat_template)
     if not is_hub_name(engine.model):
         open_checkpoint(engine.model)
+
+
+def num_threads_for(models: Iterable[ModelConfig]) -> int:
+    """The cores of this machine for each rank of all groups of ``models``."""
+    num_ranks = sum(each.max_groups * each.engine.tensor_parallel_size for each in models)
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
 def is_on_gpu(config: ClusterConfig, resources: Mapping[str, float]) -> bool:
