@@ -207,16 +207,15 @@ def _start(
         warn(f"{model} cannot be served: {error}")
     troubles = {model: str(error) for model, error in failed.items()}
     models = listed_in(config, parts=parts, troubles=troubles)
+    by_part = {each.part: each.name for each in models}
     started = start_apps(
         name,
         build_gateways(config, models, gateway=gateway),
         build_parts(config, models, group=group),
         models={each.name: each.part for each in models},
+        on_failed=lambda part, error: warn(f"{by_part[part]} cannot be served: {error}"),
         progress=progress,
     )
-    by_part = {each.part: each.name for each in models}
-    for part, error in started.failed.items():
-        warn(f"{by_part[part]} cannot be served: {error}")
     for part in started.late:
         warn(f"{by_part[part]} still starts; the others are served meanwhile")
     return started
