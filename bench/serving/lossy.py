@@ -8,7 +8,7 @@ from typing import Any
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.deployments import Gateway
-from quire.cluster.deploy.gateway_server import new_table
+from quire.cluster.deploy.served_model import new_table
 from quire.router.prefix_index.directory import Applied, GroupId, NeedsResync
 from quire.router.table import RoutingTable
 from quire.worker.api.events import BlockEvent, BlocksStored, EventBatch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.cluster.cli.cluster import cluster_config
+from quire.cluster.cli.cluster import cluster_config, model_config
 from quire.cluster.cli.main import _parser, main
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import app
@@ -245,7 +245,7 @@ WITHOUT_EXTRA = """
 import sys
 for name in ("google.protobuf", "grpc", "prometheus_client", "pydantic", "ray", "starlette"):
     sys.modules[name] = None  # Python then says that there is no such module.
-from quire.cluster.cli.cluster import cluster_config
+from quire.cluster.cli.cluster import cluster_config, model_config
 from quire.cluster.cli.main import main
 raise SystemExit(main(sys.argv[1:]))
 """
@@ -371,3 +371,25 @@ def test_a_file_that_cannot_work_is_refused(tmp_path: Path, text: str, message: 
     file.write_text(text)
     with pytest.raises(ConfigError, match=message):
         cluster_config(_parser().parse_args(["serve", "--config", str(file)]))
+
+
+def test_a_model_that_is_added_takes_the_flags_that_are_its_own() -> None:
+    flags = [
+        "--served-model-name",
+        "a",
+        "--served-model-name",
+        "b",
+        "--max-groups",
+        "3",
+        "-tp",
+        "2",
+    ]
+    arguments = _parser().parse_args(["model", "add", "/models/m", "--name", "chats", *flags])
+    config = model_config(arguments)
+    assert (config.model_name, config.aliases) == ("a", ("b",))
+    assert config.max_groups == 3
+    assert config.engine.tensor_parallel_size == 2
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["model", "add", "/models/m", "--name", "c", "--http-port", "1"])
+    with pytest.raises(SystemExit):
+        _parser().parse_args(["model", "remove", "m"])

@@ -1,7 +1,6 @@
 """A Quire application on Ray Serve: put together, started, waited for, stopped."""
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +15,18 @@ from quire.cluster.deploy.build import (
     build_parts,
     checked,
     is_on_gpu,
+    num_threads_for,
 )
-from quire.cluster.deploy.change import ask_gateways, drop_unlisted, only_change
+from quire.cluster.deploy.change import drop_unlisted, only_change
 from quire.cluster.deploy.listed import listed_in
 from quire.cluster.deploy.local import check_ports, is_only_node, ray_session
-from quire.cluster.deploy.names import check_free, check_known, name_of_application, part_of
+from quire.cluster.deploy.names import (
+    check_free,
+    check_known,
+    known_parts,
+    name_of_application,
+    part_of,
+)
 from quire.cluster.deploy.progress import Progress
 from quire.cluster.deploy.session import UNKNOWN, RaySession
 from quire.cluster.deploy.start import Started, check_nodes, check_room, start_apps, start_serve
@@ -165,6 +171,8 @@ def upgrade_app(
         CheckpointError: The model cannot be read.
         StartFailed: A group or gateway failed as it started.
     """
+    from ray import serve
+
     check_known(name)
     config, failed = checked(config)
     if is_only_node():
@@ -173,7 +181,7 @@ def upgrade_app(
             config = replace(config, group_host=ClusterConfig.group_host)
     progress.say(f"Upgrading {name} to {_in_words(config)} …")
     with only_change(name):
-        parts = {each.name: each.part for each in ask_gateways(name).models}
+        parts = known_parts(name, config.models, serve.status().applications)
         started = _start(
             config, parts, failed, name=name, gateway=gateway, group=group, progress=progress
         )
@@ -199,16 +207,15 @@ def _start(
         warn(f"{model} cannot be served: {error}")
     troubles = {model: str(error) for model, error in failed.items()}
     models = listed_in(config, parts=parts, troubles=troubles)
+    by_part = {each.part: each.name for each in models}
     started = start_apps(
         name,
         build_gateways(config, models, gateway=gateway),
         build_parts(config, models, group=group),
         models={each.name: each.part for each in models},
+        on_failed=lambda part, error: warn(f"{by_part[part]} cannot be served: {error}"),
         progress=progress,
     )
-    by_part = {each.part: each.name for each in models}
-    for part, error in started.failed.items():
-        warn(f"{by_part[part]} cannot be served: {error}")
     for part in started.late:
         warn(f"{by_part[part]} still starts; the others are served meanwhile")
     return started
@@ -348,10 +355,7 @@ def _check_files(config: ClusterConfig) -> None:
 
 def _shared_out(config: ClusterConfig) -> ClusterConfig:
     """Shares this machine's cores among all ranks of all groups."""
-    num_ranks = sum(
-        each.max_groups * each.engine.tensor_parallel_size for each in config.models.values()
-    )
-    num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
+    num_threads = num_threads_for(config.each_model)
     return _with_engines(
         config, lambda engine: replace(engine, num_threads=engine.num_threads or num_threads)
     )

@@ -1,10 +1,11 @@
 """The Serve applications of a cluster: its gateways, and the groups of each of its models."""
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.deploy.listed import Listed, to_json
 from quire.cluster.deploy.serve_options import (
     gateway_version,
@@ -122,7 +123,8 @@ def checked(config: ClusterConfig) -> tuple[ClusterConfig, dict[str, QuireError]
         ConfigError: The settings cannot work for any of the models.
         CheckpointError: None of them can be read.
     """
-    models, failed = [], {}
+    models: list[ModelConfig] = []
+    failed: dict[str, QuireError] = {}
     for each in config.each_model:
         try:
             each = replace(each, engine=replace(each.engine, model=pinned(each.engine.model)))
@@ -144,6 +146,12 @@ def _check(config: ClusterConfig) -> None:
     Tokenizer.load(folder, chat_template=config.chat_template)
     if not is_hub_name(engine.model):
         open_checkpoint(engine.model)
+
+
+def num_threads_for(models: Iterable[ModelConfig]) -> int:
+    """The cores of this machine for each rank of all groups of ``models``."""
+    num_ranks = sum(each.max_groups * each.engine.tensor_parallel_size for each in models)
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
 def is_on_gpu(config: ClusterConfig, resources: Mapping[str, float]) -> bool:

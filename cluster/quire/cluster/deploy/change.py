@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cluster.config import ClusterConfig, ModelConfig
-from quire.cluster.deploy.build import build_gateways, build_groups, checked
+from quire.cluster.deploy.build import build_gateways, build_groups, checked, num_threads_for
 from quire.cluster.deploy.listed import Listed, from_json, listed_in
+from quire.cluster.deploy.local import is_only_node
 from quire.cluster.deploy.names import application_of, check_known, next_part, parts_among
 from quire.cluster.deploy.progress import Progress
 from quire.cluster.deploy.start import start_gateways, start_part
@@ -70,7 +71,7 @@ def add_model(
         CheckpointError: It cannot be read.
         StartFailed: Its groups failed as they started, or gateways cannot serve it.
     """
-    check_known(name)
+    _check_changeable(name)
     with only_change(name):
         cluster = ask_gateways(name)
         called = {
@@ -84,6 +85,10 @@ def add_model(
                     f"--served-model-name, or `quire model replace {of} PATH` or "
                     f"`quire model remove {of}`"
                 )
+        if is_only_node() and model.engine.num_threads is None:
+            all_models = [*(each.settings for each in cluster.models), model]
+            threads = num_threads_for(all_models)
+            model = replace(model, engine=replace(model.engine, num_threads=threads))
         (new,) = _listed(cluster, model)
         _begin(cluster, new, [*cluster.models, new], group=group, progress=progress)
 
@@ -99,7 +104,7 @@ def replace_model(
     """Serves the weights at ``path`` under the name of ``model``, with its settings. Requests go to
     the new groups once these serve, and those under way end on the old ones. Raises as
     `add_model`."""
-    check_known(name)
+    _check_changeable(name)
     with only_change(name):
         cluster = ask_gateways(name)
         old = _named(cluster, model)
@@ -118,7 +123,7 @@ def replace_model(
 def remove_model(name: str, model: str, *, progress: Progress) -> None:
     """Stops serving a model; its requests under way end. Raises ConfigError: it is the only one, or
     there is none of that name."""
-    check_known(name)
+    _check_changeable(name)
     with only_change(name):
         cluster = ask_gateways(name)
         old = _named(cluster, model)
@@ -140,12 +145,12 @@ def only_change(name: str) -> Iterator[None]:
     """
     import ray
 
-    @ray.remote(num_cpus=0)
     class Change:
         pass
 
+    kind: Any = ray.remote(num_cpus=0)(Change)
     try:
-        change: Any = Change.options(name=name, namespace=_NAMESPACE).remote()
+        change = kind.options(name=name, namespace=_NAMESPACE).remote()
     except ValueError as error:
         raise ConfigError(
             f"name={name!r}: another process changes its models; try again when that has ended"
@@ -162,9 +167,22 @@ def drop_unlisted(name: str, models: Sequence[Listed], *, config: ClusterConfig)
     from ray import serve
 
     parts = parts_among(name, serve.status().applications)
-    listed = {each.part for each in models if not each.trouble}
+    listed = {each.part for each in models}
     unlisted = [each for each in parts if each not in listed]
     stop_parts(name, unlisted, drain_timeout_s=config.drain_timeout_s)
+
+
+def _check_changeable(name: str) -> None:
+    """Raises ConfigError: there is no such cluster, or a file says what its models are."""
+    from ray.serve import context
+
+    check_known(name)
+    details: Any = context._get_global_client().get_serve_details()  # type: ignore[union-attr]
+    if details["applications"].get(name, {}).get("source") == "declarative":
+        raise ConfigError(
+            f"name={name!r}: it came from a Serve configuration, which lists its models: change "
+            "that and deploy it again"
+        )
 
 
 def _listed(cluster: Cluster, model: ModelConfig) -> list[Listed]:

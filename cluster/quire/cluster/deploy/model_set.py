@@ -124,6 +124,8 @@ class ModelSet:
         await self._drop(place)
         self._unread.pop(name, None)
         self._models.troubles.pop(name, None)
+        if place.now is not None and _same(place.now.listed, listed):
+            return  # A change that was taken back.
         if listed.trouble:
             self._models.troubles[name] = listed.trouble
             return

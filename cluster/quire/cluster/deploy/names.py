@@ -51,6 +51,20 @@ def parts_among(name: str, applications: Iterable[str]) -> list[str]:
     return [each[len(name) + 1 :] for each in applications if each.startswith(f"{name}:")]
 
 
+def known_parts(name: str, models: Iterable[str], applications: Iterable[str]) -> dict[str, str]:
+    """The part of each of ``models`` that the cluster ``name`` has among ``applications``, of the
+    last generation."""
+    newest: dict[str, int] = {}
+    for part in parts_among(name, applications):
+        plain, _, generation = part.partition(":")
+        newest[plain] = max(newest.get(plain, 1), int(generation or 1))
+    return {
+        model: part_of(model, newest[plain])
+        for model in models
+        if (plain := part_of(model)) in newest
+    }
+
+
 def deployments_of(
     name: str, applications: "Mapping[str, ApplicationStatusOverview]"
 ) -> "dict[str, DeploymentStatusOverview]":
@@ -104,11 +118,11 @@ def check_known(name: str) -> None:
 
 
 def _applications() -> dict[str, str]:
-    """The state of each cluster's gateways, in words."""
+    """The state of each cluster's gateways, in words; of groups, where they are all that is
+    left."""
     from ray import serve
 
-    return {
-        name: each.status.lower().replace("_", " ")
-        for name, each in serve.status().applications.items()
-        if ":" not in name
-    }
+    found: dict[str, str] = {}
+    for name, each in sorted(serve.status().applications.items()):
+        found.setdefault(name.partition(":")[0], each.status.lower().replace("_", " "))
+    return found

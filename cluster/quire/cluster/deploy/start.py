@@ -7,7 +7,7 @@ The user should read why.
 import itertools
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -52,13 +52,10 @@ def start_serve() -> None:
 
 @dataclass(frozen=True)
 class Started:
-    """A cluster's gateways, which serve, and the parts that do not."""
+    """A cluster's gateways, which serve, and the parts that do not yet."""
 
     gateways: "DeploymentHandle[Gateway]"
-    failed: "dict[str, QuireError]"
-    """By part."""
     late: tuple[str, ...]
-    """Parts that still start."""
 
 
 def start_apps(
@@ -67,11 +64,13 @@ def start_apps(
     parts: "Mapping[str, serve.Application]",
     *,
     models: Mapping[str, str],
+    on_failed: Callable[[str, QuireError], None],
     progress: Progress,
 ) -> Started:
     """Runs the gateways of the cluster ``name`` and ``parts``, each an application, until they can
     route to the groups of one part at least and no other is about to come up. ``models`` are the
-    parts by model; ``progress`` hears how far it is.
+    parts by model; ``on_failed`` hears of a part that fails while others may serve, and
+    ``progress`` how far it is.
 
     Raises:
         ConfigError: The gateways, or the groups of every part, cannot start with these settings.
@@ -91,7 +90,8 @@ def start_apps(
             for part in parts.keys() - failed.keys():
                 if error := _given_up(found[application_of(name, part)]):
                     failed[part] = error
-                    progress.say(f"  {label_of(f'ReplicaGroup-{part}')} failed: {error}")
+                    if len(failed) < len(parts):
+                        on_failed(part, error)
             if failed and len(failed) == len(parts):
                 raise next(iter(failed.values()))
             left = parts.keys() - failed.keys()
@@ -105,7 +105,7 @@ def start_apps(
         names = [model for model, part in models.items() if part in ready]
         while troubles := handle.wait_for_groups.remote(names, _GROUPS_TOLD_AFTER_S).result():
             start.tell("; ".join(troubles))
-    return Started(gateways=handle, failed=failed, late=tuple(sorted(left - ready)))
+    return Started(gateways=handle, late=tuple(sorted(left - ready)))
 
 
 def start_part(name: str, part: str, app: "serve.Application", *, progress: Progress) -> None:
