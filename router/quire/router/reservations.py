@@ -6,7 +6,7 @@ for threads.
 """
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -47,6 +47,10 @@ class Group:
     """Requests routed there so far that the gateway submits."""
     num_reserved_requests: int = 0
     num_reserved_tokens: int = 0
+    adapters: Counter[str] = field(default_factory=Counter)
+    """Of requests under way there."""
+    load_s: float = 0.0
+    """How long it takes to load an adapter, as a recent mean."""
     reserved: deque["InFlight"] = field(default_factory=deque)
     """In the order of routing; those shown since by other means are passed over."""
     waits: Line = field(default_factory=lambda: Line(window=_WAITS_KEPT))
@@ -78,6 +82,7 @@ class Group:
                 num_queued=load.num_pending_prefill_tokens,
                 is_idle=not (load.num_running or load.num_waiting),
             )
+        self._learn_loading(load)
         self.load = load
         self.num_blocks = max(self.num_blocks or 0, load.num_available_blocks)
         self.num_frames += 1
@@ -86,6 +91,13 @@ class Group:
         ):
             self.reserved.popleft().unreserve()
         self._changed()
+
+    def _learn_loading(self, load: GroupLoad) -> None:
+        before = self.load or GroupLoad(num_running=0, num_waiting=0, num_pending_prefill_tokens=0)
+        num_loads = load.num_adapter_loads - before.num_adapter_loads
+        if num_loads > 0:
+            each_s = (load.adapter_load_s - before.adapter_load_s) / num_loads
+            self.load_s = moved_mean(self.load_s or None, each_s)
 
     def _is_shown(self, request: "InFlight", num_shown: int | None) -> bool:
         if num_shown is None or request.number is None:
@@ -114,7 +126,16 @@ class Group:
         self.reserved.append(request)
         self.num_reserved_requests += 1
         self.num_reserved_tokens += request.num_prefill_tokens
+        if request.request.adapter:
+            self.adapters[request.request.adapter] += 1
         self._changed()
+
+    def ended(self, adapter: str) -> None:
+        """A request of ``adapter`` is under way here no more."""
+        self.adapters[adapter] -= 1
+        if not self.adapters[adapter]:
+            del self.adapters[adapter]
+            self._changed()
 
     def unreserve(self, request: "InFlight") -> None:
         self.num_reserved_requests -= 1
@@ -141,6 +162,8 @@ class Group:
             step_s=self.clock.length_s,
             num_step_tokens=self.clock.num_tokens,
             wait=self.wait,
+            adapters=(load.adapters if load else frozenset()).union(self.adapters),
+            adapter_load_s=self.load_s,
         )
         if self.loads is not None:
             self.loads.put(self.position, self.state)
@@ -244,6 +267,8 @@ class Reservations:
         self._calls.pop(request_id, None)
         if request is not None:
             request.unreserve()
+            if request.request.adapter:
+                request.group.ended(request.request.adapter)
             self.num_blocks -= len(request.blocks)
             self._prefixes.remove(request.blocks.data, group=request.group.number)
         return request

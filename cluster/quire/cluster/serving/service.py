@@ -8,6 +8,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -62,6 +63,8 @@ class GatewayConfig:
     `quire.cluster.dialects.formats`; "auto" is the one that its response template says or its chat
     template shows, "none" leaves calls as text. Likewise for the next."""
     reasoning_parser: str = "auto"
+    takes_adapters: bool = False
+    """Requests may name LoRA adapters of the model."""
     wakes_groups: bool = False
     """Requests are taken although no group runs, because groups are started for waiting
     requests."""
@@ -70,6 +73,19 @@ class GatewayConfig:
 
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """A LoRA adapter that requests can name as their model."""
+
+    name: str
+    model: str
+    """The name of the model that it belongs to."""
+    source: str
+    """The directory or the hub's name that it came from."""
+    digest: str
+    """Of its content, by which engines, caches and groups know it."""
 
 
 class ModelService:
@@ -90,6 +106,9 @@ class ModelService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
+        """What answers call it: its name, or that of an adapter."""
+        self.adapter: Adapter | None = None
+        """Requests are for the model with this adapter."""
         self.scoring = scoring
         """How it scores a document for a query, where it is made for that."""
         self.tokenizer = tokenizer
@@ -137,6 +156,13 @@ class ModelService:
             refused=partial(self.admission.refused, "inflight"),
             clock=clock,
         )
+
+    def through(self, adapter: Adapter) -> "ModelService":
+        """The same service, whose requests are for the model with ``adapter``. It shares
+        everything with this one."""
+        adapted = copy(self)
+        adapted.model, adapted.adapter = adapter.name, adapter
+        return adapted
 
     @property
     def can_serve(self) -> bool:
@@ -224,6 +250,7 @@ class ModelService:
             **request.terms | {"sampling": sampling},
             request_id=secrets.token_hex(12),
             prompt_token_ids=token_ids,
+            adapter=self.adapter.digest if self.adapter else "",
             cache_salt=request.salt,
             arrival_s=arrival_s,
             deadline_s=deadline_s,
@@ -338,6 +365,7 @@ class ModelService:
                 Completion(
                     each,
                     work=work,
+                    model=self.model,
                     index=index,
                     groups=self.groups,
                     table=self.table,

@@ -27,6 +27,7 @@ Column: TypeAlias = npt.NDArray[np.float64]
 Reason = Literal[
     "cached_prefix",
     "copied_prefix",
+    "loaded_adapter",
     "least_loaded",
     "only_group",
     "round_robin",
@@ -43,12 +44,18 @@ class RouteRequest:
     """Hashes of the prompt's full blocks."""
     num_prompt_tokens: int
     block_size: int
+    adapter: str = ""
+    """The digest of the adapter that it wants; empty is the model alone."""
     exclude: frozenset[GroupId] = frozenset()
     """Groups that must not take it: they failed it before, or are draining."""
     ordinal: int = 0
     """Number among its gateway's requests in the order of routing, from any start; replaces
     randomness and memory."""
     now_s: float = 0.0
+
+    def lacks_adapter(self, state: "GroupState") -> bool:
+        """Whether the group has to load the request's adapter."""
+        return bool(self.adapter) and self.adapter not in state.adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +82,11 @@ class GroupLoad:
     num_steps: int | None = None
     """Steps that the group had ended; where the frame does not say, nothing is known of the one
     under way."""
+    adapters: frozenset[str] = frozenset()
+    """Those that its steps can use without loading them."""
+    num_adapter_loads: int = 0
+    """Counter, as is the next: of adapters that were loaded for a step."""
+    adapter_load_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +117,10 @@ class GroupState:
     wait: tuple[float, float] | None = None
     """A first token's seconds, fixed and for each token ahead of it, its own prompt's among them;
     None while too little was seen."""
+    adapters: frozenset[str] = frozenset()
+    """Those that it has loaded, or will have for requests under way."""
+    adapter_load_s: float = 0.0
+    """How long it takes to load one."""
 
     @property
     def num_queued_tokens(self) -> int:
@@ -120,6 +136,10 @@ class GroupState:
         if not self.num_blocks or self.num_available_blocks is None:
             return 0.0
         return 1 - self.num_available_blocks / self.num_blocks
+
+    def load_s(self, adapter: str) -> float:
+        """Seconds to load ``adapter``; 0 where it is loaded, or empty."""
+        return 0.0 if not adapter or adapter in self.adapters else self.adapter_load_s
 
     def forecast_s(self, num_prefill_tokens: int) -> float | None:
         """The seconds to the first token of a request that lacks ``num_prefill_tokens`` here."""
@@ -182,6 +202,8 @@ class Candidate:
     num_sequences: int
     forecast_s: float | None
     """Seconds to the first token there."""
+    adapter_load_s: float
+    """Seconds to load the request's adapter; 0 where the group has it loaded or it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +222,8 @@ class Decision:
     """Seconds to the first token; None while too little was seen of the group."""
     hits: Column
     costs: Column
+    adapter: str = ""
+    """The request's."""
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -212,6 +236,7 @@ class Decision:
                 num_queued_tokens=state.num_queued_tokens,
                 num_sequences=state.num_requests,
                 forecast_s=state.forecast_s(self.num_prompt_tokens - num_hit),
+                adapter_load_s=state.load_s(self.adapter),
             )
             for state, num_hit, cost in zip(
                 self.groups, map(int, self.hits), self.costs, strict=True

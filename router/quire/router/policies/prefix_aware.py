@@ -1,6 +1,6 @@
 """Our policy: the least time to first token, for this request and for those that come after it.
 
-    cost   = queued + rest + (1.25 + behind) * missing + 24 * requests
+    cost   = queued + rest + (1.25 + behind) * missing + 24 * requests + loading
     behind = min(12, (pending + missing / 16) / fresh)
 
 all of one group, in tokens, the time in which it prefills one:
@@ -12,6 +12,7 @@ all of one group, in tokens, the time in which it prefills one:
     pending   prompt tokens that it must compute, the running step included
     fresh     prompt tokens of a request that no group had cached: a recent mean
     requests  that share the step in which the prompt is computed
+    loading   the request's LoRA adapter, where the group has it not loaded
 
 ``behind`` is the marginal cost of work in a queue with random arrivals: work x behind work u costs
 ``u * x + x ** 2 / 2`` times the requests that come in a token's time, one in ``fresh``. The
@@ -83,7 +84,7 @@ class PrefixAware(Policy):
         rest = config.request_tokens * num_in_step
         rest = rest - groups.step_over(request.now_s) * (rest + groups.num_step_tokens)
         beside = config.request_tokens * (num_in_step + groups.num_reserved_requests)
-        self._work = queued, rest + beside
+        self._work = queued, rest + beside + groups.loading(request.adapter)
         missing = request.num_prompt_tokens - hits
         costs = self._costs(missing)
         self.pressure = self._pressure(groups.states[int(costs.argmin())])
