@@ -177,6 +177,7 @@ def _program(
         num_scores = E + (shared == "gated")
         router_bias = random(num_scores) if style.expert_bias else None
         mixed = MixExperts(
+            name="layers.0",
             router=Router(
                 layer=backend.pack_router(3 * random(num_scores, C), router_bias),
                 num_experts=E,

@@ -21,6 +21,7 @@ from typing import Any, cast
 import numpy as np
 
 from quire.kernels.quantization import KvCacheDType, Quantization
+from quire.worker.api.adapters import LoRARequest
 from quire.worker.api.config import Device, DType, EngineConfig, ModelImpl, SchedulingPolicy
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.limits import derive_seed
@@ -49,6 +50,7 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "Logprob",
     "RequestOutput",
     "SamplingParams",

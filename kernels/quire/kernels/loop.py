@@ -43,6 +43,7 @@ class Loop:
     """A `quire.kernels.ops.ProgramRunner`. Rounds where Hugging Face's models do."""
 
     chooses = False
+    adapters = None
 
     def __init__(self, backend: AttentionBackend, program: Program) -> None:
         self._backend = backend

@@ -22,6 +22,7 @@ class NativeProgram:
     own, kept from call to call."""
 
     chooses = True
+    adapters = None
 
     def __init__(self, library: ctypes.CDLL, program: Program) -> None:
         """All weights are contiguous and of one dtype.
