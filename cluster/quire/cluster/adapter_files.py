@@ -5,13 +5,14 @@ receiving store computes the digest again before it keeps them.
 """
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.errors import AdapterError
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_BYTES = 4 * 2**30
@@ -22,14 +23,17 @@ _PIECE_TIMEOUT_S = 30.0
 
 
 class AdapterStore(Protocol):
-    """The adapters that a node keeps on its disk. Its calls may take long: not for an event loop,
-    but for ``folder``."""
+    """The adapters that a node keeps on its disk, as `quire.worker.model.adapters.store` does."""
 
-    def put(self, folder: Path) -> str:
-        """Keeps the adapter in ``folder``; returns its digest."""
+    def receiving(self) -> AbstractContextManager[Path]:
+        """An empty folder in which to put both files for `keep`; gone when the context ends."""
+
+    def keep(self, unfinished: Path, *, expected: str | None = None) -> str:
+        """Takes them into the store, which may take long; returns their digest. Raises
+        AdapterError."""
 
     def folder(self, digest: str) -> Path | None:
-        """Where its files are; ``None`` if it is not kept."""
+        """Where an adapter's files are; ``None`` if it is not kept."""
 
 
 async def pieces_of(folder: Path, digest: str) -> AsyncIterator[pb.AdapterPiece]:
@@ -44,29 +48,35 @@ async def keep_pieces(pieces: AsyncIterator[pb.AdapterPiece], store: AdapterStor
     """Puts the adapter that ``pieces`` bring into ``store``.
 
     Raises:
-        InvalidRequest: They are too large, of no adapter, or their content has another digest.
+        AdapterError: They are too large, of no adapter, cannot be kept, or are not what their
+            digest says.
     """
-    with tempfile.TemporaryDirectory(prefix="quire-adapter-") as temporary:
-        folder, digest, num_bytes = Path(temporary), "", 0
-        files: dict[str, BinaryIO] = {}
-        try:
-            while (piece := await _next(pieces)) is not None:
-                digest, num_bytes = digest or piece.digest, num_bytes + len(piece.data)
-                if piece.file not in FILES or piece.digest != digest or num_bytes > MAX_BYTES:
-                    raise InvalidRequest(
-                        f"adapter {digest}: a piece of {piece.file!r} that brings "
-                        f"{num_bytes} bytes; there are {' and '.join(FILES)} of at most "
-                        f"{MAX_BYTES} bytes together"
-                    )
-                if piece.file not in files:
-                    files[piece.file] = (folder / piece.file).open("wb")
-                await asyncio.to_thread(files[piece.file].write, piece.data)
-        finally:
-            for file in files.values():
-                file.close()
-        kept = await asyncio.to_thread(store.put, folder) if files else ""
-    if kept != digest or not digest:
-        raise InvalidRequest(f"adapter {digest or 'without a digest'}: its content has {kept!r}")
+    with store.receiving() as folder:
+        digest = await _write(pieces, folder)
+        await asyncio.to_thread(partial(store.keep, folder, expected=digest))
+
+
+async def _write(pieces: AsyncIterator[pb.AdapterPiece], folder: Path) -> str:
+    """Writes the files; returns what their digest is said to be."""
+    digest, num_bytes = "", 0
+    files: dict[str, BinaryIO] = {}
+    try:
+        while (piece := await _next(pieces)) is not None:
+            digest, num_bytes = digest or piece.digest, num_bytes + len(piece.data)
+            if piece.file not in FILES or piece.digest != digest or num_bytes > MAX_BYTES:
+                raise AdapterError(
+                    f"adapter {digest}: a piece of {piece.file!r} that makes {num_bytes} bytes; "
+                    f"must be of {' or '.join(FILES)}, {MAX_BYTES} bytes together at most"
+                )
+            if piece.file not in files:
+                files[piece.file] = (folder / piece.file).open("wb")
+            await asyncio.to_thread(files[piece.file].write, piece.data)
+    except OSError as error:
+        raise AdapterError(f"adapter {digest}: cannot be written: {error}") from error
+    finally:
+        for file in files.values():
+            file.close()
+    return digest
 
 
 async def _next(pieces: AsyncIterator[pb.AdapterPiece]) -> pb.AdapterPiece | None:
@@ -74,4 +84,4 @@ async def _next(pieces: AsyncIterator[pb.AdapterPiece]) -> pb.AdapterPiece | Non
         async with asyncio.timeout(_PIECE_TIMEOUT_S):
             return await anext(pieces, None)
     except TimeoutError:
-        raise InvalidRequest(f"no piece of an adapter came for {_PIECE_TIMEOUT_S:g} s") from None
+        raise AdapterError(f"no piece of an adapter came for {_PIECE_TIMEOUT_S:g} s") from None

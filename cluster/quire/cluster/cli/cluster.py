@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
 from quire.cluster.cli.fields import add_fields, given_fields
+from quire.cluster.cli.lora import lora_modules
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.dialects.formats import TOOL_FORMATS
 from quire.cluster.scaling.settings import AutoscalingSettings
@@ -78,6 +79,12 @@ _FAILOVER = {
     "drain_timeout_s": "time for running requests at the stop",
     "handover_s": "the last part of that, in which running requests move to other groups",
 }
+_ADAPTERS = {
+    "enable_lora": "serve LoRA adapters of the model",
+    "max_loras": "different adapters in one step; others take turns",
+    "max_lora_rank": "greatest rank of an adapter, 256 at most",
+    "max_cpu_loras": "adapters kept ready in memory; four times --max-loras if absent",
+}
 _ENGINE = {
     "gpu_memory_utilization": "share of GPU memory, or of free RAM",
     "kv_cache_memory_bytes": "KV cache of each group, instead of a share",
@@ -134,6 +141,18 @@ def add_cluster_flags(
         "Requests of a group that is lost, or about to stop, continue on another group.",
     )
     add_fields(group, ClusterConfig, _FAILOVER)
+    group = parser.add_argument_group(
+        "LoRA adapters", "Clients name an adapter as their model; see `quire adapter`."
+    )
+    add_fields(group, EngineConfig, _ADAPTERS)
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        metavar="NAME=PATH",
+        help="adapters to serve from the start, as NAME=PATH, NAME=PATH@MODEL of one of several "
+        'models, or {"name": …, "path": …, "base_model_name": …}; PATH is a directory or ORG/NAME '
+        "of the Hugging Face hub",
+    )
     group = add_engine_flags(parser, tensor_parallel_size=tensor_parallel_size)
     group.add_argument(
         "--block-size", type=int, choices=BLOCK_SIZES, default=16, help="tokens in a KV block"
@@ -181,13 +200,18 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         ConfigError: They cannot work; the message names what and why.
     """
     models = arguments.model or [None]
-    first, *others = (
+    settings = [
         {
             "engine": engine_config(arguments, model),
             "served_model_name": name,
             "aliases": tuple(aliases),
         }
         for model, (name, *aliases) in zip(models, _names(arguments), strict=True)
+    ]
+    names = [ModelConfig(**each).model_name for each in settings]
+    modules = lora_modules(arguments.lora_modules or (), models=names)
+    first, *others = (
+        each | {"lora_modules": modules[name]} for each, name in zip(settings, names, strict=True)
     )
     given = given_fields(ClusterConfig, arguments) | {
         "routing": RoutingConfig(

@@ -28,9 +28,11 @@ from quire.cluster.edge.limits import GRPC_LEAVE_S
 from quire.cluster.errors import ClusterLost
 from quire.cluster.group.native_code import compile_native_code
 from quire.cluster.group.placement import placement_options
+from quire.cluster.node_adapters import NodeAdapters
 from quire.cluster.settings import config_from
 from quire.cluster.tls import ServerTls
 from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import AdapterError, ConfigError
 from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.config import check_parallel, read_model_spec, resolve_max_model_len
 from quire.worker.model.hub import fetch_checkpoint, fetch_text_files, is_hub_name, pinned
@@ -366,7 +368,19 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
         Tokenizer.load(folder, chat_template=served.chat_template)
         if not is_hub_name(engine.model):
             open_checkpoint(engine.model)
+    _check_adapters(config)
     return config
+
+
+def _check_adapters(config: ClusterConfig) -> None:
+    """Raises ConfigError: an adapter cannot be read, or its model cannot run it."""
+    kept = NodeAdapters({name: each.engine for name, each in config.models.items()})
+    for name, model in config.models.items():
+        for module in model.lora_modules:
+            try:
+                kept.keep(module.path, model=name)
+            except AdapterError as error:
+                raise ConfigError(f"lora_modules: {module.name}={module.path}: {error}") from error
 
 
 def _check_files(config: ClusterConfig) -> None:

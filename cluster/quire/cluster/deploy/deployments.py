@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from math import inf
-from typing import cast
+from typing import Any, cast
 
 import ray
 from ray import serve
@@ -32,6 +32,7 @@ from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.scaling.demand import Demand
 from quire.cluster.scaling.serve import report
+from quire.cluster.serving.adapters import Adapters, Word, nobody_knows
 from quire.cluster.supervise import end_if_cancelled
 from quire.cluster.telemetry.explanations import Answers
 from quire.router.registry import REGISTRY, Member
@@ -53,7 +54,10 @@ _log = logging.getLogger(__name__)
 _DEMAND_REPORT_S = 0.5
 _DEMAND_KEPT_S = 2.0
 _RECALL_TIMEOUT_S = 3.0
-"""In which all gateways are to say what they know of a request."""
+"""In which all gateways are to say what they know of a request, or of adapters."""
+_ASKS = 3
+_ASK_AGAIN_S = 0.5
+_LEARN_AGAIN_S = 5.0
 
 
 class ReplicaGroup:
@@ -139,8 +143,18 @@ class Gateway:
         self._config = config
         claims = claim_ports(config, owner=_owner)
         self._at_end.callback(claims.close)
-        self._server = await GatewayServer.start(config, make_table=self.make_table)
+        takes_adapters = any(each.engine.enable_lora for each in config.models.values())
+        self._server = await GatewayServer.start(
+            config,
+            make_table=self.make_table,
+            ask_others=self._ask_for_adapters if takes_adapters else nobody_knows,
+        )
         self._server.models.explanations.ask_others = self._ask_others
+        if takes_adapters:
+            adapters = self._server.models.adapters
+            adapters.tell_others = self._tell_of_adapters
+            learning = asyncio.create_task(self._learn_adapters(adapters))
+            self._at_end.callback(learning.cancel)
         # Serve refers to request routers weakly: the handles have to be kept.
         self._handles = [
             self._follow(each, handle)
@@ -211,16 +225,44 @@ class Gateway:
         return serve.get_deployment_handle(context.deployment, app_name=context.app_name)
 
     async def _ask_others(self, request: pb.ExplainRoutingRequest, tenant: str | None) -> Answers:
+        said, silence = await self._broadcast("recall", request.SerializeToString(), tenant)
+        return [pb.ExplainRoutingResponse.FromString(each) for each in said], silence
+
+    async def hear_of_adapters(self, asker: str, words: Sequence[Word]) -> list[Word]:
+        """Takes in what the gateway ``asker`` says of adapters; returns all that is known here."""
+        adapters = self._server.models.adapters
+        if asker != serve.get_replica_context().replica_id.unique_id:
+            adapters.hear(words)
+        return adapters.words()
+
+    async def _tell_of_adapters(self, words: Sequence[Word]) -> str:
+        return (await self._broadcast("hear_of_adapters", words))[1]
+
+    async def _ask_for_adapters(self) -> list[Word]:
+        """Serve needs a moment to tell a gateway that has just started of the others."""
+        for _ in range(_ASKS):
+            said, _ = await self._broadcast("hear_of_adapters", ())
+            if said:
+                break
+            await asyncio.sleep(_ASK_AGAIN_S)
+        return [word for words in said for word in words]
+
+    async def _learn_adapters(self, adapters: Adapters) -> None:
+        """What is said while a gateway starts does not reach it."""
+        await asyncio.sleep(_LEARN_AGAIN_S)
+        adapters.hear(word for word in await self._ask_for_adapters() if word.said_at)
+
+    async def _broadcast(self, method: str, *arguments: object) -> tuple[list[Any], str]:
+        """Calls ``method`` of all gateways with this one's name; returns the results, and which
+        of the others gave none. Bounds its time, and raises nothing."""
         name = serve.get_replica_context().replica_id.unique_id
         try:
-            call = self._gateways.broadcast("recall", name, request.SerializeToString(), tenant)
+            call = self._gateways.broadcast(method, name, *arguments)
             said = await call.results_async(timeout_s=_RECALL_TIMEOUT_S, return_exceptions=True)
         except Exception as error:  # Ray's own, of many kinds.
-            _log.warning("other gateways cannot be asked: %r", error)
-            return (), f"other gateways did not answer within {_RECALL_TIMEOUT_S:g} s"
-        answers = [
-            pb.ExplainRoutingResponse.FromString(each) for each in said if isinstance(each, bytes)
-        ]
+            _log.info("other gateways cannot be asked: %r", error)
+            return [], f"other gateways did not answer within {_RECALL_TIMEOUT_S:g} s"
+        answers = [each for each in said if not isinstance(each, BaseException)]
         num_silent = len(said) - len(answers)
         silence = f"{num_silent} of {len(said) - 1} other gateways did not answer"
         return answers, silence if num_silent else ""

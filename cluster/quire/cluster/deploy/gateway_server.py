@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Self
 
 from quire.cluster.config import ClusterConfig
@@ -25,6 +26,8 @@ from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
+from quire.cluster.node_adapters import NodeAdapters
+from quire.cluster.serving.adapters import AskOthers, nobody_knows
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.cluster.tls import ServerTls
@@ -68,15 +71,23 @@ class GatewayServer:
         self.tls: ServerTls | None = None
         if config.tls_certificate is not None and config.tls_key is not None:
             self.tls = ServerTls(certificate=config.tls_certificate, key=config.tls_key)
+        self._adapters = NodeAdapters({name: each.engine for name, each in config.models.items()})
         # By model and address.
         self._contacts: dict[str, dict[str, GroupContact]] = {name: {} for name in config.models}
         models = zip(config.models.values(), read, self._contacts.values(), strict=True)
         self.models = Models(
             *(
-                _service(each, *of_model, table=make_table(each), contacts=contacts)
+                _service(
+                    each,
+                    *of_model,
+                    table=make_table(each),
+                    contacts=contacts,
+                    adapter_folder=self._adapters.folder,
+                )
                 for each, of_model, contacts in models
             ),
             aliases={alias: name for name, each in config.models.items() for alias in each.aliases},
+            adapter_keeper=self._adapters,
         )
         self.grpc_address = ""
         """``host:port`` for clients, as is the next."""
@@ -122,10 +133,12 @@ class GatewayServer:
         config: ClusterConfig,
         *,
         make_table: Callable[[ClusterConfig], RoutingTable] = new_table,
+        ask_others: AskOthers = nobody_knows,
     ) -> Self:
         """Listens on the configured ports. It has no groups until it is given addresses.
 
-        ``make_table`` makes a model's table to route by.
+        ``make_table`` makes a model's table to route by. ``ask_others`` asks the other gateways for
+        adapters.
 
         Raises:
             ConfigError: A port is in use, or a certificate or key file cannot be.
@@ -134,6 +147,14 @@ class GatewayServer:
         read = [await asyncio.to_thread(_read, each) for each in config.models.values()]
         self = cls(config, read, make_table=make_table)
         try:
+            await self.models.adapters.begin(
+                {
+                    module.name: (name, module.path)
+                    for name, each in config.models.items()
+                    for module in each.lora_modules
+                },
+                ask_others,
+            )
             await self._listen(config)
         except BaseException:
             await self.models.close()
@@ -225,6 +246,7 @@ def _service(
     *,
     table: RoutingTable,
     contacts: Mapping[str, GroupContact],
+    adapter_folder: Callable[[str], Path | None],
 ) -> ModelService:
     groups = Groups(
         table=table,
@@ -235,6 +257,7 @@ def _service(
             follow_events=config.routing.use_directory,
         ),
         connect=partial(grpc_connect, contacts=contacts),
+        adapter_folder=adapter_folder,
     )
     return ModelService(
         model=config.model_name,
@@ -256,6 +279,7 @@ def _gateway_config(config: ClusterConfig) -> GatewayConfig:
         # The first group's start may be what a request waits for.
         completion = replace(completion, group_wait_s=settings.start_wait_s)
     return GatewayConfig(
+        takes_adapters=config.engine.enable_lora,
         wakes_groups=wakes_groups,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,

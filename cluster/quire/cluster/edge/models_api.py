@@ -1,21 +1,53 @@
-"""The models that a gateway serves, by all their names: ``GET /v1/models``, and one of them."""
+"""The models that a gateway serves, by all their names, and the LoRA adapters beside them.
+
+    GET  /v1/models                 all of them; /v1/models/NAME is one
+    POST /v1/load_lora_adapter      gives an adapter a name, in place of one that has it
+    POST /v1/unload_lora_adapter    takes a name away
+
+The latter two are vLLM's, and want an operator's key where there are keys.
+"""
 
 import time
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.openai_schema import Body
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 
+LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
-def model_routes(models: Models) -> list[Route]:
+
+class LoadAdapterBody(Body):
+    """vLLM's ``/v1/load_lora_adapter``. ``base_model_name`` is needed where several models take
+    adapters."""
+
+    accepted = frozenset({"load_inplace", "is_3d_lora_weight"})
+
+    lora_name: str
+    lora_path: str
+    base_model_name: str | None = None
+
+
+class UnloadAdapterBody(Body):
+    """vLLM's ``/v1/unload_lora_adapter``."""
+
+    accepted = frozenset({"lora_int_id"})
+
+    lora_name: str
+
+
+def model_routes(models: Models, bodies: BodyReader) -> list[Route]:
     created = int(time.time())
 
     async def listed(request: Request) -> Response:
         names = {**{name: name for name in models.by_name}, **models.aliases}
         data = [_described(id_, models.by_name[name], created) for id_, name in names.items()]
+        adapted = [models.named(adapter.name) for adapter in models.adapters]
+        data += [_described(each.model, each, created) for each in adapted]
         return JSONResponse({"object": "list", "data": data})
 
     async def one(request: Request) -> Response:
@@ -24,10 +56,31 @@ def model_routes(models: Models) -> list[Route]:
             return await listed(request)
         return JSONResponse(_described(name, models.named(name), created))
 
+    async def load(request: Request) -> Response:
+        body, hold = await bodies.read(request, LoadAdapterBody)
+        with hold:
+            _, incomplete = await models.adapters.load(
+                body.lora_name, body.lora_path, model=body.base_model_name or ""
+            )
+        return _done(f"LoRA adapter '{body.lora_name}' added successfully.", incomplete)
+
+    async def unload(request: Request) -> Response:
+        body, hold = await bodies.read(request, UnloadAdapterBody)
+        with hold:
+            incomplete = await models.adapters.unload(body.lora_name)
+        return _done(f"LoRA adapter '{body.lora_name}' removed successfully.", incomplete)
+
     return [
         Route("/v1/models", listed, methods=["GET"]),
         Route("/v1/models/{model:path}", one, methods=["GET"]),
+        Route(LOAD_PATH, load, methods=["POST"]),
+        Route(UNLOAD_PATH, unload, methods=["POST"]),
     ]
+
+
+def _done(message: str, incomplete: str) -> Response:
+    later = f" {incomplete}, and will be told again." if incomplete else ""
+    return PlainTextResponse(f"Success: {message}{later}")
 
 
 def _described(name: str, model: ModelService, created: int) -> dict[str, object]:
@@ -37,12 +90,16 @@ def _described(name: str, model: ModelService, created: int) -> dict[str, object
         state = "ready"
     elif model.config.wakes_groups:
         state = "asleep"
-    return {
+    adapter = model.adapter
+    described: dict[str, object] = {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "quire",
-        "root": model.model,
+        "root": model.model if adapter is None else adapter.source,
         "max_model_len": card.max_model_len if card else None,
         "state": state,
     }
+    if adapter is not None:
+        described["parent"] = adapter.model
+    return described

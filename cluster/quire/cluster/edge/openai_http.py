@@ -94,7 +94,7 @@ def build_http_app(
     )
     api = _Api(models, bodies)
     routes = [
-        *model_routes(models),
+        *model_routes(models, bodies),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/responses", api.responses, methods=["POST"]),

@@ -14,10 +14,12 @@ from typing import Self
 import numpy as np
 
 from quire.cluster.config import ClusterConfig
+from quire.cluster.group.adapters import GroupAdapters
 from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.placement import OnStep, start_ranks
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.links.group_link import GroupContact
+from quire.cluster.node_adapters import NodeAdapters
 from quire.cluster.tls import own_certificate
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.engine_stats import EngineStats
@@ -61,6 +63,7 @@ class GroupServer:
             description,
             heartbeat_s=config.silence_timeout_s / _HEARTBEATS,
             gateway_timeout_s=config.silence_timeout_s * _GATEWAY_PATIENCE,
+            adapters=_adapters(config) if config.engine.enable_lora else None,
         )
         token = secrets.token_urlsafe(32)
         self._server = build_group_server(self._service, token=token)
@@ -167,6 +170,16 @@ class GroupServer:
         await self._server.stop(_CLOSE_S)
         await self._engine_loop.close()
         await asyncio.to_thread(self._engine.close)
+
+
+def _adapters(config: ClusterConfig) -> GroupAdapters:
+    name = config.model_name
+    kept = NodeAdapters({name: config.engine})
+
+    async def check(digest: str) -> None:
+        await asyncio.to_thread(kept.check, digest, model=name)
+
+    return GroupAdapters(kept.store, check)
 
 
 def _describe(

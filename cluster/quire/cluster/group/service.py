@@ -23,7 +23,7 @@ from quire.cluster.group.session import Door, GatewaySession
 from quire.cluster.wire import events_to_proto
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
-from quire.worker.api.errors import InvalidRequest, RankFailure
+from quire.worker.api.errors import AdapterError, RankFailure
 
 _log = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         else:
             try:
                 await self._adapters.write(request_iterator)
-            except InvalidRequest as error:
+            except AdapterError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return pb.WriteAdapterResponse()
 

@@ -80,6 +80,19 @@ class Holders:
                 break
         raise error
 
+    async def wait_for_all(
+        self, clients: Iterable[GroupClient], digest: str, *, timeout_s: float
+    ) -> None:
+        """Returns once all of these clients' groups hold the adapter or could not be given it, or
+        after ``timeout_s``. Raises InvalidRequest: the model cannot run it."""
+        tasks = self.ask(clients, digest)
+        if not tasks:
+            return
+        done, _ = await asyncio.wait(tasks, timeout=timeout_s)
+        for task in done:
+            if not task.cancelled() and isinstance(error := task.exception(), InvalidRequest):
+                raise error
+
     async def close(self) -> None:
         for task in (tasks := list(self._asking.values())):
             task.cancel()

@@ -195,6 +195,16 @@ class Groups:
         clients = [self._attached[group_id] for group_id in self._routable()]
         await self.holders.wait_for_one(clients, adapter, timeout_s=timeout_s)
 
+    async def hold_everywhere(self, adapter: str, *, timeout_s: float) -> None:
+        """Has all groups that take requests hold ``adapter``; those that cannot be given it in time
+        get it once it is needed.
+
+        Raises:
+            InvalidRequest: The model cannot run it.
+        """
+        clients = [self._attached[group_id] for group_id in self._routable()]
+        await self.holders.wait_for_all(clients, adapter, timeout_s=timeout_s)
+
     def forget_adapter(self, group_id: GroupId, adapter: str) -> None:
         """The group has said that it does not hold ``adapter`` any more."""
         if group_id in self._attached:

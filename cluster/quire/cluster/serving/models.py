@@ -7,6 +7,7 @@ known yet, and the page of metrics.
 from collections.abc import Callable, Mapping
 
 from quire.cluster.errors import ModelNotFound
+from quire.cluster.serving.adapters import Adapters, Keeper
 from quire.cluster.serving.bounds import ByteBudget
 from quire.cluster.serving.service import ModelService
 from quire.cluster.telemetry.explanations import Explanations
@@ -24,13 +25,16 @@ class Models:
         *services: ModelService,
         aliases: Mapping[str, str] | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
+        adapter_keeper: Keeper | None = None,
     ) -> None:
-        """``aliases``: further names, and the models that they mean. ``max_body_bytes``: of large
+        """``aliases``: further names, and the models that they mean. ``adapter_keeper``: of this
+        node. ``max_body_bytes``: of large
         requests that are held at a time, until they are tokenized. Past that, an HTTP request waits
         unread, and a gRPC request, which has been read already, is refused."""
         self.by_name = {service.model: service for service in services}
         self.aliases = dict(aliases or {})
         assert len(self.by_name) == len(services) > 0
+        self.adapters = Adapters(self, adapter_keeper)
         self.explanations = Explanations([service.table for service in services])
         self.bodies = ByteBudget(max_body_bytes)
         """For the transports, of what they read before `ModelService.prepare` has returned."""
@@ -44,7 +48,14 @@ class Models:
             service.groups.watch(self._notify)
 
     def named(self, name: str | None) -> ModelService:
-        """The model that a request names; it need not where there is one only.
+        """The model, or a model's adapter, that a request names; it need not where there is one
+        model only. Raises as `model`."""
+        if name and name not in self.by_name and (adapted := self.adapters.named(name)):
+            return adapted
+        return self.model(name)
+
+    def model(self, name: str | None) -> ModelService:
+        """The same, of models alone.
 
         Raises:
             ModelNotFound: It is not served here.
@@ -54,7 +65,8 @@ class Models:
         name = self.aliases.get(name or "", name)
         if name:
             if name not in self.by_name:
-                are = "is" if len(self.by_name) == 1 else "are"
+                known += "".join(f", {each.name!r}" for each in self.adapters)
+                are = "are" if "," in known else "is"
                 raise ModelNotFound(f"the model {name!r} does not exist: {known} {are} served")
             return self.by_name[name]
         if len(self.by_name) > 1:
@@ -90,6 +102,7 @@ class Models:
 
     async def close(self) -> None:
         """Detaches from every group, and ends what prepares requests."""
+        self.adapters.close()
         for service in self.by_name.values():
             await service.groups.close()
             service.close()

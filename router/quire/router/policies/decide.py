@@ -104,16 +104,14 @@ def nearest(request: RouteRequest, groups: Loads, indices: Sequence[int]) -> int
     return min(indices, key=lambda i: far(states[i].group))
 
 
-def distance_from(
-    request: RouteRequest, *, is_cold: bool = False
-) -> Callable[[GroupId], bytes]:
+def distance_from(request: RouteRequest, *, is_cold: bool = False) -> Callable[[GroupId], bytes]:
     """Rendezvous hashing (Thaler and Ravishankar, 1998): when a group joins or leaves, only the
     prefixes that it gains or held move. Prompts shorter than a block have no prefix and spread.
     ``is_cold``: no group has loaded the request's adapter, whose name then stands for the prefix's.
     """
     name = request.hashes[0] if request.hashes else request.ordinal.to_bytes(8, "little")
     if is_cold:
-        name = request.adapter.encode()[:hashlib.blake2b.MAX_KEY_SIZE]
+        name = request.adapter.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
     begun = hashlib.blake2b(key=name, digest_size=8)
 
     def distance(group: GroupId) -> bytes:

@@ -202,8 +202,8 @@ class Candidate:
     num_sequences: int
     forecast_s: float | None
     """Seconds to the first token there."""
-    adapter_load_s: float
-    """Seconds to load the request's adapter; 0 where the group has it loaded or it has none."""
+    adapter_load_s: float | None
+    """Seconds to load the request's adapter there, 0 if it is loaded; None where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +236,7 @@ class Decision:
                 num_queued_tokens=state.num_queued_tokens,
                 num_sequences=state.num_requests,
                 forecast_s=state.forecast_s(self.num_prompt_tokens - num_hit),
-                adapter_load_s=state.load_s(self.adapter),
+                adapter_load_s=state.load_s(self.adapter) if self.adapter else None,
             )
             for state, num_hit, cost in zip(
                 self.groups, map(int, self.hits), self.costs, strict=True

@@ -104,6 +104,19 @@ def fetch_checkpoint(model: Path) -> Path:
     return _fetch(model, (*_TEXT, *_WEIGHTS))
 
 
+def fetch_adapter(adapter: Path) -> Path:
+    """A directory with the two files of a LoRA adapter as PEFT writes it. A path as it is.
+
+    Raises:
+        CheckpointError: The hub does not have or give it, or cannot be asked.
+    """
+    if not is_hub_name(adapter):
+        return adapter
+    adapter = pinned(adapter)
+    with _explained(adapter):
+        return _download(adapter, ("adapter_config.json", "adapter_model.safetensors"))
+
+
 def _fetch(model: Path, patterns: Sequence[str]) -> Path:
     if not is_hub_name(model):
         return model
