@@ -32,6 +32,7 @@ _SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[^/]+(?:/.*\.ggu
 _CONFIG = ("config.json", "generation_config.json", MODELOPT_NAME)
 _TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHTS = ("*.safetensors",)
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _IGNORED = ("*/*", ".*", "consolidated*")
 """Such as the same weights in another format; digests of weights are this node's own."""
 
@@ -105,7 +106,7 @@ def fetch_checkpoint(model: Path) -> Path:
 
 
 def fetch_adapter(adapter: Path) -> Path:
-    """A directory with the two files of a LoRA adapter as PEFT writes it. A path as it is.
+    """A directory with an adapter's files. A path as it is.
 
     Raises:
         CheckpointError: The hub does not have or give it, or cannot be asked.
@@ -114,7 +115,7 @@ def fetch_adapter(adapter: Path) -> Path:
         return adapter
     adapter = pinned(adapter)
     with _explained(adapter):
-        return _download(adapter, ("adapter_config.json", "adapter_model.safetensors"))
+        return _download(adapter, _ADAPTER)
 
 
 def _fetch(model: Path, patterns: Sequence[str]) -> Path:

@@ -58,7 +58,7 @@ class Held:
 class AdapterStore:
     """The adapters of a node; any process may have one on the same ``root``.
 
-    ``root`` is in the user's cache folder by default (``QUIRE_CACHE_DIR`` names another).
+    ``root`` is what ``QUIRE_ADAPTER_DIR`` says, by default a folder in the user's cache folder.
     """
 
     def __init__(self, root: Path | None = None, *, max_bytes: int = MAX_BYTES) -> None:
@@ -67,13 +67,15 @@ class AdapterStore:
 
     @property
     def root(self) -> Path:
-        if self._root is None:
-            try:
-                self._root = native_build.cache_dir() / "adapters"
-            except native_build.BuildError as error:
-                raise AdapterError(
-                    "no home directory to keep adapters in; set QUIRE_CACHE_DIR"
-                ) from error
+        if self._root is not None:
+            return self._root
+        chosen = os.environ.get("QUIRE_ADAPTER_DIR")
+        try:
+            self._root = Path(chosen) if chosen else native_build.cache_dir() / "adapters"
+        except native_build.BuildError as error:
+            raise AdapterError(
+                "no home directory to keep adapters in; set QUIRE_ADAPTER_DIR"
+            ) from error
         return self._root
 
     def put(self, folder: Path, *, expected: str | None = None) -> str:
@@ -84,6 +86,9 @@ class AdapterStore:
                 that is not served, or the digest is not ``expected``.
         """
         read_config(folder)
+        digest = digest_of(folder)
+        if self.folder(digest) is not None and expected in (None, digest):
+            return digest
         with self.receiving() as unfinished:
             for name in FILE_NAMES:
                 _copy(folder / name, unfinished / name, max_bytes=self._max_bytes)

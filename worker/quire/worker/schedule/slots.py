@@ -1,0 +1,149 @@
+"""Which adapters' requests may be in a step: those in the ranks' slots, which take turns.
+
+An adapter is *active* while its requests may run. At most ``num_slots`` are. Where others have
+requests too, an adapter whose turn has lasted `TURN_STEPS` steps makes place for the one that has
+waited longest: its running requests keep their KV and sit out until it comes back. So none waits
+for another one's long outputs, and each turn computes enough for the loading not to matter.
+Priorities come first: an adapter gives way at once to one that has a request of a higher priority,
+and to none whose requests all have a lower one.
+
+An adapter that is not active stays in its slot until another one needs that: the one that was
+active last stays longest.
+"""
+
+from collections import Counter
+from itertools import count
+
+from quire.worker.schedule.sequence import Sequence
+
+TURN_STEPS = 16
+"""Loading an adapter of rank 16 takes about as long as a tenth of a small step. With 64 adapters
+and 8 slots each adapter runs for 16 of 128 steps."""
+
+
+class _Adapter:
+    """One that requests at hand name."""
+
+    def __init__(self, digest: str) -> None:
+        self.digest = digest
+        self.requests: dict[Sequence, None] = {}
+        self.priorities: Counter[int] = Counter()
+        self.slot = -1
+        """Where it is active."""
+        self.began = 0
+        """The step in which its turn began, or its place among those that wait for one."""
+
+    @property
+    def priority(self) -> int:
+        """The highest of its requests, which is the least."""
+        return min(self.priorities)
+
+
+class Slots:
+    """Decides, and loads nothing: `take_loads` says what the ranks must load."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._adapters: dict[str, _Adapter] = {}
+        self._active: dict[str, _Adapter] = {}
+        # What the ranks have, the one first that was active longest ago; slots without are free.
+        self._loaded: dict[str, int] = {}
+        self._free = list(reversed(range(num_slots)))
+        self._loads: dict[int, str] = {}
+        self._num_slots = num_slots
+        self._num_steps = 0
+        self._entries = count()
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    def add(self, seq: Sequence) -> None:
+        """``seq`` has an adapter. It may run at once where that is active, or no other waits and a
+        place is left."""
+        digest = seq.request.adapter
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            is_next = len(self._adapters) == len(self._active) < self._num_slots
+            adapter = self._adapters[digest] = _Adapter(digest)
+            adapter.began = next(self._entries)
+            if is_next:
+                self._activate(adapter)
+        adapter.requests[seq] = None
+        adapter.priorities[seq.request.priority] += 1
+        seq.adapter_slot = adapter.slot
+
+    def remove(self, seq: Sequence) -> None:
+        """``seq`` has ended."""
+        adapter = self._adapters[seq.request.adapter]
+        priority = seq.request.priority
+        del adapter.requests[seq]
+        adapter.priorities[priority] -= 1
+        if not adapter.priorities[priority]:
+            del adapter.priorities[priority]
+        if not adapter.requests:
+            del self._adapters[adapter.digest]
+            self._active.pop(adapter.digest, None)
+
+    def advance(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Begins another step. Returns the requests that may run from now on, and those that may
+        not any more."""
+        self._num_steps += 1
+        waiting = [each for each in self._adapters.values() if each.slot < 0]
+        if not waiting:
+            return [], []
+        resumed: list[Sequence] = []
+        stopped: list[Sequence] = []
+        for adapter in sorted(waiting, key=lambda each: (each.priority, each.began)):
+            if len(self._active) >= self._num_slots:
+                last = self._to_stop(adapter.priority)
+                if last is None:
+                    break
+                stopped += self._deactivate(last)
+            resumed += self._activate(adapter)
+        return resumed, stopped
+
+    def take_loads(self) -> tuple[tuple[int, str], ...]:
+        """The slots whose adapters are other ones since the last call, and those."""
+        loads, self._loads = self._loads, {}
+        for slot, digest in list(loads.items()):
+            # One whose requests are all gone may be gone from the store too.
+            if digest not in self._active:
+                del loads[slot], self._loaded[digest]
+                self._free.append(slot)
+        return tuple(loads.items())
+
+    def _to_stop(self, priority: int) -> _Adapter | None:
+        """The active adapter that makes place for one of ``priority``."""
+        found = [
+            each
+            for each in self._active.values()
+            if each.priority > priority
+            or (each.priority == priority and self._num_steps - each.began >= TURN_STEPS)
+        ]
+        return max(found, key=lambda each: (each.priority, -each.began), default=None)
+
+    def _activate(self, adapter: _Adapter) -> list[Sequence]:
+        digest = adapter.digest
+        slot = self._loaded.pop(digest, -1)
+        if slot < 0:
+            if self._free:
+                slot = self._free.pop()
+            else:
+                gone = next(each for each in self._loaded if each not in self._active)
+                slot = self._loaded.pop(gone)
+            self._loads[slot] = digest
+        self._loaded[digest] = slot
+        self._active[digest] = adapter
+        adapter.slot, adapter.began = slot, self._num_steps
+        for seq in adapter.requests:
+            seq.adapter_slot = slot
+        return list(adapter.requests)
+
+    def _deactivate(self, adapter: _Adapter) -> list[Sequence]:
+        del self._active[adapter.digest]
+        # The end of the row of those that leave first.
+        self._loaded[adapter.digest] = self._loaded.pop(adapter.digest)
+        adapter.slot, adapter.began = -1, next(self._entries)
+        for seq in adapter.requests:
+            seq.adapter_slot = -1
+        return list(adapter.requests)
