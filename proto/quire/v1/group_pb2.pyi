@@ -237,7 +237,7 @@ class GroupError(_message.Message):
     def __init__(self, code: _Optional[_Union[GroupError.Code, str]] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_pending_prefill_tokens", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_prompt_tokens", "num_hit_tokens", "num_output_tokens", "num_preemptions", "num_unsent_tokens", "num_gateways", "num_drafted_tokens", "num_accepted_tokens", "adapters", "max_adapters", "num_adapter_loads", "adapter_load_s")
+    __slots__ = ("num_running", "num_waiting", "num_pending_prefill_tokens", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_prompt_tokens", "num_hit_tokens", "num_output_tokens", "num_preemptions", "num_unsent_tokens", "num_gateways", "num_drafted_tokens", "num_accepted_tokens", "adapters", "max_adapters", "num_adapters", "num_adapter_loads")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PENDING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -254,8 +254,8 @@ class Load(_message.Message):
     NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     NUM_ADAPTER_LOADS_FIELD_NUMBER: _ClassVar[int]
-    ADAPTER_LOAD_S_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_pending_prefill_tokens: int
@@ -272,9 +272,9 @@ class Load(_message.Message):
     num_accepted_tokens: int
     adapters: _containers.RepeatedScalarFieldContainer[str]
     max_adapters: int
+    num_adapters: int
     num_adapter_loads: int
-    adapter_load_s: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_prefill_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_unsent_tokens: _Optional[int] = ..., num_gateways: _Optional[int] = ..., num_drafted_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., max_adapters: _Optional[int] = ..., num_adapter_loads: _Optional[int] = ..., adapter_load_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_prefill_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_unsent_tokens: _Optional[int] = ..., num_gateways: _Optional[int] = ..., num_drafted_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., max_adapters: _Optional[int] = ..., num_adapters: _Optional[int] = ..., num_adapter_loads: _Optional[int] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ("epoch", "next_seq", "buckets")

@@ -49,8 +49,6 @@ class Group:
     num_reserved_tokens: int = 0
     adapters: Counter[str] = field(default_factory=Counter)
     """Of requests under way there."""
-    load_s: float = 0.0
-    """How long it takes to load an adapter, as a recent mean."""
     reserved: deque["InFlight"] = field(default_factory=deque)
     """In the order of routing; those shown since by other means are passed over."""
     waits: Line = field(default_factory=lambda: Line(window=_WAITS_KEPT))
@@ -82,7 +80,6 @@ class Group:
                 num_queued=load.num_pending_prefill_tokens,
                 is_idle=not (load.num_running or load.num_waiting),
             )
-        self._learn_loading(load)
         self.load = load
         self.num_blocks = max(self.num_blocks or 0, load.num_available_blocks)
         self.num_frames += 1
@@ -91,13 +88,6 @@ class Group:
         ):
             self.reserved.popleft().unreserve()
         self._changed()
-
-    def _learn_loading(self, load: GroupLoad) -> None:
-        before = self.load or GroupLoad(num_running=0, num_waiting=0, num_pending_prefill_tokens=0)
-        num_loads = load.num_adapter_loads - before.num_adapter_loads
-        if num_loads > 0:
-            each_s = (load.adapter_load_s - before.adapter_load_s) / num_loads
-            self.load_s = moved_mean(self.load_s or None, each_s)
 
     def _is_shown(self, request: "InFlight", num_shown: int | None) -> bool:
         if num_shown is None or request.number is None:
@@ -163,7 +153,8 @@ class Group:
             num_step_tokens=self.clock.num_tokens,
             wait=self.wait,
             adapters=(load.adapters if load else frozenset()).union(self.adapters),
-            adapter_load_s=self.load_s,
+            num_adapters=max(load.num_adapters if load else 0, len(self.adapters)),
+            max_adapters=load.max_adapters if load else 0,
         )
         if self.loads is not None:
             self.loads.put(self.position, self.state)

@@ -311,8 +311,8 @@ class Groups:
                 num_shown=num_submits,
                 num_steps=step,
                 adapters=frozenset(load.adapters),
-                num_adapter_loads=load.num_adapter_loads,
-                adapter_load_s=load.adapter_load_s,
+                num_adapters=load.num_adapters,
+                max_adapters=load.max_adapters,
             ),
             is_awaited=self.demand.num_requests > 0,
         )

@@ -63,7 +63,7 @@ def decide(
         forecast_s=state.forecast_s(request.num_prompt_tokens - num_hit_tokens),
         hits=hits,
         costs=costs,
-        adapter=request.adapter,
+        adapter_costs=policy.adapter_costs,
     )
 
 

@@ -97,13 +97,6 @@ class Loads:
             self._from_frames = int(max(self.num_gateways.max(initial=0), 1)), speeds
         return self._from_frames
 
-    def loading(self, adapter: str) -> Column | float:
-        """Tokens that each group could prefill while it loads ``adapter``; 0 where it has it."""
-        if not adapter:
-            return 0.0
-        seconds: Column = np.array([state.load_s(adapter) for state in self.states])
-        return seconds * self.speeds[0]
-
     def step_over(self, now_s: float) -> Column:
         """Which share of each group's present step is over; 0 where nothing is known."""
         share = (now_s - self._step_began_s) / self._step_s

@@ -83,10 +83,11 @@ class GroupLoad:
     """Steps that the group had ended; where the frame does not say, nothing is known of the one
     under way."""
     adapters: frozenset[str] = frozenset()
-    """Those that its steps can use without loading them."""
-    num_adapter_loads: int = 0
-    """Counter, as is the next: of adapters that were loaded for a step."""
-    adapter_load_s: float = 0.0
+    """Those that are loaded."""
+    num_adapters: int = 0
+    """Those that have requests."""
+    max_adapters: int = 0
+    """How many can be loaded at a time; 0: it does not say."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,8 +120,9 @@ class GroupState:
     None while too little was seen."""
     adapters: frozenset[str] = frozenset()
     """Those that it has loaded, or will have for requests under way."""
-    adapter_load_s: float = 0.0
-    """How long it takes to load one."""
+    num_adapters: int = 0
+    """Those that have requests."""
+    max_adapters: int = 0
 
     @property
     def num_queued_tokens(self) -> int:
@@ -137,9 +139,11 @@ class GroupState:
             return 0.0
         return 1 - self.num_available_blocks / self.num_blocks
 
-    def load_s(self, adapter: str) -> float:
-        """Seconds to load ``adapter``; 0 where it is loaded, or empty."""
-        return 0.0 if not adapter or adapter in self.adapters else self.adapter_load_s
+    def turns(self, adapter: str) -> float:
+        """How many turns of other adapters a request of ``adapter`` waits for: none where all
+        adapters that have requests can be loaded."""
+        num = self.num_adapters + (adapter not in self.adapters)
+        return max(num - self.max_adapters, 0) / self.max_adapters if self.max_adapters else 0.0
 
     def forecast_s(self, num_prefill_tokens: int) -> float | None:
         """The seconds to the first token of a request that lacks ``num_prefill_tokens`` here."""
@@ -157,6 +161,8 @@ class Policy(Protocol):
     pressure: float | None = None
     """Cost of a computed token for the requests behind it, as of the last `costs`; None if not
     used."""
+    adapter_costs: Column | None = None
+    """Parts of the last `costs` that the request's adapter caused; None if there are none."""
 
     def costs(self, request: RouteRequest, groups: "Loads", hits: Column) -> Column:
         """A cost for each of ``groups``, of which there is one at least; the least wins.
@@ -202,8 +208,8 @@ class Candidate:
     num_sequences: int
     forecast_s: float | None
     """Seconds to the first token there."""
-    adapter_load_s: float | None
-    """Seconds to load the request's adapter there, 0 if it is loaded; None where it has none."""
+    adapter_cost: float | None
+    """The part of ``cost`` that the request's adapter causes; None where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,8 +228,8 @@ class Decision:
     """Seconds to the first token; None while too little was seen of the group."""
     hits: Column
     costs: Column
-    adapter: str = ""
-    """The request's."""
+    adapter_costs: Column | None = None
+    """Parts of ``costs``; None where the request has no adapter."""
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -236,9 +242,13 @@ class Decision:
                 num_queued_tokens=state.num_queued_tokens,
                 num_sequences=state.num_requests,
                 forecast_s=state.forecast_s(self.num_prompt_tokens - num_hit),
-                adapter_load_s=state.load_s(self.adapter) if self.adapter else None,
+                adapter_cost=None if self.adapter_costs is None else float(adapter_cost),
             )
-            for state, num_hit, cost in zip(
-                self.groups, map(int, self.hits), self.costs, strict=True
+            for state, num_hit, cost, adapter_cost in zip(
+                self.groups,
+                map(int, self.hits),
+                self.costs,
+                self.costs if self.adapter_costs is None else self.adapter_costs,
+                strict=True,
             )
         )
