@@ -743,7 +743,7 @@ READ: dict[type[Op], set[str]] = {
     Linear: {"name", "layer", "x", "out", "adds"},
     GatedLinear: {"name", "layer", "x", "out"},
     Activate: {"x"},
-    MixExperts: {"router", "experts", "shared", "bias_EC", "is_split", "x", "out"},
+    MixExperts: {"name", "router", "experts", "shared", "bias_EC", "is_split", "x", "out"},
     RotateAndWrite: {
         "kv",
         "num_heads",

@@ -52,6 +52,10 @@ class LinearLayer(Protocol):
     """Weights, laid out as a backend likes them: ``[T, I]`` to ``[T, O]``. A row's bits do not
     depend on the other rows."""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix: outputs, of a gated layer gates and ups, and inputs."""
+
     def __call__(self, x_TI: Tensor) -> Tensor: ...
 
 
@@ -120,8 +124,7 @@ class Activate:
 class LowRank:
     """An adapter's addition to some outputs of one linear layer: ``scale * B (A x)``.
 
-    ``A x`` is summed in float32, as the layer's parts are, and multiplied by ``scale``; B's product
-    with it, float32 too, is added to the layer's unrounded product and its bias.
+    `quire.kernels.low_rank` says what is rounded where.
     """
 
     a_RI: Tensor

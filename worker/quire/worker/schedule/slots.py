@@ -1,11 +1,13 @@
 """Which adapters' requests may be in a step: those in the ranks' slots, which take turns.
 
 An adapter is *active* while its requests may run. At most ``num_slots`` are. Where others have
-requests too, an adapter whose turn has lasted `TURN_STEPS` steps makes place for the one that has
-waited longest: its running requests keep their KV and sit out until it comes back. So none waits
-for another one's long outputs, and each turn computes enough for the loading not to matter.
-Priorities come first: an adapter gives way at once to one that has a request of a higher priority,
-and to none whose requests all have a lower one.
+requests too, an adapter whose turn has lasted `TURN_STEPS` steps makes place for one of them: its
+running requests keep their KV and sit out until it comes back. So none waits for another one's long
+outputs, and each turn computes enough for the loading not to matter.
+
+The next turn is in turn that of the adapter with the most urgent request, and of the one that has
+waited longest: those that sit out hold blocks that others may need, so that each must come back,
+whatever its requests' priorities.
 
 An adapter that is not active stays in its slot until another one needs that: the one that was
 active last stays longest.
@@ -51,6 +53,7 @@ class Slots:
         self._loads: dict[int, str] = {}
         self._num_slots = num_slots
         self._num_steps = 0
+        self._is_oldest_next = False
         self._entries = count()
 
     @property
@@ -93,12 +96,17 @@ class Slots:
             return [], []
         resumed: list[Sequence] = []
         stopped: list[Sequence] = []
-        for adapter in sorted(waiting, key=lambda each: (each.priority, each.began)):
+        while waiting:
             if len(self._active) >= self._num_slots:
-                last = self._to_stop(adapter.priority)
+                last = self._to_stop()
                 if last is None:
                     break
                 stopped += self._deactivate(last)
+            adapter = min(waiting, key=lambda each: each.began)
+            if not self._is_oldest_next:
+                adapter = min(waiting, key=lambda each: (each.priority, each.began))
+            self._is_oldest_next = not self._is_oldest_next
+            waiting.remove(adapter)
             resumed += self._activate(adapter)
         return resumed, stopped
 
@@ -112,13 +120,10 @@ class Slots:
                 self._free.append(slot)
         return tuple(loads.items())
 
-    def _to_stop(self, priority: int) -> _Adapter | None:
-        """The active adapter that makes place for one of ``priority``."""
+    def _to_stop(self) -> _Adapter | None:
+        """The active adapter that makes place: of those whose turn is over, the least urgent."""
         found = [
-            each
-            for each in self._active.values()
-            if each.priority > priority
-            or (each.priority == priority and self._num_steps - each.began >= TURN_STEPS)
+            each for each in self._active.values() if self._num_steps - each.began >= TURN_STEPS
         ]
         return max(found, key=lambda each: (each.priority, -each.began), default=None)
 
