@@ -259,6 +259,10 @@ class Engine:
             num_prefilled_tokens=self._num_prefilled_tokens,
             num_full_step_tokens=self._num_full_step_tokens,
             full_step_s=self._full_step_s,
+            adapters=scheduler.slots.loaded,
+            max_adapters=self._config.max_loras if self._config.enable_lora else 0,
+            num_adapters=scheduler.slots.num_named,
+            num_adapter_loads=scheduler.slots.num_loads,
         )
 
     def reset_prefix_cache(self) -> bool:

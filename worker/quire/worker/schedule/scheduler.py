@@ -50,7 +50,8 @@ class Scheduler:
         self._speculates = speculates
         self._takes_whole = takes_whole
         self._recent = RecentOutputs()
-        self._slots = Slots(max_adapters)
+        self.slots = Slots(max_adapters)
+        """Of adapters."""
         # Requests that wait for their adapter's turn: beside the queue, so that others go on.
         self._aside: set[Sequence] = set()
         self.running: list[Sequence] = []
@@ -83,7 +84,7 @@ class Scheduler:
         seq.number = self._num_added
         seq.arrived_at_token = self._num_computed
         if seq.request.adapter:
-            self._slots.add(seq)
+            self.slots.add(seq)
         self._queue(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -96,7 +97,7 @@ class Scheduler:
         self._release(seq)
         seq.status = Status.FINISHED
         if seq.request.adapter:
-            self._slots.remove(seq)
+            self.slots.remove(seq)
         if self._speculates and seq.root is not None and not seq.is_embedded:
             self._recent.add(seq.root, seq.output_to_recall)
 
@@ -147,7 +148,7 @@ class Scheduler:
             self._choose_prompts(begun, budget, chosen, may_admit=enough_blocks)
         if not chosen:
             return NOTHING
-        return in_row_order(chosen, adapter_loads=self._slots.take_loads())
+        return in_row_order(chosen, adapter_loads=self.slots.take_loads())
 
     def submitted(self, schedule: Schedule) -> None:
         """The step is under way, and the next one may build on what it computes."""
@@ -378,7 +379,7 @@ class Scheduler:
 
     def _change_adapters(self) -> None:
         """Lets those requests into the queue whose adapter's turn it is, and takes others out."""
-        resumed, stopped = self._slots.advance()
+        resumed, stopped = self.slots.advance()
         for seq in stopped:
             if seq.status is Status.WAITING:
                 self.waiting.remove(seq)

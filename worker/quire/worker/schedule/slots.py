@@ -55,10 +55,22 @@ class Slots:
         self._num_steps = 0
         self._is_oldest_next = False
         self._entries = count()
+        self.num_loads = 0
+        """Adapters that ranks were told to load. A counter."""
 
     @property
     def num_active(self) -> int:
         return len(self._active)
+
+    @property
+    def num_named(self) -> int:
+        """Adapters that requests at hand name."""
+        return len(self._adapters)
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Those that are in slots, or will be with the next step."""
+        return tuple(self._loaded)
 
     def add(self, seq: Sequence) -> None:
         """``seq`` has an adapter. It may run at once where that is active, or no other waits and a
@@ -118,6 +130,7 @@ class Slots:
             if digest not in self._active:
                 del loads[slot], self._loaded[digest]
                 self._free.append(slot)
+        self.num_loads += len(loads)
         return tuple(loads.items())
 
     def _to_stop(self) -> _Adapter | None:
