@@ -32,7 +32,7 @@ from quire.cluster.node_adapters import NodeAdapters
 from quire.cluster.settings import config_from
 from quire.cluster.tls import ServerTls
 from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import AdapterError, ConfigError
+from quire.worker.api.errors import AdapterError, ConfigError, InvalidRequest
 from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.config import check_parallel, read_model_spec, resolve_max_model_len
 from quire.worker.model.hub import fetch_checkpoint, fetch_text_files, is_hub_name, pinned
@@ -379,7 +379,7 @@ def _check_adapters(config: ClusterConfig) -> None:
         for module in model.lora_modules:
             try:
                 kept.keep(module.path, model=name)
-            except AdapterError as error:
+            except (AdapterError, InvalidRequest) as error:
                 raise ConfigError(f"lora_modules: {module.name}={module.path}: {error}") from error
 
 

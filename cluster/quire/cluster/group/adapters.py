@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from quire.cluster.adapter_files import AdapterStore, keep_pieces, pieces_of
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import AdapterError
+from quire.worker.api.errors import InvalidRequest
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 Check = Callable[[str], Awaitable[None]]
-"""Reads the adapter of a digest. Raises AdapterError: the model cannot run it."""
+"""Reads the adapter of a digest. Raises InvalidRequest: the model cannot run it."""
 
 
 class GroupAdapters:
@@ -36,7 +36,7 @@ class GroupAdapters:
             return pb.HoldAdapterResponse()
         try:
             await self._check(digest)
-        except AdapterError as error:
+        except InvalidRequest as error:
             return pb.HoldAdapterResponse(refusal=str(error))
         return pb.HoldAdapterResponse(is_held=True)
 

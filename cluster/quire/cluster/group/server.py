@@ -19,7 +19,6 @@ from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.placement import OnStep, start_ranks
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.links.group_link import GroupContact
-from quire.cluster.node_adapters import NodeAdapters
 from quire.cluster.tls import own_certificate
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.engine_stats import EngineStats
@@ -28,7 +27,9 @@ from quire.worker.api.outputs import TokenDelta
 from quire.worker.api.request import Prepared, Task
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.engine import Engine
+from quire.worker.model.adapters.store import AdapterStore
 from quire.worker.model.facts import ModelFacts
+from quire.worker.schedule.reading import reader
 
 _log = logging.getLogger(__name__)
 
@@ -173,13 +174,13 @@ class GroupServer:
 
 
 def _adapters(config: ClusterConfig) -> GroupAdapters:
-    name = config.model_name
-    kept = NodeAdapters({name: config.engine})
+    read = reader(config.engine)
 
     async def check(digest: str) -> None:
-        await asyncio.to_thread(kept.check, digest, model=name)
+        held = await asyncio.to_thread(read, digest)
+        held.release()
 
-    return GroupAdapters(kept.store, check)
+    return GroupAdapters(AdapterStore(), check)
 
 
 def _describe(

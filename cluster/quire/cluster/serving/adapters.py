@@ -89,9 +89,9 @@ class Adapters:
 
         Raises:
             InvalidRequest: The name cannot be used, ``model``, by default the only one, takes no
-                adapters, or its groups cannot run this one. As all errors, it has changed nothing.
+                adapters, or cannot run this one. As all errors, it has changed nothing.
             ModelNotFound: There is no such model.
-            AdapterError: The adapter cannot be fetched or read, or the model cannot run it.
+            AdapterError: The adapter cannot be fetched or read.
         """
         async with self._changing:
             service = self._model(model)

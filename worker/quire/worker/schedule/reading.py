@@ -15,6 +15,7 @@ from quire.worker.api.errors import AdapterError, InvalidRequest, QueueFull
 from quire.worker.model.adapters.peft import check_adapter
 from quire.worker.model.adapters.store import AdapterStore, Held
 from quire.worker.model.config import read_model_spec, resolve_dtype
+from quire.worker.model.hub import fetch_text_files
 from quire.worker.schedule.sequence import Sequence
 
 _log = logging.getLogger(__name__)
@@ -159,7 +160,7 @@ def reader(config: EngineConfig) -> Read:
                 param="adapter",
             )
         try:
-            spec = read_model_spec(config.model, model_impl=config.model_impl)
+            spec = read_model_spec(fetch_text_files(config.model), model_impl=config.model_impl)
             dtype = resolve_dtype(config, spec)
             check_adapter(held.folder, spec, max_rank=config.max_lora_rank, dtype=dtype)
         except AdapterError as error:
