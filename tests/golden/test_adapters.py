@@ -146,6 +146,7 @@ def _llm(path: Path, **settings: Any) -> LLM:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's.
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_what_peft_writes_says_what_peft_says(tmp_path: Path, use_rslora: bool) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")

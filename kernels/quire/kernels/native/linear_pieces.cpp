@@ -52,7 +52,7 @@ struct Pieces {
       const int64_t later = wanted_panel(panel + 1, end, begin, num_rows);
       int64_t following = later < end ? later : take_next() / chunks * panels_each;
       if (following >= panels) following = panel;
-      if (adds) args.low_rank->expand(begin, begin + num_rows, panel, addend);
+      if (adds) args.low_rank->expand(begin, begin + num_rows, panel, following, addend);
       for (int64_t i = 0; i < num_tiles; ++i) {
         const int64_t row = begin + num_rows * i / num_tiles;
         const int64_t num = begin + num_rows * (i + 1) / num_tiles - row;

@@ -189,13 +189,20 @@ void LowRankLayer::shrink(const LowRankWeights& weights, Tokens tokens, int64_t 
   }
 }
 
-void LowRankLayer::expand(int64_t begin, int64_t end, int64_t panel, float* out) const {
+void LowRankLayer::expand(int64_t begin, int64_t end, int64_t panel, int64_t ahead,
+                          float* out) const {
   std::fill(out, out + (end - begin) * kPanelColumns, -0.0f);
   for (const AdapterGroups::Group& group : groups_.groups) {
     const LowRankWeights& weights = adapters_[group.slot];
     if (!weights.a) continue;
     const Tokens tokens = tokens_of(group, begin, end);
+    if (!tokens.count) continue;
     for (int v = 0; v < 2; ++v) {
+      // Few lines of each of many adapters: the machine does not guess them.
+      const int64_t* later = weights.vectors + (ahead * 2 + v) * 3;
+      const auto* b = static_cast<const uint32_t*>(weights.b) + later[0] * kLanes;
+      const int64_t lanes = later[2] / (dtype_ == QUIRE_BF16 ? 2 : 1);
+      for (int64_t i = 0; i < lanes; ++i) __builtin_prefetch(b + i * kLanes, 0, 2);
       const int64_t* vector = weights.vectors + (panel * 2 + v) * 3;
       if (!vector[2]) continue;
       dtype_ == QUIRE_BF16 ? expand_vector<bf16>(weights, tokens, vector, begin, out + v * kLanes)
@@ -236,7 +243,8 @@ void LowRankLayer::add_rows(int64_t begin, int64_t end, float* sums, int64_t wid
     const int64_t last = std::min(first + kRun, end);
     if (!has_any(first, last)) continue;
     for (int64_t column = 0; column < width; column += kPanelColumns) {
-      expand(first, last, column / kPanelColumns, addend);
+      const int64_t panel = column / kPanelColumns;
+      expand(first, last, panel, std::min(panel + 1, (width - 1) / kPanelColumns), addend);
       for (int64_t token = first; token < last; ++token)
         for (int64_t i = column; i < std::min(column + kPanelColumns, width); i += kLanes) {
           float* sum = sums + token * width + i;

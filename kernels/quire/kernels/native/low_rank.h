@@ -46,8 +46,8 @@ class LowRankLayer {
                      int64_t num_tokens, Team team) const;
 
   // B t of some tokens, of the columns of a panel: [end - begin, panel]. It is -0, which changes no
-  // bit of what it is added to, where a token has no such adapter.
-  void expand(int64_t begin, int64_t end, int64_t panel, float* out) const;
+  // bit of what it is added to, where a token has no such adapter. Panel `ahead` is wanted soon.
+  void expand(int64_t begin, int64_t end, int64_t panel, int64_t ahead, float* out) const;
 
   // Adds B t to some tokens' rows of sums over the ranks, of `width` columns.
   void add_rows(int64_t begin, int64_t end, float* sums, int64_t width) const;
