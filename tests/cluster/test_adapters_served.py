@@ -18,6 +18,7 @@ from tests.cluster.test_adapters import Word
 from transformers import AutoModelForCausalLM
 
 from quire import demo_model
+from quire.cluster.cli.lora import lora_modules
 from quire.cluster.cli.main import main
 from quire.cluster.config import ClusterConfig, LoraModule
 from quire.cluster.deploy.gateway_server import GatewayServer
@@ -26,7 +27,7 @@ from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 from quire_client import AsyncClient, SamplingParams
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12] * 3, [40, 41, 42, 43, 44, 45, 46, 47] * 3]
 NUM_TOKENS = 24
@@ -251,6 +252,36 @@ async def test_a_group_that_is_lost_costs_no_stream_of_an_adapter(
         await cluster.groups[0]._server.stop(None)
         answers = await asyncio.gather(*runs)
     assert answers == [made.expected[name][number] for name, number, _ in jobs]
+
+
+def test_modules_are_spelled_as_in_vllm() -> None:
+    given = [
+        "sql=/a/sql",
+        "chat=ORG/NAME@abc@two",
+        "pinned=ORG/NAME@abc@one",
+        '{"name": "json", "path": "/a=b", "base_model_name": "two"}',
+    ]
+    alone = lora_modules([given[0], "pinned=ORG/NAME@abc"], models=["one"])
+    assert [(each.name, each.path) for each in alone["one"]] == [
+        ("sql", "/a/sql"),
+        ("pinned", "ORG/NAME@abc"),
+    ]
+    found = lora_modules(given[1:], models=["one", "two"])
+    assert [(each.name, each.path) for each in found["two"]] == [
+        ("chat", "ORG/NAME@abc"),
+        ("json", "/a=b"),
+    ]
+    assert [each.name for each in found["one"]] == ["pinned"]
+    for wrong, why in (
+        ("sql", "NAME=PATH"),
+        ("=x", "NAME=PATH"),
+        ("sql=/a", "says not which of one, two"),
+        ("{", "is no JSON"),
+        ('{"name": "a", "path": 1}', "its fields are texts"),
+        ('{"name": "a", "path": "b", "base_model_name": "c"}', "'c' is not served"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            lora_modules([wrong], models=["one", "two"])
 
 
 def test_modules_without_the_setting_or_under_a_models_name_are_refused(made: Made) -> None:
