@@ -310,7 +310,7 @@ def test_a_plain_layer_adds_the_product_of_float64() -> None:
             delta = 0.3 * rank * (x[rows].double() @ a.double().T) @ b.double().T
             expected[rows, first : first + height] += delta
         low_rank.set(slot, {"layers.0.up": tuple(parts)})
-    found = multiply(layer, "layers.0.up", x, StepAdapters(low_rank, slots))
+    found = multiply(layer, "layers.0.up", x, StepAdapters.of(low_rank, slots))
     torch.testing.assert_close(found.double(), expected, atol=1e-3, rtol=1e-5)
     without = slots.eq(-1) | slots.eq(1)
     assert torch.equal(found[without], layer(x)[without])

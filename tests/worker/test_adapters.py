@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ahead": {"async_scheduling": True},
     "two slots": {"max_loras": 2},
     "one slot ahead": {"max_loras": 1, "async_scheduling": True},
-    "preempted": {"num_blocks": 24, "max_model_len": 384, "max_loras": 2},
+    "preempted": {"num_blocks": 52, "max_model_len": 384, "max_loras": 2},
     "two ranks": {"tensor_parallel_size": 2, "max_loras": 3},
     "four ranks": {"tensor_parallel_size": 4},
 }

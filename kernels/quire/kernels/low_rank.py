@@ -14,7 +14,7 @@ Here are the layers that adapters may be given for, and the meaning in plain PyT
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -44,12 +44,15 @@ _UNIT = 16
 class LowRankLayers(AdapterSlots, Protocol):
     """Adapters for a program that runs operation by operation."""
 
-    def shrink(self, name: str, x_TI: Tensor, slots_T: Tensor) -> Tensor | None:
+    def group(self, slots_T: Tensor) -> Any:
+        """A step's tokens by their slots."""
+
+    def shrink(self, name: str, x_TI: Tensor, groups: Any) -> Tensor | None:
         """A x of the layer ``name``, ``[T, R]`` float32, 0 where a token has no adapter for it;
         ``None`` where no token can have one."""
 
-    def expand(self, name: str, product_TO: Tensor, ax_TR: Tensor, slots_T: Tensor) -> Tensor:
-        """``product`` and what the adapters add to it, in float32."""
+    def expand(self, name: str, product_TO: Tensor, ax_TR: Tensor, groups: Any) -> Tensor:
+        """``product``, which may be overwritten, and what the adapters add to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +60,18 @@ class StepAdapters:
     """The adapters of one step's tokens."""
 
     layers: LowRankLayers
-    slots_T: Tensor
+    groups: Any
 
     @classmethod
     def of(cls, layers: LowRankLayers, slots_T: Tensor | None) -> "StepAdapters | None":
         """``None`` where no token has one."""
-        return None if slots_T is None else cls(layers, slots_T)
+        return None if slots_T is None else cls(layers, layers.group(slots_T))
 
     def shrink(self, name: str, x_TI: Tensor) -> Tensor | None:
-        return self.layers.shrink(name, x_TI, self.slots_T)
+        return self.layers.shrink(name, x_TI, self.groups)
 
     def expand(self, name: str, product_TO: Tensor, ax_TR: Tensor) -> Tensor:
-        return self.layers.expand(name, product_TO, ax_TR, self.slots_T)
+        return self.layers.expand(name, product_TO, ax_TR, self.groups)
 
 
 def multiply(layer: LinearLayer, name: str, x_TI: Tensor, adapters: StepAdapters | None) -> Tensor:
@@ -98,8 +101,9 @@ def adapted_layers(program: Program) -> dict[str, LinearLayer]:
     return layers
 
 
-def model_type(program: Program) -> torch.dtype:
-    return next(op.weight_VC.dtype for op in program if isinstance(op, Embed))
+def model_type(program: Program) -> Tensor:
+    """A tensor of the model's type, on its device."""
+    return next(op.weight_VC for op in program if isinstance(op, Embed))
 
 
 def check_room(*, num_slots: int, max_rank: int) -> None:
@@ -158,12 +162,17 @@ class _Part:
     first: int
     """Of the ranks of the adapter's parts of this layer."""
 
+    @property
+    def rank(self) -> int:
+        """With the zeros that fill it up."""
+        return len(self.a.weight_OI)
+
 
 class PlainLowRank:
     """`LowRankLayers` on a CPU."""
 
     def __init__(self, program: Program) -> None:
-        self._adapted, self._dtype = adapted_layers(program), model_type(program)
+        self._program, self._adapted = program, adapted_layers(program)
         self._num_slots = self._max_rank = 0
         self._parts: dict[str, dict[int, list[_Part]]] = {}
         """By layer and slot."""
@@ -176,7 +185,7 @@ class PlainLowRank:
         check_adapter(
             layers or {},
             self._adapted,
-            self._dtype,
+            model_type(self._program).dtype,
             slot=slot,
             num_slots=self._num_slots,
             max_rank=self._max_rank,
@@ -191,29 +200,31 @@ class PlainLowRank:
                 packed.append(_Part(PlainLinear(a_RI), PlainLinear(b_OR), part, first))
                 first += len(a_RI)
 
-    def shrink(self, name: str, x_TI: Tensor, slots_T: Tensor) -> Tensor | None:
+    def group(self, slots_T: Tensor) -> dict[int, Tensor]:
+        return {int(slot): (slots_T == slot).nonzero()[:, 0] for slot in slots_T.unique()}
+
+    def shrink(self, name: str, x_TI: Tensor, groups: dict[int, Tensor]) -> Tensor | None:
         slots = self._parts.get(name)
         if not slots:
             return None
-        num_ranks = max(len(each.a.weight_OI) + each.first for x in slots.values() for each in x)
+        num_ranks = max(each.first + each.rank for parts in slots.values() for each in parts)
         ax_TR = x_TI.new_zeros(len(x_TI), num_ranks, dtype=torch.float32)
-        for slot, parts in slots.items():
-            rows = (slots_T == slot).nonzero()[:, 0]
-            for each in parts if len(rows) else ():
-                ax = each.a(x_TI[rows].float())
-                ax_TR[rows, each.first : each.first + ax.shape[1]] = ax
+        for slot, rows in groups.items():
+            for each in slots.get(slot, ()):
+                ax_TR[rows, each.first : each.first + each.rank] = each.a(x_TI[rows].float())
         return ax_TR
 
-    def expand(self, name: str, product_TO: Tensor, ax_TR: Tensor, slots_T: Tensor) -> Tensor:
+    def expand(
+        self, name: str, product_TO: Tensor, ax_TR: Tensor, groups: dict[int, Tensor]
+    ) -> Tensor:
+        """In float32."""
         out_TO = product_TO.float()
         out_TO = out_TO.clone() if out_TO is product_TO else out_TO
-        for slot, parts in self._parts[name].items():
-            rows = (slots_T == slot).nonzero()[:, 0]
-            for each in parts if len(rows) else ():
-                first, part = each.first, each.part
-                t = ax_TR[rows, first : first + each.b.weight_OI.shape[1]].float() * part.scale
-                height = len(part.b_OR)
-                out_TO[rows, part.first_row : part.first_row + height] += each.b(t)[:, :height]
+        for slot, rows in groups.items():
+            for each in self._parts[name].get(slot, ()):
+                t = ax_TR[rows, each.first : each.first + each.rank].float() * each.part.scale
+                first, height = each.part.first_row, len(each.part.b_OR)
+                out_TO[rows, first : first + height] += each.b(t)[:, :height]
         return out_TO
 
 

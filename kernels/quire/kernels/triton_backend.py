@@ -15,7 +15,7 @@ from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight
 from quire.kernels.linear import PlainGatedLinear, PlainLinear, wide_linear
 from quire.kernels.loop import Loop
-from quire.kernels.low_rank import LowRankLayers, PlainLowRank
+from quire.kernels.low_rank import LowRankLayers
 from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner, Rows
 from quire.kernels.rewrites import fuse_add_norm, gather_before_add
 from quire.kernels.triton_decode import decode_attention
@@ -26,6 +26,7 @@ from quire.kernels.triton_experts import (
     multiply_up,
 )
 from quire.kernels.triton_grouped import GroupedLinear
+from quire.kernels.triton_low_rank import TritonLowRank
 from quire.kernels.triton_prefill import prefill_attention
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
@@ -168,7 +169,7 @@ class TritonBackend:
         return multiply_down(layer.activate(gate_up_NG), down, pairs)
 
     def low_rank_layers(self, program: Program) -> LowRankLayers:
-        return PlainLowRank(program)
+        return TritonLowRank(program)
 
     def prepare(self, program: Program) -> ProgramRunner:
         for op in program:
