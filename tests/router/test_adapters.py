@@ -1,6 +1,7 @@
 """Requests of LoRA adapters meet where their adapter is loaded, and groups share adapters out."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from quire.router.policies.decide import decide
 from quire.router.policies.loads import Loads
@@ -19,7 +20,7 @@ def route(adapter: str, *groups: GroupState) -> Decision:
     return decide(PrefixAware(), asked, Loads(groups), [0] * len(groups))
 
 
-def state(group: GroupId, *adapters: str, **numbers: int) -> GroupState:
+def state(group: GroupId, *adapters: str, **numbers: Any) -> GroupState:
     return GroupState(group=group, adapters=frozenset(adapters), max_adapters=8, **numbers)
 
 
@@ -77,7 +78,8 @@ def test_requests_under_way_keep_their_adapter_until_they_end() -> None:
     home = ask("first", DIGESTS[0])
     assert ask("second", DIGESTS[0]) == home
     (there,) = [each for each in table.states() if each.group == home]
-    assert (there.adapters, there.num_adapters) == ({DIGESTS[0]}, 1)
+    assert there.adapters == {DIGESTS[0]}
+    assert there.num_adapters == 1
     for name in ("first", "second"):
         table.completed(name)
     assert not any(each.adapters for each in table.states())

@@ -79,12 +79,6 @@ _FAILOVER = {
     "drain_timeout_s": "time for running requests at the stop",
     "handover_s": "the last part of that, in which running requests move to other groups",
 }
-_ADAPTERS = {
-    "enable_lora": "serve LoRA adapters of the model",
-    "max_loras": "different adapters in one step; others take turns",
-    "max_lora_rank": "greatest rank of an adapter, 256 at most",
-    "max_cpu_loras": "adapters kept ready in memory; four times --max-loras if absent",
-}
 _ENGINE = {
     "gpu_memory_utilization": "share of GPU memory, or of free RAM",
     "kv_cache_memory_bytes": "KV cache of each group, instead of a share",
@@ -141,23 +135,19 @@ def add_cluster_flags(
         "Requests of a group that is lost, or about to stop, continue on another group.",
     )
     add_fields(group, ClusterConfig, _FAILOVER)
-    group = parser.add_argument_group(
-        "LoRA adapters", "Clients name an adapter as their model; see `quire adapter`."
-    )
-    add_fields(group, EngineConfig, _ADAPTERS)
-    group.add_argument(
-        "--lora-modules",
-        nargs="+",
-        metavar="NAME=PATH",
-        help="adapters to serve from the start, as NAME=PATH, NAME=PATH@MODEL of one of several "
-        'models, or {"name": …, "path": …, "base_model_name": …}; PATH is a directory or ORG/NAME '
-        "of the Hugging Face hub",
-    )
     group = add_engine_flags(parser, tensor_parallel_size=tensor_parallel_size)
     group.add_argument(
         "--block-size", type=int, choices=BLOCK_SIZES, default=16, help="tokens in a KV block"
     )
     add_fields(group, EngineConfig, _ENGINE)
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        metavar="NAME=PATH",
+        help="with --enable-lora: adapters to serve from the start, which clients name as their "
+        'model; NAME=PATH@MODEL is of one of several models, as is {"name": …, "path": …, '
+        '"base_model_name": …}; PATH is a directory or ORG/NAME of the Hugging Face hub',
+    )
 
 
 def _add_network_flags(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ groups that hold the adapter meanwhile, and wait where there is none.
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
+from functools import partial
 from math import inf
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class Holders:
             key = (client, digest)
             if key not in self._asking:
                 task = self._asking[key] = asyncio.create_task(self._hold(client, digest))
-                task.add_done_callback(lambda task, key=key: self._asked(key, task))
+                task.add_done_callback(partial(self._asked, key))
             tasks.append(self._asking[key])
         return tasks
 
@@ -136,7 +137,8 @@ class Holders:
             return pieces_of(folder, digest)
         for other in self._clients():
             if digest in other.adapters:
-                return other.link.ReadAdapter(pb.ReadAdapterRequest(digest=digest))
+                call = other.link.ReadAdapter(pb.ReadAdapterRequest(digest=digest))
+                return aiter(call)
         raise Unavailable(
             f"the files of the adapter {digest} are neither on this gateway's node nor on any "
             "group's: load it again"

@@ -84,7 +84,7 @@ class _HoldAdapter(Protocol):
 
 class _WriteAdapter(Protocol):
     def __call__(
-        self, pieces: AsyncIterator[pb.AdapterPiece], *, timeout: float
+        self, request_iterator: AsyncIterator[pb.AdapterPiece], *, timeout: float
     ) -> Awaitable[pb.WriteAdapterResponse]: ...
 
 
