@@ -359,7 +359,8 @@ def start_group(model: HashModel) -> StartGroup:
             kv_dtype="float32",
         )
         epoch = next(epochs)
-        reads, kept = {}, {}
+        reads: dict[str, Any] = {}
+        kept: dict[str, Any] = {}
         if store is not None:
             reads = {"read_adapter": held_in(store)}
             kept = {"adapters": GroupAdapters(store, checked_in(store))}

@@ -14,7 +14,6 @@ import pytest
 import torch
 from openai import AsyncOpenAI
 from tests import peft_files
-from tests.cluster.test_adapters import Word
 from transformers import AutoModelForCausalLM
 
 from quire import demo_model
@@ -23,6 +22,7 @@ from quire.cluster.cli.main import main
 from quire.cluster.config import ClusterConfig, LoraModule
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.group.server import GroupServer
+from quire.cluster.serving.adapters import Word
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 from quire_client import AsyncClient, SamplingParams
@@ -173,7 +173,7 @@ async def test_what_one_gateway_loads_the_other_serves(cluster: Cluster, made: M
         found: list[int] = []
         async for chunk in stream:
             assert chunk.model == "support"
-            found += chunk.choices[0].token_ids if chunk.choices else []
+            found += (chunk.choices[0].model_extra or {})["token_ids"] if chunk.choices else []
         assert found == made.expected["support"][0]
 
         # Other weights under the name.

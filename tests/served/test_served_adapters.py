@@ -78,6 +78,6 @@ def test_a_gateway_that_is_replaced_learns_what_was_loaded(
         time.sleep(0.5)
     for url in found:
         assert names(url) == {"demo", "support"}
-        body = {"model": "support", "prompt": "x", "max_tokens": 2}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=None)
+        asked = {"model": "support", "prompt": "x", "max_tokens": 2}
+        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=None)
         assert answer.json()["model"] == "support", answer.text

@@ -6,6 +6,7 @@ Defaults come from `ClusterConfig`.
 import argparse
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
 from quire.cluster.cli.fields import add_fields, given_fields
@@ -190,7 +191,7 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         ConfigError: They cannot work; the message names what and why.
     """
     models = arguments.model or [None]
-    settings = [
+    settings: list[dict[str, Any]] = [
         {
             "engine": engine_config(arguments, model),
             "served_model_name": name,

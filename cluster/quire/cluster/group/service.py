@@ -178,7 +178,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             return pb.HoldAdapterResponse(refusal=NO_ADAPTERS)
         return await self._adapters.hold(request.digest)
 
-    async def WriteAdapter(  # type: ignore[override]
+    async def WriteAdapter(
         self, request_iterator: AsyncIterator[pb.AdapterPiece], context: Context
     ) -> pb.WriteAdapterResponse:
         if self._adapters is None:
