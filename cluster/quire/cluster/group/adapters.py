@@ -24,6 +24,7 @@ class GroupAdapters:
     def __init__(self, store: AdapterStore, check: Check) -> None:
         self._store = store
         self._check = check
+        self._reading = asyncio.Lock()
         self._writing = asyncio.Lock()
 
     def has(self, digest: str) -> bool:
@@ -31,11 +32,13 @@ class GroupAdapters:
         return bool(_DIGEST.fullmatch(digest)) and self._store.folder(digest) is not None
 
     async def hold(self, digest: str) -> pb.HoldAdapterResponse:
-        """Reads and checks an adapter that is here."""
+        """Reads and checks an adapter that is here, one at a time: a group that starts is asked for
+        all that gateways have requests for."""
         if not self.has(digest):
             return pb.HoldAdapterResponse()
         try:
-            await self._check(digest)
+            async with self._reading:
+                await self._check(digest)
         except InvalidRequest as error:
             return pb.HoldAdapterResponse(refusal=str(error))
         return pb.HoldAdapterResponse(is_held=True)
