@@ -443,16 +443,17 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                 tokenizer=model.tokenizer,
                 groups=connections,
                 table=table,
+                keeper=keeper,
                 config=GatewayConfig(
                     completion=CompletionConfig(group_wait_s=group_wait_s),
                     # How long a request would wait is no matter, but where a test says so.
-                    **{"admission": PATIENT, "takes_adapters": bool(keeper), **(config or {})},
+                    **{"admission": PATIENT, **(config or {})},
                 ),
                 clock=clock,
             )
             stack.callback(gateway.close)
             groups = {group.name: group for group in started}
-            models = Models(gateway, max_body_bytes=max_body_bytes, adapter_keeper=keeper)
+            models = Models(gateway, max_body_bytes=max_body_bytes)
             cluster = Cluster(model, groups, table, connections, gateway, models, clock)
             await _serve(cluster, stack, keys)
             if expected is None:

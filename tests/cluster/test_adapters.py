@@ -51,8 +51,7 @@ class Keeper:
         self.store = AdapterStore(root)
         self.folder, self.hold = self.store.folder, self.store.hold
 
-    def keep(self, source: str, *, model: str) -> str:
-        assert model == "hash"
+    def keep(self, source: str) -> str:
         return self.store.put(Path(source))
 
 
@@ -245,7 +244,7 @@ async def test_a_group_that_comes_later_is_given_what_it_needs_by_another_one(
     async with start(num_groups=1, nodes=1) as cluster:
         await cluster.models.adapters.load("red", str(write("red", seed=1)))
         digest = digest_of(cluster, "red")
-        own = cluster.models.adapters._keeper.store
+        own = cluster.gateway.keeper.store
         (own.root / digest).rename(tmp_path / "gone")
         store = AdapterStore(tmp_path / "late")
         async with start_group("late", store=store, enable_lora=True) as late:
@@ -345,8 +344,7 @@ async def test_operators_load_over_grpc_and_http_and_tenants_do_not(
 async def test_gateways_tell_each_other_and_one_that_starts_asks(start: Any, write: Write) -> None:
     async with start(num_groups=1) as cluster:
         first = cluster.models.adapters
-        keeper = first._keeper
-        second, third = Adapters(cluster.models, keeper), Adapters(cluster.models, keeper)
+        second, third = Adapters(cluster.models), Adapters(cluster.models)
         deaf = True
 
         async def tell(words: Any) -> str:
@@ -365,40 +363,36 @@ async def test_gateways_tell_each_other_and_one_that_starts_asks(start: Any, wri
         while {each.name for each in second} != {"red", "blue"}:  # It is told again.
             await asyncio.sleep(0.05)
 
-        async def ask() -> list[Word]:
-            return [*first.words(), *second.words()]
-
         green = str(write("green", seed=3))
-        configured = {"red": ("hash", source), "green": ("hash", green)}
+        configured = {"red": source, "green": green}
         await first.unload("red")
-        await third.begin(configured, ask)
+        third.hear([*first.words(), *second.words()])
+        await third.configure("hash", configured)
         # What was said at run time is younger than the configuration.
         assert {each.name for each in third} == {"blue", "green"}
 
         # Its files have changed, but other gateways serve it as it was.
-        known = third.words()
         write("green", seed=4)
-        fourth, fifth = Adapters(cluster.models, keeper), Adapters(cluster.models, keeper)
-
-        async def ask_third() -> list[Word]:
-            return known
-
-        await fourth.begin(configured, ask_third)
+        fourth, fifth = Adapters(cluster.models), Adapters(cluster.models)
+        for each in (fourth, fifth):
+            each.hear(third.words())
+        await fourth.configure("hash", configured)
         assert list(fourth) == list(third)
-        # An upgrade has another source under the name, and an adapter less.
+        # An upgrade has another source under the name; and another one leaves it out.
         other = str(write("other", seed=5))
-        await fifth.begin({"green": ("hash", other)}, ask_third)
+        await fifth.configure("hash", {"green": other, "lost": "/nowhere"})
         assert {each.name: each.source for each in fifth}["green"] == other
+        await fifth.configure("hash", {})
+        assert {each.name for each in fifth} == {"blue"}
 
 
 async def test_late_words_do_not_undo_later_ones(start: Any, write: Write) -> None:
     async with start(num_groups=1) as cluster:
-        adapters = cluster.models.adapters
         words = [
             Word(at, "red", "hash", "x", digest) for at, digest in ((1, "a"), (2, "b"), (3, ""))
         ]
         for order in ((0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1)):
-            other = Adapters(cluster.models, adapters._keeper)
+            other = Adapters(cluster.models)
             for place in order:
                 other.hear([words[place]])
             assert not list(other)

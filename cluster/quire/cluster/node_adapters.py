@@ -1,6 +1,5 @@
 """LoRA adapters on a gateway's node: fetched, checked against their model, and kept by digest."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from quire.worker.api.config import EngineConfig
@@ -11,15 +10,14 @@ from quire.worker.schedule.reading import reader
 
 
 class NodeAdapters:
-    """The node's store, for the models of one cluster. Its calls may take long: not for an event
-    loop, but for `folder` and `hold`."""
+    """A `quire.cluster.serving.service.Keeper` over the node's store."""
 
-    def __init__(self, engines: Mapping[str, EngineConfig]) -> None:
-        """``engines``: each model's settings, by its name."""
+    def __init__(self, engine: EngineConfig) -> None:
+        """``engine``: the settings of the model that the adapters are for."""
         self._store = AdapterStore()
-        self._readers = {name: reader(engine) for name, engine in engines.items()}
+        self._read = reader(engine)
 
-    def keep(self, source: str, *, model: str) -> str:
+    def keep(self, source: str) -> str:
         """Fetches the adapter at ``source``, a folder or a name on the hub, checks it whole and
         keeps it; returns its digest.
 
@@ -32,14 +30,14 @@ class NodeAdapters:
         except CheckpointError as error:
             raise AdapterError(str(error)) from error
         digest = self._store.put(folder)
-        self._readers[model](digest).release()
+        self._read(digest).release()
         return digest
-
-    def folder(self, digest: str) -> Path | None:
-        """Where its files are; ``None`` if they are not here."""
-        return self._store.folder(digest)
 
     def hold(self, digest: str) -> Held | None:
         """Keeps it from being removed until the result is released or forgotten; ``None`` if it
         is not here."""
         return self._store.hold(digest)
+
+    def folder(self, digest: str) -> Path | None:
+        """Where its files are; ``None`` if they are not here."""
+        return self._store.folder(digest)

@@ -374,11 +374,10 @@ def _checked(config: ClusterConfig) -> ClusterConfig:
 
 def _check_adapters(config: ClusterConfig) -> None:
     """Raises ConfigError: an adapter cannot be read, or its model cannot run it."""
-    kept = NodeAdapters({name: each.engine for name, each in config.models.items()})
-    for name, model in config.models.items():
+    for model in config.models.values():
         for module in model.lora_modules:
             try:
-                kept.keep(module.path, model=name)
+                NodeAdapters(model.engine).keep(module.path)
             except (AdapterError, InvalidRequest) as error:
                 raise ConfigError(f"lora_modules: {module.name}={module.path}: {error}") from error
 

@@ -250,7 +250,7 @@ class Gateway:
     async def _learn_adapters(self, adapters: Adapters) -> None:
         """What is said while a gateway starts does not reach it."""
         await asyncio.sleep(_LEARN_AGAIN_S)
-        adapters.hear(word for word in await self._ask_for_adapters() if word.said_at)
+        adapters.hear(await self._ask_for_adapters())
 
     async def _broadcast(self, method: str, *arguments: object) -> tuple[list[Any], str]:
         """Calls ``method`` of all gateways with this one's name; returns the results, and which

@@ -10,7 +10,6 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Self
 
 from quire.cluster.config import ClusterConfig
@@ -71,23 +70,15 @@ class GatewayServer:
         self.tls: ServerTls | None = None
         if config.tls_certificate is not None and config.tls_key is not None:
             self.tls = ServerTls(certificate=config.tls_certificate, key=config.tls_key)
-        self._adapters = NodeAdapters({name: each.engine for name, each in config.models.items()})
         # By model and address.
         self._contacts: dict[str, dict[str, GroupContact]] = {name: {} for name in config.models}
         models = zip(config.models.values(), read, self._contacts.values(), strict=True)
         self.models = Models(
             *(
-                _service(
-                    each,
-                    *of_model,
-                    table=make_table(each),
-                    contacts=contacts,
-                    adapter_folder=self._adapters.folder,
-                )
+                _service(each, *of_model, table=make_table(each), contacts=contacts)
                 for each, of_model, contacts in models
             ),
             aliases={alias: name for name, each in config.models.items() for alias in each.aliases},
-            adapter_keeper=self._adapters,
         )
         self.grpc_address = ""
         """``host:port`` for clients, as is the next."""
@@ -147,14 +138,12 @@ class GatewayServer:
         read = [await asyncio.to_thread(_read, each) for each in config.models.values()]
         self = cls(config, read, make_table=make_table)
         try:
-            await self.models.adapters.begin(
-                {
-                    module.name: (name, module.path)
-                    for name, each in config.models.items()
-                    for module in each.lora_modules
-                },
-                ask_others,
-            )
+            adapters = self.models.adapters
+            adapters.hear(await ask_others())
+            for name, each in config.models.items():
+                if each.engine.enable_lora:
+                    modules = {module.name: module.path for module in each.lora_modules}
+                    await adapters.configure(name, modules)
             await self._listen(config)
         except BaseException:
             await self.models.close()
@@ -246,8 +235,8 @@ def _service(
     *,
     table: RoutingTable,
     contacts: Mapping[str, GroupContact],
-    adapter_folder: Callable[[str], Path | None],
 ) -> ModelService:
+    keeper = NodeAdapters(config.engine) if config.engine.enable_lora else None
     groups = Groups(
         table=table,
         expected=Expectation(model=config.model_name, block_size=config.engine.block_size),
@@ -257,12 +246,13 @@ def _service(
             follow_events=config.routing.use_directory,
         ),
         connect=partial(grpc_connect, contacts=contacts),
-        adapter_folder=adapter_folder,
+        adapter_folder=keeper.folder if keeper is not None else lambda digest: None,
     )
     return ModelService(
         model=config.model_name,
         tokenizer=tokenizer,
         scoring=scoring,
+        keeper=keeper,
         groups=groups,
         table=table,
         config=_gateway_config(config),
@@ -279,7 +269,6 @@ def _gateway_config(config: ClusterConfig) -> GatewayConfig:
         # The first group's start may be what a request waits for.
         completion = replace(completion, group_wait_s=settings.start_wait_s)
     return GatewayConfig(
-        takes_adapters=config.engine.enable_lora,
         wakes_groups=wakes_groups,
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,

@@ -3,15 +3,15 @@
 A name means one content at a time, known by its digest. A request takes the digest with it when it
 begins and keeps it to its end, wherever it goes on. All gateways know the same names: the one that
 loads or unloads an adapter tells the others, and one that starts asks them. The latest word on a
-name holds. Those of the configuration are older than any word.
+name holds. Those of a model's configuration are older than any word.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from quire.cluster.errors import ModelNotFound
 from quire.cluster.serving.service import Adapter, ModelService
@@ -43,31 +43,21 @@ class Word(NamedTuple):
     """Empty: no adapter has the name any more."""
 
 
-class Keeper(Protocol):
-    """What a gateway's node has of adapters, as `NodeAdapters` does."""
-
-    def keep(self, source: str, *, model: str) -> str: ...
-
-    def hold(self, digest: str) -> object: ...
-
-    def folder(self, digest: str) -> Path | None: ...
-
-
 TellOthers = Callable[[Sequence[Word]], Awaitable[str]]
 """Has other gateways `hear`; says which of them did not, or nothing. Bounds its own time."""
 AskOthers = Callable[[], Awaitable[Iterable[Word]]]
+"""What other gateways know."""
 
 
 class Adapters:
     """Those of one gateway. Belongs to one event loop."""
 
-    def __init__(self, models: "Models", keeper: Keeper | None = None) -> None:
-        """``keeper``: of this node; without one, no adapter can be loaded."""
+    def __init__(self, models: "Models") -> None:
         self.tell_others: TellOthers = _no_others
         """Set by those who know of other gateways."""
         self._models = models
-        self._keeper = keeper
         self._words: dict[str, Word] = {}
+        self._configured_elsewhere: dict[str, Word] = {}
         self._adapters: dict[str, Adapter] = {}
         self._changing = asyncio.Lock()
         self._telling: set[asyncio.Task[None]] = set()
@@ -81,7 +71,12 @@ class Adapters:
         """The model with the adapter of this name; ``None`` if there is none."""
         adapter = self._adapters.get(name)
         service = None if adapter is None else self._models.by_name.get(adapter.model)
-        return None if adapter is None or service is None else service.through(adapter)
+        if adapter is None or service is None:
+            return None
+        if adapter.held is None and service.keeper is not None:
+            held = service.keeper.hold(adapter.digest)
+            adapter = self._adapters[name] = replace(adapter, held=held)
+        return service.through(adapter)
 
     async def load(self, name: str, source: str, *, model: str = "") -> tuple[Adapter, str]:
         """Gives the adapter at ``source`` a name; one that had it before is replaced. Returns which
@@ -96,8 +91,8 @@ class Adapters:
         async with self._changing:
             service = self._model(model)
             self._check(name, source)
-            assert self._keeper is not None, "a model takes adapters"
-            digest = await asyncio.to_thread(self._keeper.keep, source, model=service.model)
+            assert service.keeper is not None, "the model takes adapters"
+            digest = await asyncio.to_thread(service.keeper.keep, source)
             await service.groups.hold_everywhere(digest, timeout_s=_GROUPS_TIMEOUT_S)
             word = Word(self._now(name), name, service.model, source, digest)
             self.hear([word])
@@ -119,40 +114,43 @@ class Adapters:
             self.hear([word])
             return await self._tell(word)
 
-    async def begin(self, configured: Mapping[str, tuple[str, str]], ask: AskOthers) -> None:
-        """Learns what other gateways know, then what the configuration has besides: a model and a
-        source by name. One that cannot be read is logged and left out."""
-        self.hear(
-            word
-            for word in await ask()
-            if word.said_at or configured.get(word.name) == (word.model, word.source)
-        )
-        for name, (model, source) in configured.items():
-            if name in self._words:
-                continue
-            assert self._keeper is not None, "a model takes adapters"
-            try:
-                digest = await asyncio.to_thread(self._keeper.keep, source, model=model)
-            except QuireError as error:
-                _log.error("the adapter %r of %s is not served: %s", name, model, error)
-            else:
-                self.hear([Word(0, name, model, source, digest)])
+    async def configure(self, model: str, modules: Mapping[str, str]) -> None:
+        """Serves a model's adapters as configured, sources by name, but for names that more was
+        said of since. One that cannot be read is logged and left out. Those that another gateway
+        has from the same source are taken as they are there.
+        """
+        async with self._changing:
+            keeper = self._models.by_name[model].keeper
+            assert keeper is not None, "the model takes adapters"
+            for word in self.words():
+                if not word.said_at and word.model == model and word.name not in modules:
+                    del self._words[word.name], self._adapters[word.name]
+            for name, source in modules.items():
+                known = self._words.get(name)
+                if known is not None and (known.said_at or known.source == source):
+                    continue
+                word = self._configured_elsewhere.get(name)
+                if word is None or (word.model, word.source) != (model, source):
+                    try:
+                        digest = await asyncio.to_thread(keeper.keep, source)
+                    except QuireError as error:
+                        _log.error("the adapter %r of %s is not served: %s", name, model, error)
+                        continue
+                    word = Word(0, name, model, source, digest)
+                self._take(word)
 
     def words(self) -> list[Word]:
         """All that this gateway knows."""
         return list(self._words.values())
 
     def hear(self, words: Iterable[Word]) -> None:
-        """Takes in what is said about names; what is older than what is known is left."""
+        """Takes in what another gateway knows; what is older than what is known is left."""
         for word in words:
             known = self._words.get(word.name)
-            if known is not None and known.said_at >= word.said_at:
-                continue
-            self._words[word.name] = word
-            if word.digest:
-                self._adapters[word.name] = self._adapter(word)
-            else:
-                self._adapters.pop(word.name, None)
+            if not word.said_at:  # This one has a configuration of its own.
+                self._configured_elsewhere[word.name] = word
+            elif known is None or known.said_at < word.said_at:
+                self._take(word)
         gone = sorted(word for word in self._words.values() if not word.digest)
         for word in gone[: len(gone) - MAX_ADAPTERS]:
             del self._words[word.name]
@@ -162,17 +160,17 @@ class Adapters:
         for task in self._telling:
             task.cancel()
 
-    def _adapter(self, word: Word) -> Adapter:
-        return Adapter(
-            name=word.name,
-            model=word.model,
-            source=word.source,
-            digest=word.digest,
-            held=self._keeper.hold(word.digest) if self._keeper is not None else None,
-        )
+    def _take(self, word: Word) -> None:
+        self._words[word.name] = word
+        if word.digest:
+            self._adapters[word.name] = Adapter(
+                name=word.name, model=word.model, source=word.source, digest=word.digest
+            )
+        else:
+            self._adapters.pop(word.name, None)
 
     def _model(self, name: str) -> ModelService:
-        taking = [each for each in self._models.by_name.values() if each.config.takes_adapters]
+        taking = [each for each in self._models.by_name.values() if each.keeper is not None]
         if name:
             service = self._models.model(name)
         elif len(taking) == 1:
@@ -184,7 +182,7 @@ class Adapters:
             )
         else:
             raise InvalidRequest("no model here takes adapters: serve one with --enable-lora")
-        if not service.config.takes_adapters:
+        if service.keeper is None:
             raise InvalidRequest(
                 f"base_model_name={name!r} takes no adapters: serve it with --enable-lora",
                 param="base_model_name",

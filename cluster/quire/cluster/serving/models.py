@@ -7,7 +7,7 @@ known yet, and the page of metrics.
 from collections.abc import Callable, Mapping
 
 from quire.cluster.errors import ModelNotFound
-from quire.cluster.serving.adapters import Adapters, Keeper
+from quire.cluster.serving.adapters import Adapters
 from quire.cluster.serving.bounds import ByteBudget
 from quire.cluster.serving.service import ModelService
 from quire.cluster.telemetry.explanations import Explanations
@@ -25,16 +25,14 @@ class Models:
         *services: ModelService,
         aliases: Mapping[str, str] | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
-        adapter_keeper: Keeper | None = None,
     ) -> None:
-        """``aliases``: further names, and the models that they mean. ``adapter_keeper``: of this
-        node. ``max_body_bytes``: of large
+        """``aliases``: further names, and the models that they mean. ``max_body_bytes``: of large
         requests that are held at a time, until they are tokenized. Past that, an HTTP request waits
         unread, and a gRPC request, which has been read already, is refused."""
         self.by_name = {service.model: service for service in services}
         self.aliases = dict(aliases or {})
         assert len(self.by_name) == len(services) > 0
-        self.adapters = Adapters(self, adapter_keeper)
+        self.adapters = Adapters(self)
         self.explanations = Explanations([service.table for service in services])
         self.bodies = ByteBudget(max_body_bytes)
         """For the transports, of what they read before `ModelService.prepare` has returned."""

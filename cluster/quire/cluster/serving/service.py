@@ -12,7 +12,8 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.grammar import constrain
@@ -63,8 +64,6 @@ class GatewayConfig:
     `quire.cluster.dialects.formats`; "auto" is the one that its response template says or its chat
     template shows, "none" leaves calls as text. Likewise for the next."""
     reasoning_parser: str = "auto"
-    takes_adapters: bool = False
-    """Requests may name LoRA adapters of the model."""
     wakes_groups: bool = False
     """Requests are taken although no group runs, because groups are started for waiting
     requests."""
@@ -90,6 +89,22 @@ class Adapter:
     """Keeps its files on this node, as long as this is referred to."""
 
 
+class Keeper(Protocol):
+    """Keeps a model's adapters on this node. Its calls are not for an event loop, but for `hold`
+    and `folder`."""
+
+    def keep(self, source: str) -> str:
+        """Fetches an adapter, checks it whole and keeps it; returns its digest. Raises
+        AdapterError; InvalidRequest: the model cannot run it."""
+
+    def hold(self, digest: str) -> object:
+        """What keeps it from being removed as long as it is referred to; ``None`` if it is not
+        here."""
+
+    def folder(self, digest: str) -> Path | None:
+        """Where its files are; ``None`` if they are not here."""
+
+
 class ModelService:
     """Takes requests for one model and has the groups serve them.
 
@@ -104,6 +119,7 @@ class ModelService:
         groups: Groups,
         table: RoutingTable,
         scoring: LogitScore | None = None,
+        keeper: Keeper | None = None,
         config: GatewayConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -113,6 +129,8 @@ class ModelService:
         """Requests are for the model with this adapter."""
         self.scoring = scoring
         """How it scores a document for a query, where it is made for that."""
+        self.keeper = keeper
+        """Of LoRA adapters; ``None`` where the model takes none."""
         self.tokenizer = tokenizer
         self.groups = groups
         self.table = table
