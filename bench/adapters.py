@@ -78,7 +78,7 @@ def _adapter(shape: Shape, rank: int, what: str, *, seed: int) -> AdapterLayers:
         )
         return LowRank(a_RI=a, b_OR=b, first_row=first, scale=2.0)
 
-    layers = {}
+    layers: dict[str, tuple[LowRank, ...]] = {}
     for layer in range(shape.num_layers):
         at = f"layers.{layer}"
         layers[f"{at}.qkv"] = (

@@ -201,7 +201,7 @@ class PlainLowRank:
                 first += len(a_RI)
 
     def group(self, slots_T: Tensor) -> dict[int, Tensor]:
-        return {int(slot): (slots_T == slot).nonzero()[:, 0] for slot in slots_T.unique()}
+        return {slot: (slots_T == slot).nonzero()[:, 0] for slot in set(slots_T.tolist())}
 
     def shrink(self, name: str, x_TI: Tensor, groups: dict[int, Tensor]) -> Tensor | None:
         slots = self._parts.get(name)

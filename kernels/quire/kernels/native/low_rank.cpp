@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 #include <utility>
 
 #include "lane.h"
@@ -29,7 +30,7 @@ struct Sums {
 template <class T, int R>
 inline __attribute__((always_inline)) void add_chain(Sums<R>& out, const uint32_t* const* x,
                                                      int64_t first, int64_t lanes,
-                                                     const uint32_t* a) {
+                                                     const uint32_t* a, int64_t ahead) {
   Vec sums[R];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) sums[r] = zero();
@@ -39,6 +40,7 @@ inline __attribute__((always_inline)) void add_chain(Sums<R>& out, const uint32_
   a += first * kLanes;
   for (int64_t k = 0; k < lanes; ++k, a += kLanes) {
     const auto weights = Lane<T>::weights(a);
+    __builtin_prefetch(a + ahead, 0, 2);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) sums[r] = Lane<T>::dot(sums[r], weights, load_lane(rows[r] + k));
   }
@@ -46,7 +48,7 @@ inline __attribute__((always_inline)) void add_chain(Sums<R>& out, const uint32_
   for (int r = 0; r < R; ++r) out.at[r] = sums[r];
 }
 
-// A vector of A x for R tokens.
+// A vector of A x for R tokens. Fetches what lies behind it: the next vector, or B.
 template <class T, int R>
 void shrink_tile(const uint32_t* const* x, int64_t lanes, int splits, const uint32_t* a,
                  float* out) {
@@ -55,7 +57,7 @@ void shrink_tile(const uint32_t* const* x, int64_t lanes, int splits, const uint
   int num_open = 0;
   const int64_t part = lanes / splits;
   for (int i = 0; i < splits; ++i) {
-    add_chain<T, R>(sums, x, i * part, part, a);
+    add_chain<T, R>(sums, x, i * part, part, a, lanes * kLanes);
     for (int bits = i; bits & 1; bits >>= 1) {
       --num_open;
       for (int r = 0; r < R; ++r) sums.at[r] = add(open[num_open].at[r], sums.at[r]);
@@ -71,7 +73,7 @@ void expand_tile(const float* const* t, int64_t count, const uint32_t* b, float*
   Vec sums[R];
   const float* rows[R];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) sums[r] = zero(), rows[r] = t[r];
+  for (int r = 0; r < R; ++r) sums[r] = splat(LowRankLayer::kNothing), rows[r] = t[r];
   for (int64_t i = 0; i < count; i += 2) {
     Vec first, second;
     if constexpr (sizeof(T) == 2) {
@@ -191,7 +193,6 @@ void LowRankLayer::shrink(const LowRankWeights& weights, Tokens tokens, int64_t 
 
 void LowRankLayer::expand(int64_t begin, int64_t end, int64_t panel, int64_t ahead,
                           float* out) const {
-  std::fill(out, out + (end - begin) * kPanelColumns, -0.0f);
   for (const AdapterGroups::Group& group : groups_.groups) {
     const LowRankWeights& weights = adapters_[group.slot];
     if (!weights.a) continue;
@@ -204,7 +205,6 @@ void LowRankLayer::expand(int64_t begin, int64_t end, int64_t panel, int64_t ahe
       const int64_t lanes = later[2] / (dtype_ == QUIRE_BF16 ? 2 : 1);
       for (int64_t i = 0; i < lanes; ++i) __builtin_prefetch(b + i * kLanes, 0, 2);
       const int64_t* vector = weights.vectors + (panel * 2 + v) * 3;
-      if (!vector[2]) continue;
       dtype_ == QUIRE_BF16 ? expand_vector<bf16>(weights, tokens, vector, begin, out + v * kLanes)
                            : expand_vector<float>(weights, tokens, vector, begin, out + v * kLanes);
     }
@@ -242,6 +242,7 @@ void LowRankLayer::add_rows(int64_t begin, int64_t end, float* sums, int64_t wid
   for (int64_t first = begin; first < end; first += kRun) {
     const int64_t last = std::min(first + kRun, end);
     if (!has_any(first, last)) continue;
+    std::fill(std::begin(addend), std::end(addend), kNothing);
     for (int64_t column = 0; column < width; column += kPanelColumns) {
       const int64_t panel = column / kPanelColumns;
       expand(first, last, panel, std::min(panel + 1, (width - 1) / kPanelColumns), addend);

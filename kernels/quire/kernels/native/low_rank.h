@@ -31,6 +31,8 @@ struct AdapterGroups {
 // One layer's adapters in a step.
 class LowRankLayer {
  public:
+  static constexpr float kNothing = -0.0f;  // changes no bit of what it is added to
+
   // `adapters`: of each slot. t goes to `t`, [T, stride].
   LowRankLayer(int32_t dtype, const AdapterGroups& groups, const LowRankWeights* adapters, float* t,
                int64_t stride)
@@ -45,8 +47,8 @@ class LowRankLayer {
   Stage* shrink_part(const void* x, int64_t x_stride, const LinearWeights& layer, bool is_share,
                      int64_t num_tokens, Team team) const;
 
-  // B t of some tokens, of the columns of a panel: [end - begin, panel]. It is -0, which changes no
-  // bit of what it is added to, where a token has no such adapter. Panel `ahead` is wanted soon.
+  // B t of some tokens, of the columns of a panel: [end - begin, panel]. Leaves the rows of other
+  // tokens: kNothing is for these. Panel `ahead` is wanted soon.
   void expand(int64_t begin, int64_t end, int64_t panel, int64_t ahead, float* out) const;
 
   // Adds B t to some tokens' rows of sums over the ranks, of `width` columns.
