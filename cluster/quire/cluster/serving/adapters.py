@@ -129,8 +129,10 @@ class Adapters:
                 known = self._words.get(name)
                 if known is not None and (known.said_at or known.source == source):
                     continue
-                word = self._configured_elsewhere.get(name)
-                if word is None or (word.model, word.source) != (model, source):
+                other = self._configured_elsewhere.get(name)
+                if other is not None and (other.model, other.source) == (model, source):
+                    word = other
+                else:
                     try:
                         digest = await asyncio.to_thread(keeper.keep, source)
                     except QuireError as error:
