@@ -25,7 +25,7 @@ class LoadAdapterBody(Body):
     """vLLM's ``/v1/load_lora_adapter``. ``base_model_name`` is needed where several models take
     adapters."""
 
-    accepted = frozenset({"load_inplace", "is_3d_lora_weight"})
+    accepted = frozenset({"load_inplace"})
 
     lora_name: str
     lora_path: str
