@@ -40,7 +40,7 @@ test-without-torch:
 # compiles for a minute of CPU time. TESTS and OPTIONS are pytest's. SANITIZE=thread looks for races;
 # GCC's runtime for that wants addresses that are not random.
 SANITIZE ?= address,undefined
-SANITIZED := tests/test_sanitizers.py $(addprefix tests/kernels/test_native_,\
+SANITIZED := tests/test_sanitizers.py tests/kernels/test_low_rank.py $(addprefix tests/kernels/test_native_,\
   attention.py program.py int8.py w4.py linear.py shared.py) $(addprefix tests/router/test_,\
   holders.py directory_machine.py in_flight.py) tests/worker/test_hashing.py tests/worker/model/test_sampler.py
 TESTS ?= $(SANITIZED)

@@ -5,9 +5,11 @@ The checkpoints are made once per run by transformers, which is also their oracl
 """
 
 import asyncio
+import atexit
 import contextlib
 import importlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -42,6 +44,10 @@ settings.load_profile("quire")
 
 # Logs of clusters that tests start are not kept among the user's.
 os.environ.setdefault("QUIRE_STATE_DIR", str(Path(tempfile.gettempdir(), "quire-tests-state")))
+# Nor are their adapters.
+if "QUIRE_ADAPTER_DIR" not in os.environ:
+    os.environ["QUIRE_ADAPTER_DIR"] = tempfile.mkdtemp(prefix="quire-adapters-")
+    atexit.register(shutil.rmtree, os.environ["QUIRE_ADAPTER_DIR"], ignore_errors=True)
 
 MakeLlama = Callable[..., Path]
 

@@ -299,7 +299,7 @@ class Routing(_message.Message):
     def __init__(self, group: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_cached_tokens: _Optional[int] = ..., forecast_s: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[RoutingCandidate, _Mapping]]] = ...) -> None: ...
 
 class RoutingCandidate(_message.Message):
-    __slots__ = ("group", "cost", "num_cached_tokens", "num_prefill_tokens", "num_queued_tokens", "num_sequences", "forecast_s")
+    __slots__ = ("group", "cost", "num_cached_tokens", "num_prefill_tokens", "num_queued_tokens", "num_sequences", "forecast_s", "adapter_cost")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -307,6 +307,7 @@ class RoutingCandidate(_message.Message):
     NUM_QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     FORECAST_S_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_COST_FIELD_NUMBER: _ClassVar[int]
     group: str
     cost: float
     num_cached_tokens: int
@@ -314,7 +315,8 @@ class RoutingCandidate(_message.Message):
     num_queued_tokens: int
     num_sequences: int
     forecast_s: float
-    def __init__(self, group: _Optional[str] = ..., cost: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., forecast_s: _Optional[float] = ...) -> None: ...
+    adapter_cost: float
+    def __init__(self, group: _Optional[str] = ..., cost: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., forecast_s: _Optional[float] = ..., adapter_cost: _Optional[float] = ...) -> None: ...
 
 class ExplainRoutingRequest(_message.Message):
     __slots__ = ("request_id", "limit")

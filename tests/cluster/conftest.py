@@ -1,8 +1,9 @@
 """A whole cluster in one process, without Ray: groups, gateway, gRPC and HTTP over loopback.
 
 The engines are real; their model is a hash. Its "KV" of a token is the token itself, read back
-through the block table, and the next token is a function of all that it read, of the seed and of
-nothing else: `HashModel.continuation` says from the prompt alone what a correct cluster answers.
+through the block table, and the next token is a function of all that it read, of the seed, of the
+adapter's digest and of nothing else: `HashModel.continuation` says from the prompt alone what a
+correct cluster answers.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app
 from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.group.adapters import Check, GroupAdapters
 from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.links.group_client import GroupClientConfig
@@ -44,10 +46,13 @@ from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, inference_pb2_grpc
 from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import RankFailure
+from quire.worker.api.errors import InvalidRequest, RankFailure
 from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.engine import Engine
+from quire.worker.model.adapters.peft import read_config
+from quire.worker.model.adapters.store import AdapterStore, Held
 from quire.worker.model.facts import ModelFacts
+from quire.worker.schedule.reading import Read
 from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -132,8 +137,10 @@ class HashModel:
             self.tokenizer.encode(letter)[0] for letter in "abcdefghijklmnopqrstuvwxyz ."
         ]
 
-    def next_token(self, context: Sequence[int], *, seed: int, banned: Sequence[int] = ()) -> int:
-        text = f"{list(context)}/{seed}".encode()
+    def next_token(
+        self, context: Sequence[int], *, seed: int, banned: Sequence[int] = (), adapter: str = ""
+    ) -> int:
+        text = f"{list(context)}/{seed}{adapter}".encode()
         for attempt in itertools.count():
             digest = hashlib.blake2b(text + attempt.to_bytes(4, "little"), digest_size=8).digest()
             number = int.from_bytes(digest, "little")
@@ -145,11 +152,17 @@ class HashModel:
         raise AssertionError
 
     def continuation(
-        self, prompt: Sequence[int], *, seed: int, max_tokens: int, ignore_eos: bool = True
+        self,
+        prompt: Sequence[int],
+        *,
+        seed: int,
+        max_tokens: int,
+        ignore_eos: bool = True,
+        adapter: str = "",
     ) -> list[int]:
         context = list(prompt)
         for _ in range(max_tokens):
-            context.append(self.next_token(context, seed=seed))
+            context.append(self.next_token(context, seed=seed, adapter=adapter))
             if context[-1] == self.eos and not ignore_eos:
                 break
         return context[len(prompt) :]
@@ -168,12 +181,15 @@ class HashExecutor(DirectExecutor):
         self.num_steps = 0
         self._model = model
         self._slots = np.zeros(num_blocks * BLOCK_SIZE, dtype=np.int64)
+        self._adapters = {-1: ""}
 
     def execute(self, step: StepInput) -> StepOutput:
         if self.fails:
             raise RankFailure("rank 1 died")
         self.num_steps += 1
         time.sleep(self.step_s)
+        self._adapters.update(step.adapter_loads)
+        slots_B = step.adapter_slots_A.tolist() or [-1] * len(step.seq_lens_B)
         self._slots[step.slot_mapping_T] = step.token_ids_T
         token_ids, broken_rows = [], []
         for sample, row, length in samples(step):
@@ -184,7 +200,9 @@ class HashExecutor(DirectExecutor):
                 broken_rows.append(sample)
             banned = banned_ids(step.sampling, sample)
             seed = int(step.sampling.seed_S[sample])
-            token_ids.append(self._model.next_token(context, seed=seed, banned=banned))
+            adapter = self._adapters[slots_B[row]]
+            token = self._model.next_token(context, seed=seed, banned=banned, adapter=adapter)
+            token_ids.append(token)
         token_ids = step.sampling.with_given(np.array(token_ids, dtype=np.int64)).tolist()
         wanted = step.sampling.num_logprobs_S.tolist()
         asked = step.sampling.asked or {}
@@ -276,6 +294,28 @@ class Cluster:
             await self.connections.wait_for_change(timeout_s=5)
 
 
+def held_in(store: AdapterStore) -> Read:
+    """The hash takes any adapter whose rank is 64 at most."""
+
+    def read(digest: str) -> Held:
+        held = store.hold(digest)
+        if held is None:
+            raise InvalidRequest(f"adapter={digest!r} is not here")
+        rank = read_config(held.folder).rank
+        if rank > 64:
+            raise InvalidRequest(f"adapter: rank {rank} is above 64")
+        return held
+
+    return read
+
+
+def checked_in(store: AdapterStore) -> Check:
+    async def check(digest: str) -> None:
+        held_in(store)(digest).release()
+
+    return check
+
+
 StartGroup = Callable[..., contextlib.AbstractAsyncContextManager[Group]]
 StartCluster = Callable[..., contextlib.AbstractAsyncContextManager[Cluster]]
 
@@ -297,6 +337,7 @@ def start_group(model: HashModel) -> StartGroup:
         model_len: int = MAX_MODEL_LEN,
         description: dict[str, Any] | None = None,
         service: dict[str, Any] | None = None,
+        store: AdapterStore | None = None,
         **options: Any,
     ) -> AsyncIterator[Group]:
         executor = HashExecutor(model, num_blocks=num_blocks)
@@ -318,8 +359,13 @@ def start_group(model: HashModel) -> StartGroup:
             kv_dtype="float32",
         )
         epoch = next(epochs)
+        reads: dict[str, Any] = {}
+        kept: dict[str, Any] = {}
+        if store is not None:
+            reads = {"read_adapter": held_in(store)}
+            kept = {"adapters": GroupAdapters(store, checked_in(store))}
         engine = Engine(
-            config, facts, executor, epoch=epoch, load_tokenizer=lambda: model.tokenizer
+            config, facts, executor, epoch=epoch, load_tokenizer=lambda: model.tokenizer, **reads
         )
         engine_loop = EngineLoop(engine)
         said: dict[str, Any] = {
@@ -339,7 +385,7 @@ def start_group(model: HashModel) -> StartGroup:
         group_service = GroupService(
             engine_loop,
             group_pb2.GroupDescription(**said),
-            **{"heartbeat_s": 0.05, "events_heartbeat_s": 0.1, **(service or {})},
+            **{"heartbeat_s": 0.05, "events_heartbeat_s": 0.1, **kept, **(service or {})},
         )
         server = build_group_server(group_service)
         port = server.add_insecure_port("127.0.0.1:0")
@@ -367,11 +413,15 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
         client: dict[str, Any] | None = None,
         keys: ApiKeys | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
+        keeper: Any = None,
+        stores: Sequence[AdapterStore | None] = (None,),
         **options: Any,
     ) -> AsyncIterator[Cluster]:
         async with contextlib.AsyncExitStack() as stack:
             started = [
-                await stack.enter_async_context(start_group(f"g{number}", **options))
+                await stack.enter_async_context(
+                    start_group(f"g{number}", store=stores[number % len(stores)], **options)
+                )
                 for number in range(num_groups)
             ]
             table = RoutingTable(block_size=BLOCK_SIZE)
@@ -383,6 +433,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                 config=GroupClientConfig(
                     **{"silence_timeout_s": 2, "min_backoff_s": 0.02, **(client or {})}
                 ),
+                adapter_folder=keeper.folder if keeper else lambda digest: None,
             )
             stack.push_async_callback(connections.close)
             connections.set_addresses(group.address for group in started)
@@ -392,6 +443,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                 tokenizer=model.tokenizer,
                 groups=connections,
                 table=table,
+                keeper=keeper,
                 config=GatewayConfig(
                     completion=CompletionConfig(group_wait_s=group_wait_s),
                     # How long a request would wait is no matter, but where a test says so.

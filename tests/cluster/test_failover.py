@@ -328,6 +328,10 @@ async def test_a_group_that_skips_tokens_is_not_believed(start_cluster: Any) -> 
         async def Events(self, request: Any, context: Any) -> Any:
             yield group_pb2.EventBatch(epoch=1)
 
+        HoldAdapter: Any = None  # Not called, as the next two.
+        WriteAdapter: Any = None
+        ReadAdapter: Any = None
+
     async with start_cluster(num_groups=1, group_wait_s=0.3) as cluster:
         server = grpc.aio.server()
         group_pb2_grpc.add_ReplicaGroupServicer_to_server(Skipping(), server)

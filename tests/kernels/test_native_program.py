@@ -177,6 +177,7 @@ def _program(
         num_scores = E + (shared == "gated")
         router_bias = random(num_scores) if style.expert_bias else None
         mixed = MixExperts(
+            name="layers.0",
             router=Router(
                 layer=backend.pack_router(3 * random(num_scores, C), router_bias),
                 num_experts=E,
@@ -742,7 +743,7 @@ READ: dict[type[Op], set[str]] = {
     Linear: {"name", "layer", "x", "out", "adds"},
     GatedLinear: {"name", "layer", "x", "out"},
     Activate: {"x"},
-    MixExperts: {"router", "experts", "shared", "bias_EC", "is_split", "x", "out"},
+    MixExperts: {"name", "router", "experts", "shared", "bias_EC", "is_split", "x", "out"},
     RotateAndWrite: {
         "kv",
         "num_heads",

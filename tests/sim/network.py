@@ -56,6 +56,15 @@ class GroupLinkOver:
     def Events(self, request: Message) -> Call:
         return self._connection.server_stream("Events", request)
 
+    async def HoldAdapter(self, request: Message, *, timeout: float) -> Any:
+        return await self._connection.unary("HoldAdapter", request, timeout=timeout)
+
+    def ReadAdapter(self, request: Message) -> Call:
+        return self._connection.server_stream("ReadAdapter", request)
+
+    async def WriteAdapter(self, request_iterator: Any, *, timeout: float) -> Any:
+        raise NotImplementedError  # All groups have one store.
+
 
 @dataclass(frozen=True)
 class _Listener:

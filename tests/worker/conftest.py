@@ -1,7 +1,8 @@
 """A model whose tokens show whether its KV cache was right, and an engine around it.
 
-Its "KV" of a token is the token and its position. A row "attends" by reading both back through
-its block table, and its next token is a hash of all that it read, of the seed and the position:
+Its "KV" of a token is the token, its position and its adapter. A row "attends" by reading them
+back through its block table, and its next token is a hash of all that it read, of the seed and the
+adapter:
 whatever the engine gets wrong about blocks changes tokens. `Generate` says what is right, from
 the prompt alone.
 """
@@ -21,14 +22,17 @@ from quire.worker.api.errors import RankFailure
 from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.engine import Engine
 from quire.worker.model.facts import ModelFacts
+from quire.worker.schedule.reading import Read
 from quire.worker.step.messages import StepInput, StepOutput
 
 VOCAB_SIZE = 50
 EOS = 1
 
 
-def next_token(context: Sequence[int], *, seed: int, banned: Collection[int] = ()) -> int:
-    text = ",".join(map(str, context))
+def next_token(
+    context: Sequence[int], *, seed: int, banned: Collection[int] = (), adapter: str = ""
+) -> int:
+    text = adapter + ",".join(map(str, context))
     for attempt in range(10_000):
         digest = hashlib.blake2b(f"{text}/{seed}/{attempt}".encode(), digest_size=4).digest()
         token_id = int.from_bytes(digest, "little") % VOCAB_SIZE
@@ -50,6 +54,9 @@ class PagedExecutor(DirectExecutor):
         self._block_size = block_size
         self._tokens = np.full(num_blocks * block_size, -1)
         self._positions = np.full(num_blocks * block_size, -1)
+        self._owners = np.full(num_blocks * block_size, "", dtype=object)
+        self.adapters: dict[int, str] = {}
+        """By slot."""
         self._sampled: Longs = np.empty(0, np.int64)
 
     def submit(self, step: StepInput) -> None:
@@ -62,18 +69,24 @@ class PagedExecutor(DirectExecutor):
         self.steps.append(step)
         self.on_execute(step)
         self._check(step)
+        self.adapters.update(step.adapter_loads)
+        slots_B = step.adapter_slots_A.tolist() or [-1] * len(step.seq_lens_B)
+        adapters = [self.adapters[slot] if slot >= 0 else "" for slot in slots_B]
         step.token_ids_T[step.late_tokens_L] = self._sampled[step.late_rows_L]
         # As in each layer of a model: the KV of the whole step is written, then rows attend.
         self._tokens[step.slot_mapping_T] = step.token_ids_T
         self._positions[step.slot_mapping_T] = step.positions_T
-        contexts = [self._read(step, row) for row in range(len(step.seq_lens_B))]
+        num_tokens_B = np.diff(step.query_starts_B1)
+        self._owners[step.slot_mapping_T] = np.array(adapters, dtype=object).repeat(num_tokens_B)
+        contexts = [self._read(step, row, adapter) for row, adapter in enumerate(adapters)]
 
         sampling = step.sampling
         token_ids = []
         for sample, row, length in samples(step):
             assert sampling.position_S[sample] == length
             banned, seed = banned_ids(sampling, sample), int(sampling.seed_S[sample])
-            token_ids.append(next_token(contexts[row][:length], seed=seed, banned=banned))
+            context = contexts[row][:length]
+            token_ids.append(next_token(context, seed=seed, banned=banned, adapter=adapters[row]))
         self._sampled = sampling.with_given(np.array(token_ids, dtype=np.int64))
         token_ids = self._sampled.tolist()
         wanted = sampling.num_logprobs_S.tolist()
@@ -94,13 +107,14 @@ class PagedExecutor(DirectExecutor):
         assert (num_queries[step.num_decodes :] > 1).all()
         assert len(set(step.slot_mapping_T.tolist())) == len(step.slot_mapping_T), "two writers"
 
-    def _read(self, step: StepInput, row: int) -> list[int]:
+    def _read(self, step: StepInput, row: int, adapter: str) -> list[int]:
         seq_len = int(step.seq_lens_B[row])
         positions = np.arange(seq_len)
         table = step.block_tables_BM[row].astype(np.int64)
         slots = table[positions // self._block_size] * self._block_size
         slots += positions % self._block_size
         assert (self._positions[slots] == positions).all(), f"row {row} reads foreign KV"
+        assert (self._owners[slots] == adapter).all(), f"row {row} reads another adapter's KV"
         begin, end = step.query_starts_B1[row], step.query_starts_B1[row + 1]
         assert (step.positions_T[begin:end] == positions[seq_len - (end - begin) :]).all()
         context: list[int] = self._tokens[slots].tolist()
@@ -112,7 +126,12 @@ def make_engine() -> Callable[..., tuple[Engine, PagedExecutor]]:
     """Builds an engine of ``num_blocks`` small blocks; options are those of `EngineConfig`."""
 
     def make(
-        *, num_blocks: int = 16, block_size: int = 4, num_ahead: int = 0, **options: object
+        *,
+        num_blocks: int = 16,
+        block_size: int = 4,
+        num_ahead: int = 0,
+        read_adapter: Read | None = None,
+        **options: object,
     ) -> tuple[Engine, PagedExecutor]:
         executor = PagedExecutor(num_blocks=num_blocks, block_size=block_size, num_ahead=num_ahead)
         defaults: dict[str, object] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
@@ -129,7 +148,7 @@ def make_engine() -> Callable[..., tuple[Engine, PagedExecutor]]:
             eos_token_ids=(EOS,),
             kv_dtype="float32",
         )
-        return Engine(config, facts, executor), executor
+        return Engine(config, facts, executor, read_adapter=read_adapter), executor
 
     return make
 
@@ -146,11 +165,13 @@ def generate() -> Callable[..., tuple[list[int], str]]:
         stop: Collection[int] = (EOS,),
         banned: Collection[int] = (),
         min_tokens: int = 0,
+        adapter: str = "",
     ) -> tuple[list[int], str]:
         output: list[int] = []
         while len(output) < max_tokens:
             too_early = banned if len(output) < min_tokens else ()
-            output.append(next_token([*prompt, *output], seed=seed, banned=too_early))
+            context = [*prompt, *output]
+            output.append(next_token(context, seed=seed, banned=too_early, adapter=adapter))
             if output[-1] in stop:
                 return output, "stop"
         return output, "length"

@@ -3,6 +3,7 @@ every token equals what the prompt alone gives, every count adds up, and nothing
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -41,9 +42,11 @@ class Spec(NamedTuple):
     params: SamplingParams
     num_resumed: int
     salt: str
+    adapter: str
     priority: int
 
 
+ADAPTERS = ("red", "green", "blue")
 PARAMS = st.builds(
     SamplingParams,
     max_tokens=st.sampled_from([5, 1, 2, 3, 8, 13, 30, 60]),
@@ -64,6 +67,7 @@ SPECS = st.builds(
     params=PARAMS,
     num_resumed=st.sampled_from([0, 0, 1, 6]),
     salt=st.sampled_from(["", "", "", "tenant"]),
+    adapter=st.sampled_from(["", "", *ADAPTERS]),
     priority=st.sampled_from([0, 0, 0, -1, 2]),
 )
 
@@ -91,6 +95,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["shortest_prefill", "fcfs"]),
         guesses_wrong_at=st.sampled_from([None, 0, 2, 5]),
         max_scored=st.sampled_from([256, 7]),
+        max_loras=st.sampled_from([1, 2, 3]),
     )
     def start(
         self,
@@ -103,6 +108,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy: str,
         guesses_wrong_at: int | None,
         max_scored: int,
+        max_loras: int,
     ) -> None:
         self.num_ahead = num_ahead
         self.guesses_wrong_at = guesses_wrong_at
@@ -119,7 +125,13 @@ class EngineMachine(RuleBasedStateMachine):
             num_ahead=num_ahead,
             scheduling_policy=policy,
             speculation=guesses_wrong_at is not None,
+            enable_lora=True,
+            max_loras=max_loras,
+            read_adapter=lambda _: Mock(),
         )
+        self.max_loras = max_loras
+        for adapter in ADAPTERS:  # Else they are read by a thread, some steps later.
+            self.engine.check_request(prepared("adapter", [2], adapter=adapter, max_tokens=1))
         self.executor.on_execute = self.its_blocks_are_held
         self.max_num_seqs, self.max_num_tokens = max_num_seqs, max_num_seqs + extra_tokens
         self.engine.events.subscribe(self.replay)
@@ -151,6 +163,7 @@ class EngineMachine(RuleBasedStateMachine):
             stop=() if params.ignore_eos else (EOS,),
             banned=(EOS,),
             min_tokens=params.min_tokens,
+            adapter=spec.adapter,
         )
         request = prepared(
             f"r{self.num_added}",
@@ -158,6 +171,7 @@ class EngineMachine(RuleBasedStateMachine):
             sampling=params,
             resumed_token_ids=as_token_ids(output[: spec.num_resumed]),
             cache_salt=spec.salt,
+            adapter=spec.adapter,
             priority=spec.priority,
         )
         num_tokens = len(prompt) + (params.max_tokens or 0)
@@ -174,7 +188,7 @@ class EngineMachine(RuleBasedStateMachine):
         if params.prompt_logprobs is not None and not spec.num_resumed:
             self.to_score[request.request_id] = prompt[1:]
         self.received[request.request_id] = output[: spec.num_resumed]
-        self.learn_chain([*prompt, *output], spec.salt)
+        self.learn_chain([*prompt, *output], spec.salt, spec.adapter)
 
     @rule(num_steps=st.integers(1, 10))
     def step(self, num_steps: int) -> None:
@@ -219,6 +233,7 @@ class EngineMachine(RuleBasedStateMachine):
         for step in self.executor.steps:
             assert len(step.seq_lens_B) <= self.max_num_seqs
             assert len(step.token_ids_T) <= self.max_num_tokens
+            assert all(0 <= slot < self.max_loras for slot, _ in step.adapter_loads)
         self.executor.steps.clear()
 
     @invariant()
@@ -276,12 +291,13 @@ class EngineMachine(RuleBasedStateMachine):
                 assert self.replayed.issuperset(hashes)
                 self.replayed -= set(hashes)
 
-    def learn_chain(self, tokens: list[int], salt: str) -> None:
+    def learn_chain(self, tokens: list[int], salt: str, adapter: str) -> None:
         root = root_hash(
             model_fingerprint="hash-1",
             kv_dtype="float32",
             block_size=self.block_size,
             cache_salt=salt,
+            adapter=adapter,
         )
         parent: BlockHash | None = None
         array = np.array(tokens, dtype=np.uint32)

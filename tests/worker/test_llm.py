@@ -281,8 +281,8 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
 
 def test_the_public_surface_is_this() -> None:
     assert sorted(llm.__all__) == [
-        *("CompletionOutput", "EmbeddingRequestOutput", "LLM", "Logprob", "RequestOutput"),
-        *("SamplingParams", "ScoringRequestOutput", "StructuredOutputsParams"),
+        *("CompletionOutput", "EmbeddingRequestOutput", "LLM", "LoRARequest", "Logprob"),
+        *("RequestOutput", "SamplingParams", "ScoringRequestOutput", "StructuredOutputsParams"),
     ]
     assert list(inspect.signature(LLM.__init__).parameters)[1:] == [
         "model",
@@ -308,6 +308,10 @@ def test_the_public_surface_is_this() -> None:
         "async_scheduling",
         "speculation",
         "scheduling_policy",
+        "enable_lora",
+        "max_loras",
+        "max_lora_rank",
+        "max_cpu_loras",
     ]
 
 

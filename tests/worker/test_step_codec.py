@@ -166,6 +166,17 @@ def test_hidden_states_and_copies_go_with_the_message(ends: Ends) -> None:
     assert_equal(output, engine.read_output(0, sent(rank.write_output(0, output))))
 
 
+def test_slots_of_adapters_are_in_the_slot_and_their_loads_go_with_the_message(ends: Ends) -> None:
+    engine, rank = ends
+    step = random_step(4, tokens=33, rows=5, sampled=5, late=5, blocks=13)
+    slots = np.array([0, -1, 7, 7, 1], np.int32)
+    without = replace(step, adapter_slots_A=slots)
+    for number, each in enumerate(
+        (without, replace(without, adapter_loads=((7, "a" * 64), (1, "b" * 64))), step)
+    ):
+        assert_equal(each, rank.read_step(number, sent(engine.write_step(number, each))))
+
+
 def test_every_array_of_a_sampling_batch_has_a_type() -> None:
     assert {*SAMPLE_TYPES, "adjustments", "given_S", "asked"} == set(SamplingBatch.__slots__)
 

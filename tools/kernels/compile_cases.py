@@ -36,6 +36,8 @@ from quire.kernels.launch import (
     SHARED_PAIRS,
     SPLIT_TOKENS,
 )
+from quire.kernels.linear import PlainLinear
+from quire.kernels.ops import Embed, Linear
 from quire.kernels.shared_prefix import SharedSplits
 from quire.kernels.triton_all_reduce import (
     MAX_PROGRAMS,
@@ -60,6 +62,7 @@ from quire.kernels.triton_experts import (
 from quire.kernels.triton_grouped import GroupedLinear, grouped_kernel
 from quire.kernels.triton_kv_write import write_kernel
 from quire.kernels.triton_logits import adjust_kernel, bias_kernel, mask_kernel
+from quire.kernels.triton_low_rank import TritonLowRank, expand_kernel, shrink_kernel
 from quire.kernels.triton_prefill import prefill_attention, prefill_kernel
 from quire.kernels.triton_prefill_merge import prefill_merge_kernel
 from quire.kernels.triton_rotary import rotary_kernel
@@ -114,6 +117,7 @@ def shipped_cases(
         for name, kernel, start, size in (
             *_row_cases(dtype),
             *_grouped_cases(dtype),
+            *_low_rank_cases(dtype),
             *_all_reduce_cases(dtype),
         ):
             yield _case(name, kernel, start, dtype, size, capability)
@@ -296,6 +300,23 @@ def _grouped_cases(dtype: torch.dtype) -> Iterator[Row]:
         )
         layer = GroupedLinear.of(weight, _meta(4096, dtype=dtype) if has_zeros else None)
         yield name, grouped_kernel, partial(layer, _meta(ROWS, 1024, dtype=dtype)), 1024
+
+
+def _low_rank_cases(dtype: torch.dtype) -> Iterator[Row]:
+    for num_in in (4096, 2000):
+        layer = PlainLinear(_meta(6144, num_in, dtype=dtype))
+        program = (
+            Embed(weight_VC=_meta(1, num_in, dtype=dtype), out="residual"),
+            Linear(name="layers.0.qkv", layer=layer, x="normed", out="qkv"),
+        )
+        low_rank = TritonLowRank(program)
+        low_rank.open(num_slots=8, max_rank=64)
+        groups = low_rank.group(_ints(ROWS))
+        x, product = _meta(ROWS, num_in, dtype=dtype), _meta(ROWS, 6144, dtype=dtype)
+        shrink = partial(low_rank.shrink, "layers.0.qkv", x, groups)
+        yield "shrink", shrink_kernel, shrink, num_in
+        expand = partial(low_rank.expand, "layers.0.qkv", product, _meta(ROWS, 192), groups)
+        yield "expand", expand_kernel, expand, num_in
 
 
 def _all_reduce_cases(dtype: torch.dtype) -> Iterator[Row]:

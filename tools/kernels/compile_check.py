@@ -34,6 +34,7 @@ from quire.kernels.launch import AMD_CAPABILITY
 from quire.kernels.triton_decode import decode_kernel
 from quire.kernels.triton_experts import experts_kernel
 from quire.kernels.triton_grouped import grouped_kernel
+from quire.kernels.triton_low_rank import shrink_kernel
 from quire.kernels.triton_prefill import prefill_kernel
 from quire.kernels.triton_shared import shared_kernel
 
@@ -41,7 +42,10 @@ _SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """Bytes that a block may have, of the GPUs whose kernels are judged."""
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _DECODE_KERNELS = (decode_kernel, shared_kernel)
-_MATRIX_KERNELS = (*_DECODE_KERNELS, prefill_kernel, experts_kernel, grouped_kernel)
+_MATRIX_KERNELS = (
+    *(*_DECODE_KERNELS, prefill_kernel),
+    *(experts_kernel, grouped_kernel, shrink_kernel),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

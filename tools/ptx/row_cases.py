@@ -13,6 +13,9 @@ from torch import Tensor
 
 from quire.kernels import reference, reference_sampling, triton_logits, triton_sample
 from quire.kernels.launch import ALL_REDUCE_BLOCK, SAMPLE_BLOCK
+from quire.kernels.linear import PlainLinear
+from quire.kernels.low_rank import LowRankLayers, PlainLowRank
+from quire.kernels.ops import Embed, Linear, LowRank
 from quire.kernels.triton_elementwise import silu_and_mul
 from quire.kernels.triton_experts import (
     ExpertWeights,
@@ -21,6 +24,7 @@ from quire.kernels.triton_experts import (
     multiply_up,
 )
 from quire.kernels.triton_grouped import GroupedLinear
+from quire.kernels.triton_low_rank import TritonLowRank
 
 
 def row_cases() -> Iterator[Case]:
@@ -52,6 +56,11 @@ def row_cases() -> Iterator[Case]:
             name=f"experts {name}",
             kernels=("experts_kernel",),
             check=partial(check_experts, dtype=dtype),
+        )
+        yield Case(
+            name=f"low_rank {name}",
+            kernels=("shrink_kernel", "expand_kernel"),
+            check=partial(check_low_rank, dtype=dtype),
         )
         yield Case(
             name=f"w4 {name}",
@@ -158,6 +167,49 @@ def check_experts(emulate: Emulate, *, dtype: torch.dtype) -> None:
         want += biases[expert_N].float()
         assert_near_twin(down[order], want)
         assert torch.equal(up_alone, up[rows_N == len(x) - 1])
+
+
+def check_low_rank(emulate: Emulate, *, dtype: torch.dtype) -> None:
+    """An adapter of more than one tile of tokens and one of few, and parts that end within a tile
+    of outputs and within a step of ranks; a token alone has the bits that it has in a batch, and
+    those without an adapter keep theirs."""
+    layer = PlainLinear(_randn(100, 144, dtype=dtype))
+    program = (
+        Embed(weight_VC=layer.weight_OI[:1], out="residual"),
+        Linear(name="qkv", layer=layer, x="normed", out="qkv"),
+    )
+    plain, low_rank = PlainLowRank(program), TritonLowRank(program)
+    for each in (plain, low_rank):
+        each.open(num_slots=3, max_rank=24)
+        for slot, rank in ((0, 24), (2, 5)):
+            parts = [
+                LowRank(
+                    a_RI=_randn(rank + number, 144, dtype=dtype) / 12,
+                    b_OR=_randn(height, rank + number, dtype=dtype) / 5,
+                    first_row=first,
+                    scale=0.5 + number,
+                )
+                for number, (first, height) in enumerate(((0, 70), (70, 7)))
+                if rank + number <= 24
+            ]
+            each.set(slot, {"qkv": tuple(parts)})
+    slots = torch.tensor([0, -1, 2, 0] * 5 + [0] * 7 + [1, 2]).int()
+    x = _randn(len(slots), 144, dtype=dtype)
+    product = layer(x)
+    with emulate():
+        got = _with_low_rank(low_rank, x, product, slots)
+        alone = _with_low_rank(low_rank, x[-1:], product[-1:], slots[-1:])
+    assert_near_twin(got, _with_low_rank(plain, x, product, slots).to(dtype))
+    assert torch.equal(alone, got[-1:])
+    is_plain = slots.eq(-1) | slots.eq(1)
+    assert torch.equal(got[is_plain], product[is_plain])
+
+
+def _with_low_rank(low_rank: LowRankLayers, x: Tensor, product: Tensor, slots: Tensor) -> Tensor:
+    groups = low_rank.group(slots)
+    ax = low_rank.shrink("qkv", x, groups)
+    assert ax is not None
+    return low_rank.expand("qkv", product.clone(), ax, groups)
 
 
 def check_grouped(emulate: Emulate, *, dtype: torch.dtype) -> None:

@@ -21,8 +21,9 @@ from typing import Any, cast
 import numpy as np
 
 from quire.kernels.quantization import KvCacheDType, Quantization
+from quire.worker.api.adapters import LoRARequest
 from quire.worker.api.config import Device, DType, EngineConfig, ModelImpl, SchedulingPolicy
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.errors import AdapterError, CheckpointError, InvalidRequest
 from quire.worker.api.limits import derive_seed
 from quire.worker.api.outputs import (
     CompletionOutput,
@@ -38,7 +39,8 @@ from quire.worker.api.scoring import PairScore
 from quire.worker.api.spelling import spell_out
 from quire.worker.api.structured import StructuredOutputsParams
 from quire.worker.engine import Engine
-from quire.worker.model.hub import fetch_checkpoint, with_revision
+from quire.worker.model.adapters.store import AdapterStore
+from quire.worker.model.hub import fetch_adapter, fetch_checkpoint, with_revision
 from quire.worker.model.pooling import read_scoring
 from quire.worker.ranks.executor import make_executor
 from quire.worker.text.completions import OfflineCompletion, Progress, request_output
@@ -51,12 +53,16 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
 ]
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+"""The adapter of all prompts, or each one's."""
 
 
 class LLM:
@@ -83,6 +89,10 @@ class LLM:
         kv_cache_memory_bytes: KV cache in bytes, instead of a share.
         block_size: Tokens in a block of KV cache: 4, 8, 16, 32, 64 or 128.
         max_model_len: Longest prompt + output; the checkpoint's own by default.
+        enable_lora: Take a ``lora_request`` for some of the prompts.
+        max_loras: Different adapters in one step; more take turns.
+        max_lora_rank: The greatest rank that an adapter may have.
+        max_cpu_loras: Adapters that are kept ready in memory; four times ``max_loras`` by default.
         max_num_seqs: Sequences that run at the same time.
         max_num_batched_tokens: Tokens that one step computes.
         enable_prefix_caching: Reuse the KV of prompts that begin alike.
@@ -128,6 +138,10 @@ class LLM:
         async_scheduling: bool | None = None,
         speculation: bool | None = None,
         scheduling_policy: SchedulingPolicy = "shortest_prefill",
+        enable_lora: bool = False,
+        max_loras: int = 8,
+        max_lora_rank: int = 64,
+        max_cpu_loras: int | None = None,
     ) -> None:
         self.config = EngineConfig(
             model=fetch_checkpoint(with_revision(Path(model), revision)),
@@ -152,11 +166,16 @@ class LLM:
             async_scheduling=async_scheduling,
             speculation=speculation,
             scheduling_policy=scheduling_policy,
+            enable_lora=enable_lora,
+            max_loras=max_loras,
+            max_lora_rank=max_lora_rank,
+            max_cpu_loras=max_cpu_loras,
         )
         self._tokenizer = _load_tokenizer(self.config.model)
         self._scoring = read_scoring(self.config.model)
         executor, facts = make_executor(self.config)
         self._engine = Engine(self.config, facts, executor)
+        self._adapters = AdapterStore()
         self._num_prompts = 0
         # Ranks must not outlive an LLM that nobody closed.
         self._finalizer = weakref.finalize(self, self._engine.close)
@@ -180,6 +199,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Completes ``prompts``, all of them batched together, and returns in their order.
@@ -188,6 +208,8 @@ class LLM:
             prompts: One prompt or a list of them.
             sampling_params: For all prompts, or one for each.
             use_tqdm: Show progress on stderr: tokens per second and cache hits.
+            lora_request: The adapter for all prompts, or a list with one for each, ``None`` being
+                the model alone.
             priority: One for each prompt: less runs sooner, and all are 0 by default.
 
         Raises:
@@ -202,9 +224,10 @@ class LLM:
                 f"{len(priorities)} priorities for {len(listed)} prompts: give one for each, or "
                 "leave it out"
             )
+        adapters = self._digests(lora_request, num_prompts=len(listed))
         batch = [
             self._completions(index, *one)
-            for index, one in enumerate(zip(listed, all_params, priorities, strict=True))
+            for index, one in enumerate(zip(listed, all_params, priorities, adapters, strict=True))
         ]
         self._run([completion for group in batch for completion in group], shown=use_tqdm)
         return [request_output(completions) for completions in batch]
@@ -215,6 +238,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -238,7 +262,7 @@ class LLM:
         prompts = [
             {"prompt_token_ids": tokenizer.apply_chat_template(chat, **options)} for chat in chats
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
 
     def embed(
         self,
@@ -246,6 +270,7 @@ class LLM:
         *,
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embeddings of ``prompts``, as the checkpoint's ``modules.json`` says they are made.
 
@@ -254,6 +279,7 @@ class LLM:
             truncate_prompt_tokens: Keep so many tokens of a prompt at most, the first ones; -1 is
                 as many as the model takes. By default a longer prompt is refused.
             use_tqdm: Show progress on stderr.
+            lora_request: As for `generate`.
 
         Raises:
             InvalidRequest: The model makes no embeddings, or a prompt cannot be served; the message
@@ -265,17 +291,27 @@ class LLM:
                 param="model",
             )
         listed = list(prompts) if isinstance(prompts, list | tuple) else [cast("Prompt", prompts)]
-        return self._embedded(listed, truncate_prompt_tokens, use_tqdm=use_tqdm)
+        return self._embedded(
+            listed, truncate_prompt_tokens, use_tqdm=use_tqdm, lora_request=lora_request
+        )
 
     def _embedded(
-        self, listed: Sequence[Prompt], truncate_prompt_tokens: int | None, *, use_tqdm: bool
+        self,
+        listed: Sequence[Prompt],
+        truncate_prompt_tokens: int | None,
+        *,
+        use_tqdm: bool,
+        lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
         params = SamplingParams(
             temperature=0, max_tokens=1, truncate_prompt_tokens=truncate_prompt_tokens
         )
+        adapters = self._digests(lora_request, num_prompts=len(listed))
         batch = [
-            OfflineEmbedding(self._prepared(index, prompt, params, task="embed")[1])
-            for index, prompt in enumerate(listed)
+            OfflineEmbedding(
+                self._prepared(index, prompt, params, task="embed", adapter=adapter)[1]
+            )
+            for index, (prompt, adapter) in enumerate(zip(listed, adapters, strict=True))
         ]
         self._run(batch, shown=use_tqdm)
         return [each.output() for each in batch]
@@ -366,11 +402,38 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _digests(self, lora_request: LoRARequests, *, num_prompts: int) -> list[str]:
+        """The adapter of each prompt, by the digest of its content; "" for none."""
+        listed = list(lora_request) if isinstance(lora_request, list | tuple) else None
+        if listed is None:
+            listed = [cast("LoRARequest | None", lora_request)] * num_prompts
+        if len(listed) != num_prompts:
+            raise InvalidRequest(
+                f"{len(listed)} entries of lora_request for {num_prompts} prompts: give one for "
+                "each, None being the model alone, or one for all",
+                param="lora_request",
+            )
+        wanted = dict.fromkeys(each for each in listed if each is not None)
+        if wanted and not self.config.enable_lora:
+            raise InvalidRequest(
+                "lora_request: adapters are not enabled; make the LLM with enable_lora=True",
+                param="lora_request",
+            )
+        found: dict[LoRARequest | None, str] = {None: ""}
+        for each in wanted:
+            try:
+                found[each] = self._adapters.put(fetch_adapter(Path(each.lora_path)))
+            except (AdapterError, CheckpointError) as error:
+                raise InvalidRequest(
+                    f"lora_request {each.lora_name!r}: {error}", param="lora_request"
+                ) from error
+        return [found[each] for each in listed]
+
     def _completions(
-        self, index: int, prompt: Prompt, params: SamplingParams, priority: int
+        self, index: int, prompt: Prompt, params: SamplingParams, priority: int, adapter: str
     ) -> list[OfflineCompletion]:
         """The ``params.n`` completions of one prompt, checked and not yet begun."""
-        text, request = self._prepared(index, prompt, params, priority=priority)
+        text, request = self._prepared(index, prompt, params, priority=priority, adapter=adapter)
         return [
             OfflineCompletion(each, prompt=text, index=number, tokenizer=self._tokenizer)
             for number, each in enumerate(request.completions())
@@ -384,6 +447,7 @@ class LLM:
         *,
         priority: int = 0,
         task: Task = "generate",
+        adapter: str = "",
     ) -> tuple[str | None, Prepared]:
         """One prompt's text, if it came as such, and its request, checked."""
         number, self._num_prompts = self._num_prompts, self._num_prompts + 1
@@ -406,6 +470,7 @@ class LLM:
                 cache_salt=cache_salt,
                 priority=priority,
                 task=task,
+                adapter=adapter,
             )
             self._engine.check_request(request)
         except InvalidRequest as error:

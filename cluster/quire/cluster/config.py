@@ -21,6 +21,16 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraModule:
+    """A LoRA adapter that is served from the start."""
+
+    name: str
+    """What clients call it."""
+    path: str
+    """A directory that each gateway's node has, or ``ORG/NAME[@REVISION]`` of the hub."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The settings of one served model: its groups, and how gateways take its requests.
 
@@ -34,6 +44,9 @@ class ModelConfig:
     """What clients call the model; ``None`` is the name of its directory, or ``ORG/NAME``."""
     aliases: tuple[str, ...] = ()
     """Further names by which clients may call it; answers bear the one above."""
+    lora_modules: tuple[LoraModule, ...] = ()
+    """Adapters of the model; others can be loaded while it is served. With
+    ``engine.enable_lora``."""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     """Routing settings of every gateway."""
     num_groups: int = 1
@@ -80,6 +93,15 @@ class ModelConfig:
             raise ConfigError(
                 f"cpus_per_group={self.cpus_per_group!r}: must be 0 or more, and finite"
             )
+        if self.lora_modules and not self.engine.enable_lora:
+            raise ConfigError(
+                f"lora_modules has {self.lora_modules[0].name!r}: set engine.enable_lora too"
+            )
+        if self.engine.enable_lora and self.nodes_per_group > 1:
+            raise ConfigError(
+                f"nodes_per_group={self.nodes_per_group}: must be 1 with engine.enable_lora, since "
+                "each rank reads adapters from its own node"
+            )
         check_parsers(self.tool_call_parser, self.reasoning_parser)
         self.admission()  # Checks its own part.
 
@@ -100,6 +122,11 @@ class ModelConfig:
             max_queued_bytes=self.max_queued_bytes,
             max_inflight=self.max_inflight,
         )
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """The paths of ``lora_modules``, by name."""
+        return {each.name: each.path for each in self.lora_modules}
 
     @property
     def model_name(self) -> str:
@@ -194,13 +221,18 @@ class ClusterConfig(ModelConfig):
         ModelConfig.__post_init__(self)
         if self.num_gateways < 1:
             raise ConfigError(f"num_gateways={self.num_gateways!r}: must be 1 or more")
-        names = Counter(
-            name for each in (self, *self.more_models) for name in (each.model_name, *each.aliases)
-        )
+        models = (self, *self.more_models)
+        names = Counter(name for each in models for name in (each.model_name, *each.aliases))
         if twice := [name for name, number in names.items() if number > 1]:
             raise ConfigError(
                 f"more_models: two models are called {twice[0]!r}; give one of them another "
                 "served_model_name"
+            )
+        names.update(module.name for each in models for module in each.lora_modules)
+        if twice := [name for name, number in names.items() if number > 1]:
+            raise ConfigError(
+                f"lora_modules: {twice[0]!r} is the name of another adapter or of a model; take "
+                "another"
             )
         for name in ("grpc_port", "http_port", "metrics_port"):
             value = getattr(self, name)

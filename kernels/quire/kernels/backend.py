@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight
+from quire.kernels.low_rank import LowRankLayers
 from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner, Rows
 from quire.kernels.quantization import Quantization
 
@@ -125,6 +126,9 @@ class AttentionBackend(Protocol):
     def multiply_experts(self, op: MixExperts, x_TC: Tensor, experts_Tk: Tensor) -> Tensor:
         """What its experts make of each token, ``[T * k, C]``, float32; of a program that this
         backend prepared."""
+
+    def low_rank_layers(self, program: Program) -> LowRankLayers:
+        """Adapters for a program over such layers that runs operation by operation."""
 
     def prepare(self, program: Program) -> ProgramRunner:
         """A program over layers that this backend packed, in the fastest way that it has."""

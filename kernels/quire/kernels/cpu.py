@@ -26,6 +26,7 @@ from quire.kernels.experts import Router, multiply_one_by_one
 from quire.kernels.grouped import GroupedWeight, decoded, round_to_groups
 from quire.kernels.linear import PlainGatedLinear, PlainInt8Linear, PlainLinear, wide_linear
 from quire.kernels.loop import Loop
+from quire.kernels.low_rank import LowRankLayers, PlainLowRank
 from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner, Rows
 from quire.kernels.quantization import Quantization
 from quire.kernels.rewrites import fuse_add_norm, gather_before_add
@@ -200,6 +201,9 @@ class CpuBackend:
 
     def multiply_experts(self, op: MixExperts, x_TC: Tensor, experts_Tk: Tensor) -> Tensor:
         return multiply_one_by_one(op, x_TC, experts_Tk)
+
+    def low_rank_layers(self, program: Program) -> LowRankLayers:
+        return PlainLowRank(program)
 
     def prepare(self, program: Program) -> ProgramRunner:
         return Loop(self, fuse_add_norm(gather_before_add(program)))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.linear import unrounded
+from quire.kernels.low_rank import StepAdapters, multiply
 from quire.kernels.native_linear import NativeLinear
 from quire.kernels.ops import LinearLayer, MixExperts, SharedExpert
 
@@ -103,18 +104,32 @@ def mix_experts(
     x_TC: Tensor,
     *,
     choose: Callable[[Router, Tensor], tuple[Tensor, Tensor]],
-    multiply: Callable[[MixExperts, Tensor, Tensor], Tensor],
+    multiply_experts: Callable[[MixExperts, Tensor, Tensor], Tensor],
     all_reduce: Callable[[Tensor], Tensor],
+    adapters: StepAdapters | None = None,
 ) -> Tensor:
-    """The operation's result. ``choose`` and ``multiply`` are a backend's `choose_experts` and
-    `multiply_experts`."""
+    """The operation's result. ``choose`` and ``multiply_experts`` are a backend's
+    `choose_experts` and `multiply_experts`."""
     experts_Tk, weights_TS = choose(op.router, op.router.scores(x_TC))
     (num_tokens, top_k), num_channels = experts_Tk.shape, x_TC.shape[1]
-    out_TkC = multiply(op, x_TC, experts_Tk)
+    out_TkC = multiply_experts(op, x_TC, experts_Tk)
     out_STC = out_TkC.view(num_tokens, top_k, -1).transpose(0, 1)
+    ax_TR: Tensor | None = None
+    last = f"{op.name}.shared.down"
     if op.shared is not None:
-        out_STC = torch.cat([out_STC, op.shared(x_TC)[None]])
-    if op.is_split:
+        hidden = multiply(op.shared.up, f"{op.name}.shared.gate_up", x_TC, adapters)
+        out_TC = unrounded(op.shared.down, hidden).float()
+        ax_TR = None if adapters is None else adapters.shrink(last, hidden)
+        if adapters is not None and ax_TR is not None and not op.is_split:
+            out_TC = adapters.expand(last, out_TC, ax_TR)
+        out_STC = torch.cat([out_STC, out_TC[None]])
+    if op.is_split and adapters is not None and ax_TR is not None:
+        summed = all_reduce(torch.cat([out_STC.flatten(), ax_TR.flatten()]))
+        out_STC = summed[: out_STC.numel()].view(out_STC.shape)
+        ax_TR = summed[out_STC.numel() :].view(ax_TR.shape)
+        out_TC = adapters.expand(last, out_STC[-1], ax_TR)
+        out_STC = torch.cat([out_STC[:-1], out_TC[None]])
+    elif op.is_split:
         out_STC = all_reduce(out_STC.reshape(-1, num_channels)).view(out_STC.shape)
     total_TC = torch.zeros_like(x_TC, dtype=torch.float32)
     for place, out_TC in enumerate(out_STC):

@@ -155,6 +155,11 @@ def experts_options(dtype: torch.dtype) -> dict[str, int | bool]:
     return {"BLOCK_K": block_k, **compiler_options(num_warps=num_warps, num_stages=num_stages)}
 
 
+def low_rank_options(dtype: torch.dtype) -> dict[str, int | bool]:
+    """How adapters' products with inputs of a type are compiled."""
+    return compiler_options(num_warps=4, num_stages=1 if dtype == torch.float32 else 3)
+
+
 def grouped_options(dtype: torch.dtype) -> dict[str, int | bool]:
     """How products with weights of 4 bits are compiled."""
     return compiler_options(num_warps=4, num_stages=1 if dtype == torch.float32 else 3)
@@ -263,6 +268,10 @@ ELEMENTWISE_OPTIONS = compiler_options(num_warps=4)
 SAMPLE_OPTIONS = compiler_options(num_warps=16)
 GROUPED_TILE = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64}
 """Of products with weights of 4 bits."""
+LOW_RANK_STEP = 16
+"""Ranks of an adapter in one step: the least that `tl.dot` takes."""
+LOW_RANK_TILE = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128}
+"""Tokens, outputs and inputs of a step, of adapters' products: few tokens, as most are decodes."""
 EXPERTS_BLOCK = 64
 """Rows and outputs of a tile of experts' products: one shape for any number of rows, as another may
 be summed in another order."""

@@ -27,6 +27,11 @@ class PlainLinear:
     weight_OI: Tensor
     bias_O: Tensor | None = None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        num_out, num_in = self.weight_OI.shape
+        return num_out, num_in
+
     def __call__(self, x_TI: Tensor) -> Tensor:
         rows = len(x_TI)
         missing = -rows % _ROW_MULTIPLE.get(x_TI.dtype, 1)
@@ -37,8 +42,21 @@ class PlainLinear:
 
 def unrounded(layer: LinearLayer, x_TI: Tensor) -> Tensor:
     """The product, in float32 where the layer has it before it is rounded: ranks whose shares of a
-    sum are rounded once, together, have the bits of one rank."""
+    sum are rounded once, together, have the bits of one rank. That of a gated layer is gates, then
+    ups."""
+    if isinstance(layer, PlainGatedLinear):
+        return layer.gate_up(x_TI)
     return layer.unrounded(x_TI) if isinstance(layer, NativeLinear) else layer(x_TI)
+
+
+def finished(layer: LinearLayer, product_TO: Tensor, dtype: torch.dtype) -> Tensor:
+    """What the layer makes of a product, `unrounded` or with something added to it."""
+    product_TO = product_TO.to(dtype)
+    if isinstance(layer, PlainGatedLinear):
+        return layer.activate(product_TO)
+    if isinstance(layer, NativeLinear) and layer.weights.gated:
+        return PlainGatedLinear(layer, layer.activation).activate(product_TO)
+    return product_TO
 
 
 def wide_linear(weight_OI: Tensor, bias_O: Tensor | None) -> PlainLinear:
@@ -61,6 +79,11 @@ class PlainInt8Linear:
         """Quantises ``weight``; ``num_parts`` is as `quire.kernels.reference.quantize`'s."""
         return cls(*reference.quantize(weight_OI, num_parts=num_parts), bias_O)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        num_out, num_parts, part = self.weight_OPI.shape
+        return num_out, num_parts * part
+
     def __call__(self, x_TI: Tensor) -> Tensor:
         out_TO = reference.int8_linear(x_TI, self.weight_OPI, self.scale_OP)
         return (out_TO if self.bias_O is None else out_TO + self.bias_O).to(x_TI.dtype)
@@ -72,6 +95,10 @@ class PlainGatedLinear:
 
     gate_up: LinearLayer
     activation: GateActivation = "silu"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.gate_up.shape
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         return self.activate(self.gate_up(x_TI))

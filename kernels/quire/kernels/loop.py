@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from quire.kernels import reference
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.experts import mix_experts
 from quire.kernels.linear import unrounded
+from quire.kernels.low_rank import StepAdapters, multiply
 from quire.kernels.ops import (
     Activate,
     Add,
@@ -46,6 +46,7 @@ class Loop:
 
     def __init__(self, backend: AttentionBackend, program: Program) -> None:
         self._backend = backend
+        self.adapters = backend.low_rank_layers(program)
         self._program = program
         pairs = itertools.pairwise(program)
         self._shares = {
@@ -68,16 +69,25 @@ class Loop:
         assert greatest_G2 is None, "`chooses` says so"
         assert wanted is None, "`chooses` says so"
         backend, turns = self._backend, _Turns(batch.positions_T)
+        adapters = StepAdapters.of(self.adapters, batch.adapter_slots_T)
         values: dict[Value, Tensor] = {}
+        ax_TR: Tensor | None = None  # of the last share of a sum
         for op in self._program:
             match op:
                 case Embed():
                     values[op.out] = functional.embedding(batch.token_ids_T, op.weight_VC)
                 case Norm():
                     values[op.out] = self._norm(op, values[op.x])
+                case Linear() if id(op) in self._shares:
+                    values[op.out] = unrounded(op.layer, values[op.x])
+                    if adapters is not None:
+                        ax_TR = adapters.shrink(op.name, values[op.x])
+                    share = (op.name, values[op.out].shape[1])
+                    if ax_TR is not None:
+                        parts = (values[op.out], ax_TR.to(values[op.out].dtype))
+                        values[op.out] = torch.cat(parts, dim=1)
                 case Linear() | GatedLinear():
-                    multiply = partial(unrounded, op.layer) if id(op) in self._shares else op.layer
-                    product = multiply(values[op.x])
+                    product = multiply(op.layer, op.name, values[op.x], adapters)
                     adds = isinstance(op, Linear) and op.adds
                     values[op.out] = values[op.out] + product if adds else product
                 case Activate():
@@ -103,11 +113,16 @@ class Loop:
                         op,
                         values[op.x],
                         choose=backend.choose_experts,
-                        multiply=backend.multiply_experts,
+                        multiply_experts=backend.multiply_experts,
                         all_reduce=all_reduce,
+                        adapters=adapters,
                     )
                 case AllReduce():
                     summed = all_reduce(values[op.x])
+                    if adapters is not None and ax_TR is not None:
+                        name, width = share
+                        summed = adapters.expand(name, summed[:, :width], summed[:, width:])
+                        ax_TR = None
                     summed = summed if op.bias_C is None else summed + op.bias_C
                     values[op.x] = summed.to(values["residual"].dtype)
                 case Add():

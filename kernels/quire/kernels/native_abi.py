@@ -21,6 +21,7 @@ _STRUCTURES, _CONSTANTS = HEADER.structures, HEADER.constants
 AttendArgs = _STRUCTURES["AttendArgs"]
 WriteKvArgs = _STRUCTURES["WriteKvArgs"]
 LinearWeights = _STRUCTURES["LinearWeights"]
+LowRankWeights = _STRUCTURES["LowRankWeights"]
 PackArgs = _STRUCTURES["PackArgs"]
 LinearArgs = _STRUCTURES["LinearArgs"]
 QuantizeArgs = _STRUCTURES["QuantizeArgs"]
@@ -54,7 +55,7 @@ MixOp = _STRUCTURES["MixOp"]
 DTYPES = {torch.float32: _CONSTANTS["QUIRE_F32"], torch.bfloat16: _CONSTANTS["QUIRE_BF16"]}
 STORE, STORE_F32 = _CONSTANTS["QUIRE_STORE"], _CONSTANTS["QUIRE_STORE_F32"]
 ADD, GATED = _CONSTANTS["QUIRE_ADD"], _CONSTANTS["QUIRE_GATED"]
-ATTEND = _CONSTANTS["QUIRE_ATTEND"]
+ATTEND, ROUND_PARTIAL = _CONSTANTS["QUIRE_ATTEND"], _CONSTANTS["QUIRE_ROUND_PARTIAL"]
 NORM_KINDS: dict[NormKind, int] = {
     "rms": _CONSTANTS["QUIRE_RMS_NORM"],
     "wide": _CONSTANTS["QUIRE_WIDE_NORM"],
@@ -80,6 +81,8 @@ SCORES, CHOSEN = _CONSTANTS["QUIRE_SCORES"], _CONSTANTS["QUIRE_CHOSEN"]
 SHARES, PLACES = _CONSTANTS["QUIRE_SHARES"], _CONSTANTS["QUIRE_PLACES"]
 GATHERED, INNER = _CONSTANTS["QUIRE_GATHERED"], _CONSTANTS["QUIRE_INNER"]
 RESULTS = _CONSTANTS["QUIRE_RESULTS"]
+SUMMED = {PARTIAL, RESULTS}
+"""By the ranks, where there are several."""
 BUFFER_TYPES = {
     **dict.fromkeys((PARTIAL, SCORES, SHARES, RESULTS), torch.float32),
     **dict.fromkeys((CHOSEN, PLACES), torch.int32),
@@ -97,6 +100,7 @@ _INDICES = {
     _CONSTANTS["QUIRE_SEQUENCE_LENGTH"]: "length of a sequence",
     _CONSTANTS["QUIRE_BLOCK_ID"]: "block id",
     _CONSTANTS["QUIRE_LAST_TOKEN"]: "last token",
+    _CONSTANTS["QUIRE_ADAPTER_SLOT"]: "adapter slot",
 }
 
 

@@ -67,6 +67,7 @@ class NativeExperts:
         self.inner = router.top_k * self._ups[0].num_out
         self.inner += self._ups[-1].num_out if shared else 0
         self._top_k, self._has_shared = router.top_k, bool(shared)
+        self._is_split = op.is_split
 
     def op(self, x: int) -> ctypes.Structure:
         """Keeps copies of where the layers' weights are, not the layers."""
@@ -78,6 +79,7 @@ class NativeExperts:
             has_shared=self._has_shared,
             mode=self._ups[0].mode,
             x=x,
+            is_split=self._is_split,
         )
 
 

@@ -77,6 +77,9 @@ class NativeLinear(ABC):
         self._library = library
         self._bias = None if bias_O is None else torch.empty(num_columns)
         self.dtype = weight_OI.dtype
+        self.activation = activation
+        """Of a gated layer."""
+        self.shape = (num_out, num_in)
         self.num_out = columns
         self.weights = native_abi.LinearWeights(
             bias=None if self._bias is None else self._bias.data_ptr(),
@@ -134,11 +137,26 @@ class NativeLinear(ABC):
         return out_TO
 
     def unrounded(self, x_TI: Tensor) -> Tensor:
-        """The result in float32, before it is rounded: a rank's share of a sum. Not of a gated
-        layer."""
-        out_TO = torch.empty(len(x_TI), self.num_out, dtype=torch.float32)
-        self.run(x_TI, out_TO, native_abi.STORE_F32)
-        return out_TO
+        """The product in float32, before it is rounded: a rank's share of a sum. That of a gated
+        layer is gates, then ups."""
+        num_out = self.shape[0]
+        if not self.weights.gated:
+            out_TO = torch.empty(len(x_TI), num_out, dtype=torch.float32)
+            self.run(x_TI, out_TO, native_abi.STORE_F32)
+            return out_TO
+        # All columns of the panels, each a vector of gates and the vector of their ups.
+        panel = self._library.quire_panel_columns()
+        num_panels = -(-self.num_out // (panel // 2))
+        out_TP = torch.empty(len(x_TI), num_panels * panel, dtype=torch.float32)
+        gated = self.weights
+        self.weights = native_abi.LinearWeights.from_buffer_copy(gated)
+        self.weights.gated, self.weights.num_out = 0, out_TP.shape[1]
+        try:
+            self.run(x_TI, out_TP, native_abi.STORE_F32)
+        finally:
+            self.weights = gated
+        halves = out_TP.view(len(x_TI), num_panels, 2, -1).transpose(1, 2).flatten(2)
+        return halves[:, :, : self.num_out].reshape(len(x_TI), num_out)
 
     @abstractmethod
     def run(self, x_TI: Tensor, out_TO: Tensor, mode: int) -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from quire.kernels import native_abi
+from quire.kernels.experts import Expert
 from quire.kernels.native_abi import PARTIAL
+from quire.kernels.native_adapters import AdaptedLayer
 from quire.kernels.native_check import NotNative, check_heads, norm_pointer, pointer
 from quire.kernels.native_experts import NativeExperts, route_op
 from quire.kernels.native_int8 import Int8Linear
@@ -68,6 +70,8 @@ class NativeOps:
         """Places before which the ranks sum a buffer, which, and its values of a token."""
         self.widths: dict[int, int] = {}
         """The widths of the buffers in use, in elements."""
+        self.adapted: dict[str, AdaptedLayer] = {}
+        """Layers that adapters may add to, by name."""
         self.quantized: list[Int8Linear] = []
         """Layers that take their input in int8."""
         self.quantized_rows = 1
@@ -201,6 +205,14 @@ class NativeOps:
         else:
             mode = packed.mode
             out = self._put(op.out, packed.num_out)
+        # The sum over the ranks comes next.
+        kinds = ("linear", "round_partial") if is_partial else ("linear",)
+        self.adapted[op.name] = AdaptedLayer(
+            layer=packed,
+            fields=tuple(
+                (len(self.ops) + i, kind, "adapters", "rank") for i, kind in enumerate(kinds)
+            ),
+        )
         self._append(
             native_abi.LinearOp(
                 quantizes=self._quantize(packed, op.x),
@@ -248,6 +260,8 @@ class NativeOps:
         linear = native_abi.LinearOp(weights=weights, mode=mode, x=x, out=native_abi.SCORES)
         for each in (linear, route_op(router), experts.op(x)):
             self._append(each)
+        if op.shared is not None:
+            self._adapt_shared(op, op.shared)
         if op.is_split:
             self.ends.append((len(self.ops), native_abi.RESULTS, places * channels))
         bias = None
@@ -257,6 +271,20 @@ class NativeOps:
         out = self._put(op.out, channels)
         mix = native_abi.MixOp(bias=bias, top_k=router.top_k, num_places=places, out=out)
         self._append(mix)
+
+    def _adapt_shared(self, op: MixExperts, shared: Expert) -> None:
+        """Behind the experts' operation, and before that of their sum."""
+        place = len(self.ops) - 1
+        ends = [(place, "experts", "down_adapters", "down_rank")]
+        ends += [(place + 1, "mix", "adapters", "rank")] if op.is_split else []
+        for name, layer, fields in (
+            ("gate_up", shared.up, [(place, "experts", "up_adapters", "up_rank")]),
+            ("down", shared.down, ends),
+        ):
+            assert isinstance(layer, NativeLinear)
+            self.adapted[f"{op.name}.shared.{name}"] = AdaptedLayer(
+                layer=layer, fields=tuple(fields)
+            )
 
     def _packed(self, name: str, layer: LinearLayer, *, x: Value, is_gated: bool) -> NativeLinear:
         if not isinstance(layer, NativeLinear):

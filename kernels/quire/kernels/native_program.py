@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import native_abi
+from quire.kernels.native_adapters import NativeAdapters
 from quire.kernels.native_check import check_caches, pointer, rows_pointer
 from quire.kernels.native_linear import empty_huge
 from quire.kernels.native_ops import NativeOps
@@ -33,6 +34,8 @@ class NativeProgram:
         self._library = library
         native = self._native = NativeOps(program)  # the library holds pointers into its weights
         self._ops = (native_abi.Op * len(native.ops))(*map(native_abi.op_of, native.ops))
+        self.adapters = NativeAdapters(library, native.adapted, self._ops, native.dtype)
+        self._rank = 0  # of the adapters that there is room for
         self._sums = [(0, 0, 0), *native.ends]
         self._ends = [*(place for place, _, _ in native.ends), len(native.ops)]
         self._kv: KvCache | None = None
@@ -82,6 +85,7 @@ class NativeProgram:
         self._use_batch(batch)
         for (first, buffer, width), end in zip(self._sums, self._ends, strict=True):
             if first:
+                width += self._rank_behind(first)
                 values = self._buffers[buffer].view(-1)[: num_tokens * width]
                 all_reduce(values.view(num_tokens, width))
             self._arguments.first_op, self._arguments.end_op = first, end
@@ -123,13 +127,23 @@ class NativeProgram:
         self._arguments.cache_is_int8 = dtype == torch.int8
         self._kv = kv
 
+    def _rank_behind(self, place: int) -> int:
+        """Values that a token has behind those of a sum over the ranks: adapters' A x."""
+        if not self._arguments.adapter_slots:
+            return 0
+        op = self._ops[place]
+        return int((op.round_partial if op.kind == native_abi.ROUND_PARTIAL else op.mix).rank)
+
     def _make_room(self, num_tokens: int) -> None:
-        if num_tokens <= self._num_tokens:
+        rank = self.adapters.rank
+        if num_tokens <= self._num_tokens and rank <= self._rank:
             return
+        num_tokens = max(num_tokens, self._num_tokens)
         library, native, arguments = self._library, self._native, self._arguments
         for which, width in native.widths.items():
             dtype = native_abi.BUFFER_TYPES.get(which, native.dtype)
-            self._buffers[which] = empty_huge(library, (num_tokens, width), dtype)
+            more = rank if which in native_abi.SUMMED else 0
+            self._buffers[which] = empty_huge(library, (num_tokens, width + more), dtype)
             arguments.buffers[which] = self._buffers[which].data_ptr()
             arguments.widths[which] = width
         if native.quantized:
@@ -141,7 +155,9 @@ class NativeProgram:
             arguments.quantized, arguments.scales = values.data_ptr(), scales.data_ptr()
             arguments.quantized_stride, arguments.max_splits = width, splits
             self._quantized = (values, scales)
-        self._num_tokens = num_tokens
+        self._ax_TR = torch.empty(num_tokens, rank)
+        arguments.low_rank = self._ax_TR.data_ptr()
+        self._num_tokens, self._rank = num_tokens, rank
 
     def _use_batch(self, batch: Batch) -> None:
         """The library checks the indices, when it is called."""
@@ -156,6 +172,11 @@ class NativeProgram:
             ("slots", batch.slot_mapping_T),
         ):
             setattr(arguments, name, pointer(name, indices_T, torch.int64, num_tokens))
+        slots_T, arguments.num_slots = batch.adapter_slots_T, self.adapters.num_slots
+        arguments.adapter_slots = None
+        if slots_T is not None:
+            slots = pointer("adapter slots", slots_T, torch.int32, num_tokens)
+            arguments.adapter_slots = slots
         width = tables_BM.shape[1]
         arguments.block_tables = rows_pointer(
             "block tables", tables_BM, torch.int32, num_rows, width

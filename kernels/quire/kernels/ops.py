@@ -6,7 +6,7 @@ may run a program in another way, with the same meaning, and may first put sever
 together (`quire.kernels.rewrites`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # They are made of what is here.
 # G of these that are greedy
 # C hidden size   K KV heads (of this rank)   D head size   R half of the rotated channels
 # E experts   V vocabulary   P positions   I, O a linear layer's input and output
+# R an adapter's rank (of `LowRank`)
 
 KvCache = list[tuple[Tensor, Tensor]]
 """K and V of each layer: ``[num_blocks, block_size, K, D]``, in int8 with `SCALE_BYTES` more behind
@@ -50,6 +51,10 @@ SharedExpert = Literal["none", "plain", "gated"]
 class LinearLayer(Protocol):
     """Weights, laid out as a backend likes them: ``[T, I]`` to ``[T, O]``. A row's bits do not
     depend on the other rows."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix: outputs, of a gated layer gates and ups, and inputs."""
 
     def __call__(self, x_TI: Tensor) -> Tensor: ...
 
@@ -116,6 +121,30 @@ class Activate:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LowRank:
+    """An adapter's addition to some outputs of one linear layer: ``scale * B (A x)``.
+
+    `quire.kernels.low_rank` says what is rounded where.
+    """
+
+    a_RI: Tensor
+    """Of the model's type, as is B: the columns of this rank's inputs."""
+    b_OR: Tensor
+    """This rank's outputs, in the layer's order: heads of Q and K are reordered as the layer's
+    are."""
+    first_row: int
+    """Of the layer's outputs on this rank: qkv is Q, K and V, gate_up is gates, then ups."""
+    scale: float
+
+
+AdapterLayers = Mapping[str, tuple[LowRank, ...]]
+"""What an adapter adds, by the layers' names: those of `Linear` and `GatedLinear`, and of a
+mixture's shared expert the mixture's name with ".shared.gate_up" or ".shared.down" behind it."""
+MAX_RANK = 256
+"""Of one `LowRank`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MixExperts:
     """``out``: the weighted sum of what the experts of each token, and the shared one, make of
     ``x``.
@@ -124,6 +153,8 @@ class MixExperts:
     before it is weighted, so that the result does not depend on their number.
     """
 
+    name: str
+    """Where the mixture is in the model, such as "layers.3"."""
     router: "Router"
     experts: tuple["Expert", ...]
     shared: "Expert | None"
@@ -279,6 +310,9 @@ class Batch(Rows):
     last_tokens_S: Tensor
     """Index in T of the last token of each row that is sampled."""
     hidden: Hidden | None = None
+    adapter_slots_T: Tensor | None = None
+    """int32: the slot of each token's adapter, or -1. ``None`` where no token has one, which then
+    costs nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,12 +351,34 @@ class WantedColumns:
     """The token of the first column of this rank."""
 
 
+class AdapterSlots(Protocol):
+    """The adapters that a program's batches may name, by the numbers of their slots."""
+
+    def open(self, *, num_slots: int, max_rank: int) -> None:
+        """Makes room, once, before the first step; all slots are empty, and add nothing.
+
+        ``max_rank``: of any one `LowRank`, up to `MAX_RANK`.
+        """
+
+    def set(self, slot: int, layers: AdapterLayers | None) -> None:
+        """Copies an adapter into a slot, or empties it. Not while a step runs.
+
+        Raises:
+            ValueError: There is no such slot, or no such layer, or a layer cannot have the adapter
+                (its rank, type or shape). The slot is as it was.
+        """
+
+
 class ProgramRunner(Protocol):
     """A program, ready to run on one rank."""
 
     @property
     def chooses(self) -> bool:
         """Whether it takes ``greatest_G2`` and ``wanted``."""
+
+    @property
+    def adapters(self) -> "AdapterSlots | None":
+        """``None`` where it cannot have any."""
 
     def forward(
         self,

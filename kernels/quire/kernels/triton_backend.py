@@ -5,7 +5,6 @@ the device.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight
 from quire.kernels.linear import PlainGatedLinear, PlainLinear, wide_linear
 from quire.kernels.loop import Loop
+from quire.kernels.low_rank import LowRankLayers
 from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner, Rows
 from quire.kernels.rewrites import fuse_add_norm, gather_before_add
 from quire.kernels.triton_decode import decode_attention
@@ -26,6 +26,7 @@ from quire.kernels.triton_experts import (
     multiply_up,
 )
 from quire.kernels.triton_grouped import GroupedLinear
+from quire.kernels.triton_low_rank import TritonLowRank
 from quire.kernels.triton_prefill import prefill_attention
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
@@ -164,8 +165,11 @@ class TritonBackend:
         pairs = SortedPairs.of(experts_Tk, num_experts=len(op.experts))
         gate_up_NG = multiply_up(x_TC, up, pairs)
         layer = op.experts[0].up
-        assert isinstance(layer, GatedLinear | PlainGatedLinear)
+        assert isinstance(layer, PlainGatedLinear)
         return multiply_down(layer.activate(gate_up_NG), down, pairs)
+
+    def low_rank_layers(self, program: Program) -> LowRankLayers:
+        return TritonLowRank(program)
 
     def prepare(self, program: Program) -> ProgramRunner:
         for op in program:
@@ -177,14 +181,10 @@ class TritonBackend:
         return Loop(self, fuse_add_norm(gather_before_add(program)))
 
 
-@dataclass(frozen=True, slots=True)
-class GatedLinear:
-    """``silu(gate) * up``; the layer's output is gate, then up."""
+class GatedLinear(PlainGatedLinear):
+    """``silu(gate) * up`` in one kernel; the layer's output is gate, then up."""
 
-    gate_up: LinearLayer
-
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        return self.activate(self.gate_up(x_TI))
+    __slots__ = ()
 
     def activate(self, gate_up_TG: Tensor) -> Tensor:
         return triton_elementwise.silu_and_mul(gate_up_TG)
@@ -194,7 +194,7 @@ def _weights(layers: Sequence[LinearLayer]) -> ExpertWeights:
     """Those of layers that this backend packed."""
     plain: list[PlainLinear] = []
     for layer in layers:
-        product = layer.gate_up if isinstance(layer, GatedLinear | PlainGatedLinear) else layer
+        product = layer.gate_up if isinstance(layer, PlainGatedLinear) else layer
         if isinstance(product, GroupedLinear):
             product = PlainLinear(product.decode(), product.bias_O)
         assert isinstance(product, PlainLinear)

@@ -116,6 +116,26 @@ def _launch(
 
 
 @triton.jit
+def find_rows(starts, tile, NUM: tl.constexpr, POWER: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of ``NUM`` groups of sorted rows, whose rows a tile has: the group, the tile's first row, and
+    the end of the group; of a tile beyond the last, the first row is not before the end. ``POWER``
+    of 2, not below ``NUM``."""
+    groups = tl.arange(0, POWER)
+    is_one = groups < NUM
+    begins = tl.load(starts + groups, mask=is_one, other=0)
+    counts = tl.load(starts + groups + 1, mask=is_one, other=0) - begins
+    num_tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(num_tiles, 0)
+    # The rows of the groups before it are in earlier tiles.
+    group = tl.sum((ends <= tile).to(tl.int32), 0)
+    is_it = groups == group
+    first_tile = tl.sum(tl.where(is_it, ends - num_tiles, 0), 0)
+    begin = tl.sum(tl.where(is_it, begins, 0), 0) + (tile - first_tile) * BLOCK_M
+    end = tl.sum(tl.where(is_it, begins + counts, 0), 0)
+    return group, begin, end
+
+
+@triton.jit
 def experts_kernel(
     x,
     table,
@@ -136,21 +156,8 @@ def experts_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """``any_weight`` tells the weights' type."""
-    tile = tl.program_id(0)
-    # Which expert's rows: those of the experts before it are in earlier tiles.
-    experts = tl.arange(0, EXPERTS)
-    is_one = experts < NUM_EXPERTS
-    begins = tl.load(starts + experts, mask=is_one, other=0)
-    counts = tl.load(starts + experts + 1, mask=is_one, other=0) - begins
-    num_tiles = (counts + BLOCK_M - 1) // BLOCK_M
-    ends = tl.cumsum(num_tiles, 0)
-    if tile < tl.max(ends, 0):
-        expert = tl.sum((ends <= tile).to(tl.int32), 0)
-        is_it = experts == expert
-        first_tile = tl.sum(tl.where(is_it, ends - num_tiles, 0), 0)
-        begin = tl.sum(tl.where(is_it, begins, 0), 0) + (tile - first_tile) * BLOCK_M
-        end = tl.sum(tl.where(is_it, begins + counts, 0), 0)
-
+    expert, begin, end = find_rows(starts, tl.program_id(0), NUM_EXPERTS, EXPERTS, BLOCK_M)
+    if begin < end:
         places = begin + tl.arange(0, BLOCK_M)
         is_row = places < end
         pairs = tl.load(order + places, mask=is_row, other=0)

@@ -49,6 +49,10 @@ class GroupedLinear:
             bias_O=bias_O,
         )
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.packed_OJ), self.num_in
+
     def decode(self) -> Tensor:
         """The matrix."""
         packed = self.packed_OJ.view(len(self.packed_OJ), -1, 1, _STEP // 2)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/admin.proto\x12\x08quire.v1\"\x13\n\x11ListGroupsRequest\"5\n\x12ListGroupsResponse\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Group\"\x8e\x03\n\x05Group\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.quire.v1.Group.State\x12\x0f\n\x07trouble\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x06 \x01(\r\x12\x14\n\x0cnum_requests\x18\x07 \x01(\r\x12\x13\n\x0bnum_running\x18\x08 \x01(\r\x12\x13\n\x0bnum_waiting\x18\t \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\n \x01(\r\x12\x12\n\nnum_blocks\x18\x0b \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x0c \x01(\r\x12\x19\n\x11num_cached_blocks\x18\r \x01(\r\"X\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07SERVING\x10\x01\x12\x0c\n\x08\x44RAINING\x10\x02\x12\x0c\n\x08STOPPING\x10\x03\x12\x0f\n\x0bUNREACHABLE\x10\x04\"\x1d\n\x0c\x44rainRequest\x12\r\n\x05group\x18\x01 \x01(\t\"%\n\rDrainResponse\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\"\x1f\n\x0eUndrainRequest\x12\r\n\x05group\x18\x01 \x01(\t\"\x11\n\x0fUndrainResponse2\xcc\x01\n\x05\x41\x64min\x12G\n\nListGroups\x12\x1b.quire.v1.ListGroupsRequest\x1a\x1c.quire.v1.ListGroupsResponse\x12:\n\x05\x44rain\x12\x16.quire.v1.DrainRequest\x1a\x17.quire.v1.DrainResponse0\x01\x12>\n\x07Undrain\x12\x18.quire.v1.UndrainRequest\x1a\x19.quire.v1.UndrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14quire/v1/admin.proto\x12\x08quire.v1\"\x13\n\x11ListGroupsRequest\"5\n\x12ListGroupsResponse\x12\x1f\n\x06groups\x18\x01 \x03(\x0b\x32\x0f.quire.v1.Group\"\x8e\x03\n\x05Group\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12$\n\x05state\x18\x03 \x01(\x0e\x32\x15.quire.v1.Group.State\x12\x0f\n\x07trouble\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x1c\n\x14tensor_parallel_size\x18\x06 \x01(\r\x12\x14\n\x0cnum_requests\x18\x07 \x01(\r\x12\x13\n\x0bnum_running\x18\x08 \x01(\r\x12\x13\n\x0bnum_waiting\x18\t \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\n \x01(\r\x12\x12\n\nnum_blocks\x18\x0b \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x0c \x01(\r\x12\x19\n\x11num_cached_blocks\x18\r \x01(\r\"X\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x0b\n\x07SERVING\x10\x01\x12\x0c\n\x08\x44RAINING\x10\x02\x12\x0c\n\x08STOPPING\x10\x03\x12\x0f\n\x0bUNREACHABLE\x10\x04\"\x1d\n\x0c\x44rainRequest\x12\r\n\x05group\x18\x01 \x01(\t\"%\n\rDrainResponse\x12\x14\n\x0cnum_requests\x18\x01 \x01(\r\"\x1f\n\x0eUndrainRequest\x12\r\n\x05group\x18\x01 \x01(\t\"\x11\n\x0fUndrainResponse\"\x15\n\x13ListAdaptersRequest\";\n\x14ListAdaptersResponse\x12#\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x11.quire.v1.Adapter\"F\n\x07\x41\x64\x61pter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0e\n\x06\x64igest\x18\x04 \x01(\t\"A\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\"M\n\x13LoadAdapterResponse\x12\"\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0b\x32\x11.quire.v1.Adapter\x12\x12\n\nincomplete\x18\x02 \x01(\t\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"+\n\x15UnloadAdapterResponse\x12\x12\n\nincomplete\x18\x01 \x01(\t2\xb9\x03\n\x05\x41\x64min\x12G\n\nListGroups\x12\x1b.quire.v1.ListGroupsRequest\x1a\x1c.quire.v1.ListGroupsResponse\x12:\n\x05\x44rain\x12\x16.quire.v1.DrainRequest\x1a\x17.quire.v1.DrainResponse0\x01\x12>\n\x07Undrain\x12\x18.quire.v1.UndrainRequest\x1a\x19.quire.v1.UndrainResponse\x12M\n\x0cListAdapters\x12\x1d.quire.v1.ListAdaptersRequest\x1a\x1e.quire.v1.ListAdaptersResponse\x12J\n\x0bLoadAdapter\x12\x1c.quire.v1.LoadAdapterRequest\x1a\x1d.quire.v1.LoadAdapterResponse\x12P\n\rUnloadAdapter\x12\x1e.quire.v1.UnloadAdapterRequest\x1a\x1f.quire.v1.UnloadAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -47,6 +47,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UNDRAINREQUEST']._serialized_end=612
   _globals['_UNDRAINRESPONSE']._serialized_start=614
   _globals['_UNDRAINRESPONSE']._serialized_end=631
-  _globals['_ADMIN']._serialized_start=634
-  _globals['_ADMIN']._serialized_end=838
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=633
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=654
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=656
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=715
+  _globals['_ADAPTER']._serialized_start=717
+  _globals['_ADAPTER']._serialized_end=787
+  _globals['_LOADADAPTERREQUEST']._serialized_start=789
+  _globals['_LOADADAPTERREQUEST']._serialized_end=854
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=856
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=933
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=935
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=971
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=973
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=1016
+  _globals['_ADMIN']._serialized_start=1019
+  _globals['_ADMIN']._serialized_end=1460
 # @@protoc_insertion_point(module_scope)

@@ -73,7 +73,55 @@ _AdminUndrainType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminListGroupsType, _AdminDrainType, _AdminUndrainType]):
+_AdminListAdaptersType = typing_extensions.TypeVar(
+    '_AdminListAdaptersType',
+    grpc.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.ListAdaptersRequest,
+        quire.v1.admin_pb2.ListAdaptersResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.ListAdaptersRequest,
+        quire.v1.admin_pb2.ListAdaptersResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.ListAdaptersRequest,
+        quire.v1.admin_pb2.ListAdaptersResponse,
+    ],
+)
+
+_AdminLoadAdapterType = typing_extensions.TypeVar(
+    '_AdminLoadAdapterType',
+    grpc.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.LoadAdapterRequest,
+        quire.v1.admin_pb2.LoadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.LoadAdapterRequest,
+        quire.v1.admin_pb2.LoadAdapterResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.LoadAdapterRequest,
+        quire.v1.admin_pb2.LoadAdapterResponse,
+    ],
+)
+
+_AdminUnloadAdapterType = typing_extensions.TypeVar(
+    '_AdminUnloadAdapterType',
+    grpc.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.UnloadAdapterRequest,
+        quire.v1.admin_pb2.UnloadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.UnloadAdapterRequest,
+        quire.v1.admin_pb2.UnloadAdapterResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.UnloadAdapterRequest,
+        quire.v1.admin_pb2.UnloadAdapterResponse,
+    ],
+)
+
+class AdminStub(typing.Generic[_AdminListGroupsType, _AdminDrainType, _AdminUndrainType, _AdminListAdaptersType, _AdminLoadAdapterType, _AdminUnloadAdapterType]):
     """Errors: PERMISSION_DENIED (the key is no operator's), NOT_FOUND (no such group is attached to this
     gateway), UNAVAILABLE (the group or the gateway has gone meanwhile).
     """
@@ -92,6 +140,18 @@ class AdminStub(typing.Generic[_AdminListGroupsType, _AdminDrainType, _AdminUndr
             quire.v1.admin_pb2.UndrainRequest,
             quire.v1.admin_pb2.UndrainResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            quire.v1.admin_pb2.ListAdaptersRequest,
+            quire.v1.admin_pb2.ListAdaptersResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            quire.v1.admin_pb2.LoadAdapterRequest,
+            quire.v1.admin_pb2.LoadAdapterResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            quire.v1.admin_pb2.UnloadAdapterRequest,
+            quire.v1.admin_pb2.UnloadAdapterResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -107,6 +167,18 @@ class AdminStub(typing.Generic[_AdminListGroupsType, _AdminDrainType, _AdminUndr
         grpc.aio.UnaryUnaryMultiCallable[
             quire.v1.admin_pb2.UndrainRequest,
             quire.v1.admin_pb2.UndrainResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            quire.v1.admin_pb2.ListAdaptersRequest,
+            quire.v1.admin_pb2.ListAdaptersResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            quire.v1.admin_pb2.LoadAdapterRequest,
+            quire.v1.admin_pb2.LoadAdapterResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            quire.v1.admin_pb2.UnloadAdapterRequest,
+            quire.v1.admin_pb2.UnloadAdapterResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -125,6 +197,18 @@ class AdminStub(typing.Generic[_AdminListGroupsType, _AdminDrainType, _AdminUndr
     groups have taken over with another model).
     """
 
+    ListAdapters: _AdminListAdaptersType
+    """The LoRA adapters that requests can name as their model."""
+
+    LoadAdapter: _AdminLoadAdapterType
+    """Requests can name the adapter from now on, at all gateways. Under a name that an adapter has,
+    it replaces that one: requests that have begun keep the former weights to their end. Errors:
+    INVALID_ARGUMENT (it cannot be read, or the model cannot run it: nothing has changed).
+    """
+
+    UnloadAdapter: _AdminUnloadAdapterType
+    """No new request can name it. Errors: NOT_FOUND."""
+
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         quire.v1.admin_pb2.ListGroupsRequest,
@@ -137,6 +221,18 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         quire.v1.admin_pb2.UndrainRequest,
         quire.v1.admin_pb2.UndrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.ListAdaptersRequest,
+        quire.v1.admin_pb2.ListAdaptersResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.LoadAdapterRequest,
+        quire.v1.admin_pb2.LoadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.UnloadAdapterRequest,
+        quire.v1.admin_pb2.UnloadAdapterResponse,
     ],
 ]
 
@@ -174,5 +270,32 @@ class AdminServicer(metaclass=abc.ABCMeta):
         """The group takes requests again. Errors: FAILED_PRECONDITION (it is about to stop, or other
         groups have taken over with another model).
         """
+
+    @abc.abstractmethod
+    def ListAdapters(
+        self,
+        request: quire.v1.admin_pb2.ListAdaptersRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[quire.v1.admin_pb2.ListAdaptersResponse, collections.abc.Awaitable[quire.v1.admin_pb2.ListAdaptersResponse]]:
+        """The LoRA adapters that requests can name as their model."""
+
+    @abc.abstractmethod
+    def LoadAdapter(
+        self,
+        request: quire.v1.admin_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[quire.v1.admin_pb2.LoadAdapterResponse, collections.abc.Awaitable[quire.v1.admin_pb2.LoadAdapterResponse]]:
+        """Requests can name the adapter from now on, at all gateways. Under a name that an adapter has,
+        it replaces that one: requests that have begun keep the former weights to their end. Errors:
+        INVALID_ARGUMENT (it cannot be read, or the model cannot run it: nothing has changed).
+        """
+
+    @abc.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: quire.v1.admin_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[quire.v1.admin_pb2.UnloadAdapterResponse, collections.abc.Awaitable[quire.v1.admin_pb2.UnloadAdapterResponse]]:
+        """No new request can name it. Errors: NOT_FOUND."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -49,6 +49,21 @@ class ReplicaGroupStub(object):
                 request_serializer=quire_dot_v1_dot_group__pb2.EventsRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_group__pb2.EventBatch.FromString,
                 _registered_method=True)
+        self.HoldAdapter = channel.unary_unary(
+                '/quire.v1.ReplicaGroup/HoldAdapter',
+                request_serializer=quire_dot_v1_dot_group__pb2.HoldAdapterRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_group__pb2.HoldAdapterResponse.FromString,
+                _registered_method=True)
+        self.WriteAdapter = channel.stream_unary(
+                '/quire.v1.ReplicaGroup/WriteAdapter',
+                request_serializer=quire_dot_v1_dot_group__pb2.AdapterPiece.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_group__pb2.WriteAdapterResponse.FromString,
+                _registered_method=True)
+        self.ReadAdapter = channel.unary_stream(
+                '/quire.v1.ReplicaGroup/ReadAdapter',
+                request_serializer=quire_dot_v1_dot_group__pb2.ReadAdapterRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_group__pb2.AdapterPiece.FromString,
+                _registered_method=True)
 
 
 class ReplicaGroupServicer(object):
@@ -78,6 +93,28 @@ class ReplicaGroupServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HoldAdapter(self, request, context):
+        """Has the group read and check an adapter that is in its node's store, so that it can run it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteAdapter(self, request_iterator, context):
+        """Puts an adapter's files into that store, piece by piece and file after file. Errors:
+        INVALID_ARGUMENT (they are too large, or their digest is another one: nothing was kept).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadAdapter(self, request, context):
+        """The same files, for groups whose node lacks them. Errors: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaGroupServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +132,21 @@ def add_ReplicaGroupServicer_to_server(servicer, server):
                     servicer.Events,
                     request_deserializer=quire_dot_v1_dot_group__pb2.EventsRequest.FromString,
                     response_serializer=quire_dot_v1_dot_group__pb2.EventBatch.SerializeToString,
+            ),
+            'HoldAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.HoldAdapter,
+                    request_deserializer=quire_dot_v1_dot_group__pb2.HoldAdapterRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_group__pb2.HoldAdapterResponse.SerializeToString,
+            ),
+            'WriteAdapter': grpc.stream_unary_rpc_method_handler(
+                    servicer.WriteAdapter,
+                    request_deserializer=quire_dot_v1_dot_group__pb2.AdapterPiece.FromString,
+                    response_serializer=quire_dot_v1_dot_group__pb2.WriteAdapterResponse.SerializeToString,
+            ),
+            'ReadAdapter': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadAdapter,
+                    request_deserializer=quire_dot_v1_dot_group__pb2.ReadAdapterRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_group__pb2.AdapterPiece.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +230,87 @@ class ReplicaGroup(object):
             '/quire.v1.ReplicaGroup/Events',
             quire_dot_v1_dot_group__pb2.EventsRequest.SerializeToString,
             quire_dot_v1_dot_group__pb2.EventBatch.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HoldAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.ReplicaGroup/HoldAdapter',
+            quire_dot_v1_dot_group__pb2.HoldAdapterRequest.SerializeToString,
+            quire_dot_v1_dot_group__pb2.HoldAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteAdapter(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/quire.v1.ReplicaGroup/WriteAdapter',
+            quire_dot_v1_dot_group__pb2.AdapterPiece.SerializeToString,
+            quire_dot_v1_dot_group__pb2.WriteAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/quire.v1.ReplicaGroup/ReadAdapter',
+            quire_dot_v1_dot_group__pb2.ReadAdapterRequest.SerializeToString,
+            quire_dot_v1_dot_group__pb2.AdapterPiece.FromString,
             options,
             channel_credentials,
             insecure,

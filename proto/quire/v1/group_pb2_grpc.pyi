@@ -73,7 +73,55 @@ _ReplicaGroupEventsType = typing_extensions.TypeVar(
     ],
 )
 
-class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAttachType, _ReplicaGroupEventsType]):
+_ReplicaGroupHoldAdapterType = typing_extensions.TypeVar(
+    '_ReplicaGroupHoldAdapterType',
+    grpc.UnaryUnaryMultiCallable[
+        quire.v1.group_pb2.HoldAdapterRequest,
+        quire.v1.group_pb2.HoldAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.group_pb2.HoldAdapterRequest,
+        quire.v1.group_pb2.HoldAdapterResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        quire.v1.group_pb2.HoldAdapterRequest,
+        quire.v1.group_pb2.HoldAdapterResponse,
+    ],
+)
+
+_ReplicaGroupWriteAdapterType = typing_extensions.TypeVar(
+    '_ReplicaGroupWriteAdapterType',
+    grpc.StreamUnaryMultiCallable[
+        quire.v1.group_pb2.AdapterPiece,
+        quire.v1.group_pb2.WriteAdapterResponse,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        quire.v1.group_pb2.AdapterPiece,
+        quire.v1.group_pb2.WriteAdapterResponse,
+    ],
+    default=grpc.StreamUnaryMultiCallable[
+        quire.v1.group_pb2.AdapterPiece,
+        quire.v1.group_pb2.WriteAdapterResponse,
+    ],
+)
+
+_ReplicaGroupReadAdapterType = typing_extensions.TypeVar(
+    '_ReplicaGroupReadAdapterType',
+    grpc.UnaryStreamMultiCallable[
+        quire.v1.group_pb2.ReadAdapterRequest,
+        quire.v1.group_pb2.AdapterPiece,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        quire.v1.group_pb2.ReadAdapterRequest,
+        quire.v1.group_pb2.AdapterPiece,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        quire.v1.group_pb2.ReadAdapterRequest,
+        quire.v1.group_pb2.AdapterPiece,
+    ],
+)
+
+class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAttachType, _ReplicaGroupEventsType, _ReplicaGroupHoldAdapterType, _ReplicaGroupWriteAdapterType, _ReplicaGroupReadAdapterType]):
     @typing.overload
     def __init__(self: ReplicaGroupStub[
         grpc.UnaryUnaryMultiCallable[
@@ -87,6 +135,18 @@ class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAt
         grpc.UnaryStreamMultiCallable[
             quire.v1.group_pb2.EventsRequest,
             quire.v1.group_pb2.EventBatch,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            quire.v1.group_pb2.HoldAdapterRequest,
+            quire.v1.group_pb2.HoldAdapterResponse,
+        ],
+        grpc.StreamUnaryMultiCallable[
+            quire.v1.group_pb2.AdapterPiece,
+            quire.v1.group_pb2.WriteAdapterResponse,
+        ],
+        grpc.UnaryStreamMultiCallable[
+            quire.v1.group_pb2.ReadAdapterRequest,
+            quire.v1.group_pb2.AdapterPiece,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -104,6 +164,18 @@ class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAt
             quire.v1.group_pb2.EventsRequest,
             quire.v1.group_pb2.EventBatch,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            quire.v1.group_pb2.HoldAdapterRequest,
+            quire.v1.group_pb2.HoldAdapterResponse,
+        ],
+        grpc.aio.StreamUnaryMultiCallable[
+            quire.v1.group_pb2.AdapterPiece,
+            quire.v1.group_pb2.WriteAdapterResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            quire.v1.group_pb2.ReadAdapterRequest,
+            quire.v1.group_pb2.AdapterPiece,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Describe: _ReplicaGroupDescribeType
@@ -120,6 +192,17 @@ class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAt
     replay, comes a batch with a digest, whether it has events or not.
     """
 
+    HoldAdapter: _ReplicaGroupHoldAdapterType
+    """Has the group read and check an adapter that is in its node's store, so that it can run it."""
+
+    WriteAdapter: _ReplicaGroupWriteAdapterType
+    """Puts an adapter's files into that store, piece by piece and file after file. Errors:
+    INVALID_ARGUMENT (they are too large, or their digest is another one: nothing was kept).
+    """
+
+    ReadAdapter: _ReplicaGroupReadAdapterType
+    """The same files, for groups whose node lacks them. Errors: NOT_FOUND."""
+
 ReplicaGroupAsyncStub: typing_extensions.TypeAlias = ReplicaGroupStub[
     grpc.aio.UnaryUnaryMultiCallable[
         quire.v1.group_pb2.DescribeRequest,
@@ -132,6 +215,18 @@ ReplicaGroupAsyncStub: typing_extensions.TypeAlias = ReplicaGroupStub[
     grpc.aio.UnaryStreamMultiCallable[
         quire.v1.group_pb2.EventsRequest,
         quire.v1.group_pb2.EventBatch,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.group_pb2.HoldAdapterRequest,
+        quire.v1.group_pb2.HoldAdapterResponse,
+    ],
+    grpc.aio.StreamUnaryMultiCallable[
+        quire.v1.group_pb2.AdapterPiece,
+        quire.v1.group_pb2.WriteAdapterResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        quire.v1.group_pb2.ReadAdapterRequest,
+        quire.v1.group_pb2.AdapterPiece,
     ],
 ]
 
@@ -164,5 +259,31 @@ class ReplicaGroupServicer(metaclass=abc.ABCMeta):
         the epoch is the same, else a snapshot first; then live. Once in a heartbeat, and behind the
         replay, comes a batch with a digest, whether it has events or not.
         """
+
+    @abc.abstractmethod
+    def HoldAdapter(
+        self,
+        request: quire.v1.group_pb2.HoldAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[quire.v1.group_pb2.HoldAdapterResponse, collections.abc.Awaitable[quire.v1.group_pb2.HoldAdapterResponse]]:
+        """Has the group read and check an adapter that is in its node's store, so that it can run it."""
+
+    @abc.abstractmethod
+    def WriteAdapter(
+        self,
+        request_iterator: _MaybeAsyncIterator[quire.v1.group_pb2.AdapterPiece],
+        context: _ServicerContext,
+    ) -> typing.Union[quire.v1.group_pb2.WriteAdapterResponse, collections.abc.Awaitable[quire.v1.group_pb2.WriteAdapterResponse]]:
+        """Puts an adapter's files into that store, piece by piece and file after file. Errors:
+        INVALID_ARGUMENT (they are too large, or their digest is another one: nothing was kept).
+        """
+
+    @abc.abstractmethod
+    def ReadAdapter(
+        self,
+        request: quire.v1.group_pb2.ReadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[quire.v1.group_pb2.AdapterPiece], collections.abc.AsyncIterator[quire.v1.group_pb2.AdapterPiece]]:
+        """The same files, for groups whose node lacks them. Errors: NOT_FOUND."""
 
 def add_ReplicaGroupServicer_to_server(servicer: ReplicaGroupServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

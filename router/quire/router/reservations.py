@@ -6,7 +6,7 @@ for threads.
 """
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -47,6 +47,8 @@ class Group:
     """Requests routed there so far that the gateway submits."""
     num_reserved_requests: int = 0
     num_reserved_tokens: int = 0
+    adapters: Counter[str] = field(default_factory=Counter)
+    """Of requests under way there."""
     reserved: deque["InFlight"] = field(default_factory=deque)
     """In the order of routing; those shown since by other means are passed over."""
     waits: Line = field(default_factory=lambda: Line(window=_WAITS_KEPT))
@@ -114,7 +116,16 @@ class Group:
         self.reserved.append(request)
         self.num_reserved_requests += 1
         self.num_reserved_tokens += request.num_prefill_tokens
+        if request.request.adapter:
+            self.adapters[request.request.adapter] += 1
         self._changed()
+
+    def ended(self, adapter: str) -> None:
+        """A request of ``adapter`` is under way here no more."""
+        self.adapters[adapter] -= 1
+        if not self.adapters[adapter]:
+            del self.adapters[adapter]
+            self._changed()
 
     def unreserve(self, request: "InFlight") -> None:
         self.num_reserved_requests -= 1
@@ -141,6 +152,9 @@ class Group:
             step_s=self.clock.length_s,
             num_step_tokens=self.clock.num_tokens,
             wait=self.wait,
+            adapters=(load.adapters if load else frozenset()).union(self.adapters),
+            num_adapters=max(load.num_adapters if load else 0, len(self.adapters)),
+            max_adapters=load.max_adapters if load else 0,
         )
         if self.loads is not None:
             self.loads.put(self.position, self.state)
@@ -244,6 +258,8 @@ class Reservations:
         self._calls.pop(request_id, None)
         if request is not None:
             request.unreserve()
+            if request.request.adapter:
+                request.group.ended(request.request.adapter)
             self.num_blocks -= len(request.blocks)
             self._prefixes.remove(request.blocks.data, group=request.group.number)
         return request

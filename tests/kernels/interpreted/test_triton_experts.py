@@ -42,6 +42,7 @@ def mixture(
     )
     router = Router(layer=backend.pack_router(random(E, C)), num_experts=E, top_k=TOP)
     return MixExperts(
+            name="layers.0",
         router=router, experts=experts, shared=None, bias_EC=None, is_split=False,
         x="normed", out="branch",
     )  # fmt: skip

@@ -8,11 +8,14 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from tests import peft_files
+from transformers import LlamaForCausalLM
 
 from quire.kernels import native
 from quire.kernels.ops import Batch
 from quire.kernels.shared_prefix import find_shared
 from quire.worker.api.config import EngineConfig
+from quire.worker.model.adapters.store import AdapterStore
 from quire.worker.runner.decode_graphs import MAX_PARTS, Bucket, DecodeGraphs, make_buckets
 from quire.worker.runner.gpu_profile import largest_steps, warm_up_steps
 from quire.worker.step.late_tokens import LateTokens
@@ -84,6 +87,41 @@ def test_a_graph_gives_the_logits_of_the_same_step_without_one(
     logits = graphs.run(step, bucket)
     assert logits is not None
     assert torch.equal(logits, runner.forward(step))
+
+
+def test_graphs_with_and_without_adapters(
+    runner_of: Any,
+    tiny_llama: Path,
+    driver: Any,
+    row: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    runner = runner_of(tiny_llama, enable_lora=True, max_loras=3)
+    model = LlamaForCausalLM.from_pretrained(tiny_llama)
+    folders = [peft_files.write(tmp_path / f"{n}", model, seed=n) for n in range(2)]
+    loads = tuple((slot, AdapterStore().put(each)) for slot, each in enumerate(folders, 1))
+    buckets = make_buckets(max_num_seqs=4, max_model_len=256, with_adapters=True)
+    assert {each.has_adapters for each in buckets} == {False, True}
+    graphs = graphs_of(runner, buckets)
+    rows, plain = decodes(driver, row, [17, 40, 33])
+    prefill(runner, driver, row, rows)
+    answers = []
+    for slots in ([], [1, -1, 2], [2, 2, 1], [-1, 1, 1]):
+        step = replace(plain, adapter_slots_A=np.array(slots, np.int32))
+        runner.execute(replace(step, adapter_loads=loads))
+        bucket = graphs.bucket_of(step)
+        assert bucket is not None
+        assert bucket.has_adapters == bool(slots)
+        logits = graphs.run(step, bucket)
+        assert logits is not None
+        assert torch.equal(logits, runner.forward(step))
+        answers.append(logits.clone())
+    assert torch.equal(answers[0][1], answers[1][1])  # The one without an adapter.
+    assert torch.equal(answers[2][2], answers[3][2])
+    for one, other in [(0, 1), (1, 2), (0, 2)]:
+        assert not torch.equal(answers[one][0], answers[other][0])
 
 
 def test_a_token_that_the_step_before_sampled_is_put_in_on_the_device(

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests import peft_files
 from tests.worker.model.packers import quantized_copy
 from torch import Tensor
-from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 pytest.importorskip("triton", reason="the kernels need triton to be launched")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -36,7 +37,7 @@ from quire.kernels.ops import Batch, KvCache
 from quire.kernels.shared_prefix import SharedArrays, find_shared
 from quire.kernels.triton_all_reduce import MAX_BYTES, Peers
 from quire.kernels.triton_backend import TritonBackend
-from quire.llm import LLM, SamplingParams
+from quire.llm import LLM, LoRARequest, SamplingParams
 from quire.worker.model import load, tensor_parallel
 from quire.worker.model.symmetric import FixedOrder
 from quire.worker.runner import model_runner
@@ -50,6 +51,7 @@ CAPABILITY = 80
 VOCAB_SIZE = 320
 Steps = tuple[StepInput, StepInput, StepInput]
 ALL_KERNELS = {str(case.kernel.__name__) for case in shipped_cases()}
+LOW_RANK = {"shrink_kernel", "expand_kernel"}
 ALL_REDUCES = {"all_reduce_kernel", "all_reduce_two_shot_kernel"}
 LENGTH = 2 * PREFILL_SPLIT_TOKENS + 300
 
@@ -122,7 +124,9 @@ class Runner(model_runner.ModelRunner):
         sampler._sample, sampler._adjust = triton_sample.sample, triton_logits.adjust_logits
         if not config.enforce_eager:
             self._buckets = make_buckets(
-                max_num_seqs=config.max_num_seqs, max_model_len=self._max_model_len
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=self._max_model_len,
+                with_adapters=config.enable_lora,
             )
 
     def allocate(self, num_blocks: int) -> None:
@@ -183,9 +187,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         yield noted
 
 
-def serve(path: Path, **settings: Any) -> None:
+def serve(path: Path, *, adapters: Sequence[LoRARequest] = (), **settings: Any) -> None:
     """Every way to sample in batches of every size, prompts in chunks, long ones, and ones that
-    share what came before."""
+    share what came before. With ``adapters``, each without and with them."""
     options: Any = {
         "dtype": "bfloat16", "max_num_seqs": 4, "num_blocks": 4 * LENGTH // 16, "num_threads": 1,
         "max_num_batched_tokens": 2048, "async_scheduling": True,
@@ -198,11 +202,15 @@ def serve(path: Path, **settings: Any) -> None:
                 SamplingParams(**{"max_tokens": 4, "ignore_eos": True} | sampling)
                 for sampling in samplings
             ]
-            llm.generate(
-                [{"prompt_token_ids": prompt} for prompt in prompts],
-                params if len(params) == len(prompts) else params[0],
-                use_tqdm=False,
-            )
+            several = [*adapters, None]
+            asked = [several[number % len(several)] for number in range(len(prompts))]
+            for lora_request in (None, asked) if adapters else (None,):
+                llm.generate(
+                    [{"prompt_token_ids": prompt} for prompt in prompts],
+                    params if len(params) == len(prompts) else params[0],
+                    use_tqdm=False,
+                    lora_request=lora_request,
+                )
 
         long = [3 + number % 300 for number in range(longest)]
         stem = long[: 2 * SPLIT_TOKENS + 3]
@@ -254,7 +262,26 @@ def test_nothing_is_compiled_while_it_serves(
     assert launches.late == []
     if case == "in graphs":
         others = {"write_kernel", "wide_norm_kernel", "experts_kernel", "grouped_kernel"}
+        others |= LOW_RANK
         assert launches.served == ALL_KERNELS - others - ALL_REDUCES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"enforce_eager": True, "async_scheduling": False}])
+def test_adapters_are_compiled_before_they_are_served(
+    settings: dict[str, Any], launches: Launches, make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = model(make_llama)
+    weights = LlamaForCausalLM.from_pretrained(path)
+    adapters = [
+        LoRARequest(f"{rank}", 1, str(peft_files.write(tmp_path / f"{rank}", weights, **options)))
+        for rank, options in enumerate(
+            [{"seed": 1, "rank": 3}, {"seed": 2, "rank": 16, "targets": peft_files.ATTENTION}]
+        )
+    ]
+    serve(path, adapters=adapters, enable_lora=True, max_loras=3, **settings)
+    assert launches.late == []
+    assert launches.served >= LOW_RANK
 
 
 @pytest.mark.slow

@@ -40,6 +40,7 @@ from quire.worker.model.facts import ModelFacts
 from quire.worker.schedule.check import max_tokens_of
 from quire.worker.schedule.compiling import Compiling, cannot_go_on
 from quire.worker.schedule.masks import Masks
+from quire.worker.schedule.reading import Read, Reading, reader
 from quire.worker.schedule.schedule import Schedule
 from quire.worker.schedule.scheduler import Scheduler
 from quire.worker.schedule.sequence import Sequence, Status
@@ -55,7 +56,8 @@ class Engine:
 
     ``epoch`` tells this engine's block events from those of any other one's, before or beside it.
     ``load_tokenizer`` is called for the first request with a constraint, in a thread; by default it
-    loads that of ``config.model``.
+    loads that of ``config.model``. ``read_adapter`` finds and checks an adapter, in a thread; by
+    default it reads the node's store.
 
     Raises:
         ConfigError: The configuration asks for more context than the model has.
@@ -70,6 +72,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         epoch: int = 0,
         load_tokenizer: Callable[[], Tokenizer] | None = None,
+        read_adapter: Read | None = None,
     ) -> None:
         self.events = EventLog(epoch=epoch)
         self._limits = request_limits(config, model, num_blocks=executor.num_blocks)
@@ -87,6 +90,7 @@ class Engine:
             policy=config.scheduling_policy,
             speculates=_speculates(config, executor),
             takes_whole=model.is_encoder,
+            max_adapters=config.max_loras,
         )
         self._inputs = StepInputs(block_size=config.block_size)
         self._dense = [DenseLayer(each) for each in model.pooling.dense] if model.pooling else []
@@ -97,6 +101,7 @@ class Engine:
                 eos_token_ids=model.eos_token_ids,
             )
         )
+        self._reading = Reading(read_adapter or reader(config), max_kept=config.num_kept_loras)
         self._masks = Masks()
         self._under_way: deque[Schedule] = deque()
         self._sequences: dict[str, Sequence] = {}
@@ -116,18 +121,25 @@ class Engine:
         return self._limits.max_model_len
 
     @property
+    def adapters(self) -> tuple[str, ...]:
+        """The digests of the adapters that are ready, the one last that was used last."""
+        return self._reading.kept
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         return bool(self._sequences or self._under_way)
 
     def check_request(self, request: Prepared) -> None:
-        """Refuses what `add_request`, or compiling its constraint, would refuse for good, without
-        adding it. Compiles the constraint.
+        """Refuses what `add_request`, or compiling its constraint, or reading its adapter, would
+        refuse for good, without adding it. Compiles the constraint and reads the adapter.
 
         Raises:
             InvalidRequest: The request can never be served, or its id is in use.
         """
         self._max_tokens(request)
+        if request.adapter:
+            self._reading.check(request.adapter)
         if request.sampling.constraint is not None:
             self._compiling.grammars.compile(
                 request.sampling.constraint, tenant=request.tenant, is_checked=request.is_checked
@@ -138,7 +150,7 @@ class Engine:
 
         Raises:
             InvalidRequest: It can never be served, or its id is in use.
-            QueueFull: ``max_num_waiting`` requests are waiting.
+            QueueFull: ``max_num_waiting`` requests are waiting, or requests name too many adapters.
             RankFailure: The engine has failed or is closed.
         """
         self._check_alive()
@@ -150,6 +162,8 @@ class Engine:
                 f"{self._config.max_num_waiting}: try again later"
             )
         seq = self._sequence(request, max_tokens)
+        if request.adapter:
+            self._reading.claim(seq)
         self._sequences[request.request_id] = seq
         # The resumed output is already complete.
         if seq.finish_reason():
@@ -157,7 +171,7 @@ class Engine:
         elif request.sampling.constraint is not None:
             self._compiling.add(seq)
         else:
-            self._scheduler.add(seq)
+            self._queue(seq)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request without another output. Its blocks are released before this returns, or
@@ -172,7 +186,7 @@ class Engine:
             self._ended_at_once.remove(seq)
         elif seq in self._compiling:
             self._compiling.remove(seq)
-        else:
+        elif seq not in self._reading:
             self._scheduler.remove(seq)
         self._forget(seq)
         return True
@@ -190,8 +204,8 @@ class Engine:
         begin_s = self._clock()
         outputs = [self._output(seq, (), seq.finish_reason()) for seq in self._ended_at_once]
         self._ended_at_once.clear()
-        if self._compiling:
-            outputs += self._take_compiled()
+        if self._compiling or self._reading:
+            outputs += self._take_ready()
         outputs += self._take_masks(self._beside)
         schedule = self._scheduler.schedule()
         self._beside = schedule.sequences
@@ -247,6 +261,10 @@ class Engine:
             num_prefilled_tokens=self._num_prefilled_tokens,
             num_full_step_tokens=self._num_full_step_tokens,
             full_step_s=self._full_step_s,
+            adapters=scheduler.slots.loaded,
+            max_adapters=self._config.max_loras if self._config.enable_lora else 0,
+            num_adapters=scheduler.slots.num_named,
+            num_adapter_loads=scheduler.slots.num_loads,
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -262,12 +280,13 @@ class Engine:
         """Stops the executor; requests at hand are lost. Can be called again."""
         self._failure = self._failure or "the engine is closed"
         self._compiling.close()
+        self._reading.close()
         self._masks.close()
         self._executor.close()
 
     @property
     def _num_waiting(self) -> int:
-        return len(self._scheduler.waiting) + len(self._compiling)
+        return self._scheduler.num_waiting + len(self._compiling) + len(self._reading)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -280,7 +299,8 @@ class Engine:
                 "another id",
                 param="request_id",
             )
-        return max_tokens_of(request, self._limits, self._model)
+        takes_adapters = self._config.enable_lora
+        return max_tokens_of(request, self._limits, self._model, takes_adapters=takes_adapters)
 
     def _sequence(self, request: Prepared, max_tokens: int) -> Sequence:
         seed = request.sampling.seed
@@ -308,19 +328,26 @@ class Engine:
         while self._under_way and not self._sequences:
             self._take_tokens()
 
-    def _take_compiled(self) -> list[TokenDelta]:
-        """Queues the requests whose constraints were compiled, and ends those whose were refused.
-        Waits for the first a while where there is nothing else to do."""
-        scheduler = self._scheduler
-        is_idle = not (self._under_way or scheduler.running or scheduler.waiting)
+    def _take_ready(self) -> list[TokenDelta]:
+        """Queues the requests whose constraints were compiled and whose adapters were read, and
+        ends those whose were refused. Waits for the first a while where there is nothing else to
+        do."""
+        scheduler, compiling, reading = self._scheduler, self._compiling, self._reading
+        is_idle = not (self._under_way or scheduler.running or scheduler.num_waiting)
         refused = []
-        for seq, error in self._compiling.take(may_wait=is_idle):
+        compiled = list(compiling.take(may_wait=is_idle and not reading))
+        for seq, error in (*compiled, *reading.take(may_wait=is_idle and not compiling)):
             if error is None:
-                scheduler.add(seq)
+                self._queue(seq)
             else:
                 seq.status = Status.FINISHED
                 refused.append(self._fail(seq, error))
         return refused
+
+    def _queue(self, seq: Sequence) -> None:
+        """Queues ``seq``, whose constraint is compiled, once its adapter is read."""
+        if not seq.request.adapter or self._reading.add(seq):
+            self._scheduler.add(seq)
 
     def _take_tokens(self) -> list[TokenDelta]:
         """Waits for the oldest step under way, appends the tokens that it sampled, and lets go of
@@ -465,6 +492,8 @@ class Engine:
     def _forget(self, seq: Sequence) -> None:
         del self._sequences[seq.request.request_id]
         self._masks.drop(seq)
+        if seq.request.adapter:
+            self._reading.forget(seq)
         self._inputs.forget(seq)
 
     @contextmanager

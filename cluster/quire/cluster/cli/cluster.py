@@ -9,7 +9,8 @@ from typing import Any
 
 from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
 from quire.cluster.cli.fields import add_fields, chat_template, given_fields
-from quire.cluster.config import ClusterConfig, ModelConfig
+from quire.cluster.cli.lora import lora_modules
+from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
 from quire.cluster.dialects.formats import TOOL_FORMATS
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.config import POLICY_NAMES, RoutingConfig
@@ -157,6 +158,14 @@ def add_model_flags(
         "--block-size", type=int, choices=BLOCK_SIZES, default=16, help="tokens in a KV block"
     )
     add_fields(group, EngineConfig, _ENGINE)
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        metavar="NAME=PATH",
+        help="with --enable-lora: adapters to serve from the start, which clients name as their "
+        'model; NAME=PATH@MODEL is of one of several models, as is {"name": …, "path": …, '
+        '"base_model_name": …}; PATH is a directory or ORG/NAME of the Hugging Face hub',
+    )
 
 
 def _add_network_flags(parser: argparse.ArgumentParser) -> None:
@@ -204,13 +213,18 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         names = _names(arguments) if arguments.model else []
         return config_from_file(arguments, names, group_host=_group_host(arguments))
     models = arguments.model or [None]
-    first, *others = (
+    settings: list[dict[str, Any]] = [
         {
             "engine": engine_config(arguments, model),
             "served_model_name": name,
             "aliases": tuple(aliases),
         }
         for model, (name, *aliases) in zip(models, _names(arguments), strict=True)
+    ]
+    called = [ModelConfig(**each).model_name for each in settings]
+    modules = lora_modules(arguments.lora_modules or (), models=called)
+    first, *others = (
+        each | {"lora_modules": modules[name]} for each, name in zip(settings, called, strict=True)
     )
     shared = _shared_settings(arguments)
     more_models = tuple(ModelConfig(**shared | each) for each in others)
@@ -230,8 +244,14 @@ def model_config(arguments: argparse.Namespace) -> ModelConfig:
             "engine": engine_config(arguments, arguments.path),
             "served_model_name": name,
             "aliases": tuple(aliases),
+            "lora_modules": _modules_of_one(arguments),
         }
     )
+
+
+def _modules_of_one(arguments: argparse.Namespace) -> tuple[LoraModule, ...]:
+    (modules,) = lora_modules(arguments.lora_modules or (), models=[""]).values()
+    return modules
 
 
 def _shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -6,11 +6,12 @@ of models with what is theirs alone. Flags that are given come before all of it.
 
 import argparse
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from quire.cluster.cli.fields import chat_template
+from quire.cluster.cli.lora import lora_modules
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.settings import config_from
 from quire.worker.api.config import EngineConfig
@@ -20,7 +21,7 @@ from quire.worker.model.hub import model_name
 Settings = dict[str, Any]
 
 _SECTIONS = ("engine", "routing", "autoscaling")
-_FIELDS = {field.name for field in fields(ClusterConfig)} - {"served_model_name"}
+_FIELDS = {field.name for field in fields(ClusterConfig)} - {"served_model_name", "lora_modules"}
 _OF_ENGINE = {field.name for field in fields(EngineConfig)} - {"model"}
 _ROUTING = {"routing_policy": "policy", "directory": "use_directory"}
 _OF_MODELS = {field.name for field in fields(ModelConfig)}
@@ -55,6 +56,11 @@ def config_from_file(
         if name in paths:
             settings = _merged(settings, {"engine": {"model": str(paths[name])}})
         models.append(settings | ({"served_model_name": name} if name else {}))
+    if "lora_modules" in arguments.given:
+        known = [each.get("served_model_name") or "" for each in models]
+        given = lora_modules(arguments.lora_modules, models=known)
+        for each, modules in zip(models, given.values(), strict=True):
+            each["lora_modules"] = [asdict(module) for module in modules]
     if len(names) == 1 == len(paths) and names[0][1:]:
         models[0]["aliases"] = names[0][1:]
     first, *more = models

@@ -21,6 +21,10 @@ _HELPS = {
     "batch",
     "max_num_seqs": "sequences that run at the same time",
     "max_num_batched_tokens": "tokens in a step",
+    "enable_lora": "serve LoRA adapters of the model",
+    "max_loras": "different adapters in a step; more take turns",
+    "max_lora_rank": "the greatest rank that an adapter may have, 256 at most",
+    "max_cpu_loras": "adapters kept ready in memory; four times --max-loras if absent",
     "num_threads": "CPU threads of each rank; the cores are shared out if absent",
     "async_scheduling": "prepare the next step while one runs; on GPUs if absent",
     "speculation": "compute guessed tokens too where few sequences run, which changes no token; on "

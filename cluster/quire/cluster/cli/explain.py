@@ -87,6 +87,9 @@ def detailed(decision: "pb.RoutingDecision") -> str:
         routing.candidates, key=lambda each: (each.group != routing.group, each.cost)
     )
     rows = [head, *(_candidate(each, chosen=routing.group) for each in candidates)]
+    if any(each.HasField("adapter_cost") for each in candidates):
+        costs = [f"{each.adapter_cost:,.0f}" for each in candidates]
+        rows = [(*row, cell) for row, cell in zip(rows, ("for adapter", *costs), strict=True)]
     return "\n".join(
         (
             f"{decision.request_id}{known_as}, attempt {decision.attempt}, "

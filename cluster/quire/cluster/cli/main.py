@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
+from quire.cluster.cli.adapter import add_adapter_parser
 from quire.cluster.cli.admin import add_admin_parser
 from quire.cluster.cli.bench import add_bench_parser
 from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
@@ -136,6 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_explain_parser(commands)
     add_admin_parser(commands)
+    add_adapter_parser(commands)
     add_bench_parser(commands)
     add_simulate_parser(commands)
     return parser

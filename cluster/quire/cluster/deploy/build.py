@@ -16,7 +16,14 @@ from quire.cluster.deploy.serve_options import (
 from quire.cluster.deploy.stop import STOP_MARGIN_S
 from quire.cluster.edge.limits import GRPC_LEAVE_S
 from quire.cluster.group.placement import placement_options
-from quire.worker.api.errors import CheckpointError, ConfigError, QuireError
+from quire.cluster.node_adapters import NodeAdapters
+from quire.worker.api.errors import (
+    AdapterError,
+    CheckpointError,
+    ConfigError,
+    InvalidRequest,
+    QuireError,
+)
 from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.config import check_parallel, read_model_spec, resolve_max_model_len
 from quire.worker.model.hub import fetch_text_files, is_hub_name, pinned
@@ -146,6 +153,11 @@ def _check(config: ClusterConfig) -> None:
     Tokenizer.load(folder, chat_template=config.chat_template)
     if not is_hub_name(engine.model):
         open_checkpoint(engine.model)
+    for module in config.lora_modules:
+        try:
+            NodeAdapters(engine).keep(module.path)
+        except (AdapterError, InvalidRequest) as error:
+            raise ConfigError(f"lora_modules: {module.name}={module.path}: {error}") from error
 
 
 def num_threads_for(models: Iterable[ModelConfig]) -> int:

@@ -38,6 +38,7 @@ from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.scaling.demand import Demand
 from quire.cluster.scaling.serve import report
+from quire.cluster.serving.adapters import Adapters, Word
 from quire.cluster.supervise import end_if_cancelled
 from quire.cluster.telemetry.explanations import Answers
 from quire.router.registry import REGISTRY, Member
@@ -60,7 +61,10 @@ _LOOK_S = 2.0
 _DEMAND_REPORT_S = 0.5
 _DEMAND_KEPT_S = 2.0
 _RECALL_TIMEOUT_S = 3.0
-"""In which all gateways are to say what they know of a request."""
+"""In which all gateways are to say what they know of a request, or of adapters."""
+_ASKS = 3
+_ASK_AGAIN_S = 0.5
+_LEARN_AGAIN_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,15 +179,21 @@ class Gateway:
         """Serves these models from now on: `quire.cluster.deploy.listed.to_json`. Begins to serve
         clients when it is first called."""
         self._told = told
-        await self._set.set(from_json(told))
+        listed, models = from_json(told), self._server.models
+        if self._watched is None and any(each.settings.engine.enable_lora for each in listed):
+            models.adapters.hear(await self._ask_for_adapters())
+        await self._set.set(listed)
         if self._watched is not None:
             return
         try:
             await self._server.listen()
         except BaseException:
-            await self._server.models.close()
+            await models.close()
             raise
-        self._server.models.explanations.ask_others = self._ask_others
+        models.explanations.ask_others = self._ask_others
+        models.adapters.tell_others = self._tell_of_adapters
+        learning = asyncio.create_task(self._learn_adapters(models.adapters))
+        self._at_end.callback(learning.cancel)
         self._watched = asyncio.create_task(
             be_watched(self._server.listeners, silence_timeout_s=self._config.silence_timeout_s)
         )
@@ -268,16 +278,44 @@ class Gateway:
         return serve.get_deployment_handle(context.deployment, app_name=context.app_name)
 
     async def _ask_others(self, request: pb.ExplainRoutingRequest, tenant: str | None) -> Answers:
+        said, silence = await self._broadcast("recall", request.SerializeToString(), tenant)
+        return [pb.ExplainRoutingResponse.FromString(each) for each in said], silence
+
+    async def hear_of_adapters(self, asker: str, words: Sequence[Word]) -> list[Word]:
+        """Takes in what the gateway ``asker`` says of adapters; returns all that is known here."""
+        adapters = self._server.models.adapters
+        if asker != serve.get_replica_context().replica_id.unique_id:
+            adapters.hear(words)
+        return adapters.words()
+
+    async def _tell_of_adapters(self, words: Sequence[Word]) -> str:
+        return (await self._broadcast("hear_of_adapters", words))[1]
+
+    async def _ask_for_adapters(self) -> list[Word]:
+        """Serve needs a moment to tell a gateway that has just started of the others."""
+        for _ in range(_ASKS):
+            said, _ = await self._broadcast("hear_of_adapters", ())
+            if said:
+                break
+            await asyncio.sleep(_ASK_AGAIN_S)
+        return [word for words in said for word in words]
+
+    async def _learn_adapters(self, adapters: Adapters) -> None:
+        """What is said while a gateway starts does not reach it."""
+        await asyncio.sleep(_LEARN_AGAIN_S)
+        adapters.hear(await self._ask_for_adapters())
+
+    async def _broadcast(self, method: str, *arguments: object) -> tuple[list[Any], str]:
+        """Calls ``method`` of all gateways with this one's name; returns the results, and which
+        of the others gave none. Bounds its time, and raises nothing."""
         name = serve.get_replica_context().replica_id.unique_id
         try:
-            call = self._gateways.broadcast("recall", name, request.SerializeToString(), tenant)
+            call = self._gateways.broadcast(method, name, *arguments)
             said = await call.results_async(timeout_s=_RECALL_TIMEOUT_S, return_exceptions=True)
         except Exception as error:  # Ray's own, of many kinds.
-            _log.warning("other gateways cannot be asked: %r", error)
-            return (), f"other gateways did not answer within {_RECALL_TIMEOUT_S:g} s"
-        answers = [
-            pb.ExplainRoutingResponse.FromString(each) for each in said if isinstance(each, bytes)
-        ]
+            _log.info("other gateways cannot be asked: %r", error)
+            return [], f"other gateways did not answer within {_RECALL_TIMEOUT_S:g} s"
+        answers = [each for each in said if not isinstance(each, BaseException)]
         num_silent = len(said) - len(answers)
         silence = f"{num_silent} of {len(said) - 1} other gateways did not answer"
         return answers, silence if num_silent else ""

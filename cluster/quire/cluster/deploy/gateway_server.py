@@ -19,6 +19,7 @@ from quire.cluster.edge.limits import GRPC_LEAVE_S, allowed_connections
 from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app, build_metrics_app
 from quire.cluster.links.group_link import GroupContact
+from quire.cluster.serving.adapters import AskOthers, nobody_knows
 from quire.cluster.serving.models import Models
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
@@ -56,11 +57,13 @@ class GatewayServer:
         config: ClusterConfig,
         *,
         make_table: Callable[[ClusterConfig], RoutingTable] = new_table,
+        ask_others: AskOthers = nobody_knows,
     ) -> Self:
         """Listens on the configured ports, with the configured models. These have no groups until
         they are given addresses.
 
-        ``make_table`` makes a model's table to route by.
+        ``make_table`` makes a model's table to route by. ``ask_others`` asks the other gateways for
+        adapters.
 
         Raises:
             ConfigError: A port is in use, or a certificate or key file cannot be.
@@ -76,6 +79,9 @@ class GatewayServer:
             self.models.aliases = {
                 alias: name for name, each in config.models.items() for alias in each.aliases
             }
+            self.models.adapters.hear(await ask_others())
+            for each in config.each_model:
+                await self.models.configure_adapters(each.model_name, each.modules)
             await self.listen()
         except BaseException:
             await self.models.close()

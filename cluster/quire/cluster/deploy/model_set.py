@@ -78,6 +78,7 @@ class ModelSet:
                 self._remove(name)
             for each in listed:
                 await self._bring(each)
+                await self._configure(each)
             self._models.aliases = {
                 alias: each.name for each in listed for alias in each.settings.aliases
             }
@@ -146,12 +147,16 @@ class ModelSet:
             place.next = new
             place.taking_over = self._begin(self._take_over_when_ready(place, new))
 
+    async def _configure(self, listed: Listed) -> None:
+        await self._models.configure_adapters(listed.name, listed.settings.modules)
+
     async def _try_again(self, listed: Listed) -> None:
         await asyncio.sleep(_AGAIN_S)
         async with self._lock:
             place = self._places.get(listed.name)
             if place is not None and place.listed is listed:
                 await self._bring(listed)
+                await self._configure(listed)
                 self._models.arrange(list(self._places))
 
     async def _take_over_when_ready(self, place: _Place, new: _Followed) -> None:
@@ -159,6 +164,7 @@ class ModelSet:
             await new.served.service.groups.wait_for_change(timeout_s=_LOOK_S)
         place.next = place.taking_over = None
         self._take_over(place, new)
+        await self._configure(new.listed)
 
     def _take_over(self, place: _Place, new: _Followed) -> None:
         old, place.now = place.now, new
@@ -213,5 +219,5 @@ def _same(one: Listed, other: Listed) -> bool:
 
 
 def _plain(listed: Listed) -> Listed:
-    settings = replace(listed.settings, aliases=(), num_groups=1)
+    settings = replace(listed.settings, aliases=(), lora_modules=(), num_groups=1)
     return replace(listed, settings=settings)

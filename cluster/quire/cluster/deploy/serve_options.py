@@ -22,7 +22,7 @@ from quire.cluster.scaling.settings import LOOK_BACK_S, METRICS_INTERVAL_S
 from quire.worker.model.hub import is_hub_name
 
 _NOT_A_GROUPS = (
-    *("aliases", "autoscaling", "more_models", "num_gateways", "num_groups"),
+    *("aliases", "autoscaling", "lora_modules", "more_models", "num_gateways", "num_groups"),
     "start_first",
 )
 """Settings that change nothing within a group."""

@@ -11,6 +11,7 @@ from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
+from quire.cluster.node_adapters import NodeAdapters
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.table import RoutingTable
 from quire.worker.api.scoring import Scoring
@@ -53,6 +54,7 @@ class ServedModel:
 
     def __init__(self, read: ReadModel, *, table: RoutingTable) -> None:
         config = read.config
+        keeper = NodeAdapters(config.engine) if config.engine.enable_lora else None
         self._contacts: dict[str, GroupContact] = {}  # By address.
         groups = Groups(
             table=table,
@@ -63,11 +65,13 @@ class ServedModel:
                 follow_events=config.routing.use_directory,
             ),
             connect=partial(grpc_connect, contacts=self._contacts),
+            adapter_folder=keeper.folder if keeper is not None else lambda digest: None,
         )
         self.service = ModelService(
             model=config.model_name,
             tokenizer=read.tokenizer,
             scoring=read.scoring,
+            keeper=keeper,
             groups=groups,
             table=table,
             config=_gateway_config(config),

@@ -1,4 +1,4 @@
-"""The `Admin` service that operators call: which groups there are, and which take requests.
+"""The `Admin` service that operators call: groups, which of them take requests, and adapters.
 
 A group itself drains, and tells every gateway so; this gateway only passes the word on.
 """
@@ -9,11 +9,12 @@ from collections.abc import Iterator
 import grpc
 
 from quire.cluster.edge.auth import ApiKeys, check_operator
-from quire.cluster.edge.grpc_errors import Context, refuse
+from quire.cluster.edge.grpc_errors import Context, refuse, statuses
 from quire.cluster.errors import NotAnOperator
 from quire.cluster.links.group_client import GroupClient
 from quire.cluster.links.groups import Groups
 from quire.cluster.serving.models import Models
+from quire.cluster.serving.service import Adapter
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import admin_pb2 as pb
 from quire.v1 import admin_pb2_grpc, group_pb2
@@ -72,6 +73,33 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             )
         return pb.UndrainResponse()
 
+    async def ListAdapters(
+        self, request: pb.ListAdaptersRequest, context: Context
+    ) -> pb.ListAdaptersResponse:
+        await self._check_operator(context)
+        return pb.ListAdaptersResponse(adapters=map(_adapter, self._models.adapters))
+
+    async def LoadAdapter(
+        self, request: pb.LoadAdapterRequest, context: Context
+    ) -> pb.LoadAdapterResponse:
+        response = pb.LoadAdapterResponse()
+        await self._check_operator(context)
+        async with statuses(context, request):
+            adapter, incomplete = await self._models.adapters.load(
+                request.name, request.source, model=request.model
+            )
+            response = pb.LoadAdapterResponse(adapter=_adapter(adapter), incomplete=incomplete)
+        return response
+
+    async def UnloadAdapter(
+        self, request: pb.UnloadAdapterRequest, context: Context
+    ) -> pb.UnloadAdapterResponse:
+        response = pb.UnloadAdapterResponse()
+        await self._check_operator(context)
+        async with statuses(context, request):
+            response.incomplete = await self._models.adapters.unload(request.name)
+        return response
+
     async def _check_operator(self, context: Context) -> None:
         try:
             check_operator(context, self._keys)
@@ -107,6 +135,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         if not client.is_attached or client.description.epoch != epoch:
             message = f"the group at {client.address} is gone: {client.last_error}"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, "GROUP_LOST", message)
+
+
+def _adapter(adapter: Adapter) -> pb.Adapter:
+    return pb.Adapter(
+        name=adapter.name, model=adapter.model, source=adapter.source, digest=adapter.digest
+    )
 
 
 def _message(groups: Groups, client: GroupClient) -> pb.Group:

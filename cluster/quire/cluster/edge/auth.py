@@ -4,7 +4,7 @@ token, both as ``Authorization: Bearer …``; over HTTP, ``X-API-Key: …`` is a
 Health checks and reflection of a gateway need none: they tell nothing of what clients ask. Every
 key belongs to a tenant. Tenants share no cached prefix and see no decision of each other's. Metrics
 and loads, which are of all tenants together, want an operator's key: where little runs, they tell
-the lengths of one request.
+the lengths of one request. So do changes of what is served.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from quire.cluster.errors import NotAnOperator, Unauthenticated
 from quire.worker.api.errors import ConfigError, QuireError
 
 _OPEN_PATHS = ("/health", "/ping")
-_OPERATORS_PATHS = ("/metrics",)
+_OPERATORS_PATHS = ("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _NO_OPERATOR = "the API key is no operator's: in the file of keys, its line is 'KEY *'"
 _REFUSAL = "no API key, or one that is not known here: send 'Authorization: Bearer KEY'"
 

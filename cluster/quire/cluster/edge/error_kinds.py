@@ -15,6 +15,7 @@ from quire.cluster.errors import (
 )
 from quire.router.errors import UnknownDecision
 from quire.worker.api.errors import (
+    AdapterError,
     BrokenLogits,
     ContextExceeded,
     InvalidRequest,
@@ -73,6 +74,7 @@ def _unread(status: int) -> Kind:
 _KINDS: dict[type[Exception], Kind] = {
     ContextExceeded: INVALID._replace(code="context_length_exceeded", reason="CONTEXT_EXCEEDED"),
     InvalidRequest: INVALID,
+    AdapterError: INVALID,
     Unauthenticated: _kind(
         401, "authentication_error", "invalid_api_key", StatusCode.UNAUTHENTICATED
     ),

@@ -1,21 +1,52 @@
-"""The models that a gateway serves, by all their names: ``GET /v1/models``, and one of them."""
+"""The models that a gateway serves, by all their names, and the LoRA adapters beside them.
+
+    GET  /v1/models                 all of them; /v1/models/NAME is one
+    POST /v1/load_lora_adapter      gives an adapter a name, in place of one that has it
+    POST /v1/unload_lora_adapter    takes a name away
+
+The latter two are vLLM's, and want an operator's key where there are keys.
+"""
 
 import time
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.openai_schema import Body
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 
+LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
-def model_routes(models: Models) -> list[Route]:
+
+class LoadAdapterBody(Body):
+    """vLLM's ``/v1/load_lora_adapter``. ``base_model_name`` is needed where several models take
+    adapters."""
+
+    accepted = frozenset({"load_inplace"})
+
+    lora_name: str
+    lora_path: str
+    base_model_name: str | None = None
+
+
+class UnloadAdapterBody(Body):
+    """vLLM's ``/v1/unload_lora_adapter``."""
+
+    accepted = frozenset({"lora_int_id"})
+
+    lora_name: str
+
+
+def model_routes(models: Models, bodies: BodyReader) -> list[Route]:
     created = int(time.time())
 
     async def listed(request: Request) -> Response:
         unserved = [name for name in models.troubles if name not in models.by_name]
         names = [*models.by_name, *unserved, *models.aliases]
+        names += [adapter.name for adapter in models.adapters]
         data = [_described(name, models, created) for name in names]
         return JSONResponse({"object": "list", "data": data})
 
@@ -27,27 +58,51 @@ def model_routes(models: Models) -> list[Route]:
             models.named(name)  # Raises, where there is none.
         return JSONResponse(_described(name, models, created))
 
+    async def load(request: Request) -> Response:
+        body, hold = await bodies.read(request, LoadAdapterBody)
+        with hold:
+            _, incomplete = await models.adapters.load(
+                body.lora_name, body.lora_path, model=body.base_model_name or ""
+            )
+        return _done(f"LoRA adapter '{body.lora_name}' added successfully.", incomplete)
+
+    async def unload(request: Request) -> Response:
+        body, hold = await bodies.read(request, UnloadAdapterBody)
+        with hold:
+            incomplete = await models.adapters.unload(body.lora_name)
+        return _done(f"LoRA adapter '{body.lora_name}' removed successfully.", incomplete)
+
     return [
         Route("/v1/models", listed, methods=["GET"]),
         Route("/v1/models/{model:path}", one, methods=["GET"]),
+        Route(LOAD_PATH, load, methods=["POST"]),
+        Route(UNLOAD_PATH, unload, methods=["POST"]),
     ]
 
 
+def _done(message: str, incomplete: str) -> Response:
+    later = f" {incomplete}, and will be told again." if incomplete else ""
+    return PlainTextResponse(f"Success: {message}{later}")
+
+
 def _described(name: str, models: Models, created: int) -> dict[str, object]:
-    """``name`` may be an alias."""
+    """``name`` may be an alias, or an adapter's."""
     root = models.aliases.get(name, name)
-    model, trouble = models.by_name.get(root), models.troubles.get(root, "")
+    trouble = models.troubles.get(root, "")
+    model = models.by_name.get(root) or models.adapters.named(root)
     card = model.groups.card if model else None
+    adapter = model.adapter if model else None
     state = state_of(model, trouble)
     return {
         "id": name,
         "object": "model",
         "created": created,
         "owned_by": "quire",
-        "root": root,
+        "root": adapter.source if adapter else root,
         "max_model_len": card.max_model_len if card else None,
         "state": state,
         **({"reason": trouble} if state == "failed" else {}),
+        **({"parent": adapter.model} if adapter else {}),
     }
 
 

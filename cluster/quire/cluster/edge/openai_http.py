@@ -62,7 +62,6 @@ from quire.cluster.serving.bounds import Hold
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.model_card import ModelCard
 from quire.worker.api.request import Prepared, Prompt, Request
 from quire.worker.api.sampling_params import SamplingParams
 
@@ -95,7 +94,7 @@ def build_http_app(
     )
     api = _Api(models, bodies)
     routes = [
-        *model_routes(models),
+        *model_routes(models, bodies),
         Route("/v1/completions", api.completions, methods=["POST"]),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/responses", api.responses, methods=["POST"]),
@@ -253,7 +252,7 @@ class _OfModel:
             num_choices=len(prepared) * params.n,
             num_per_prompt=params.n,
             tokenizer=self._gateway.tokenizer,
-            fingerprint=_fingerprint(prepared[0].model),
+            fingerprint=_fingerprint(prepared[0]),
             prompt_token_ids=[each.prompt_token_ids for each in prepared]
             if return_token_ids
             else None,
@@ -298,11 +297,13 @@ class _OfModel:
             )
 
 
-def _fingerprint(card: ModelCard | None) -> str:
-    """Covers the weights and the numerics: equal requests with equal seeds have equal answers as
-    long as it is the same."""
+def _fingerprint(request: Prepared) -> str:
+    """Covers the weights, the adapter's too, and the numerics: equal requests with equal seeds have
+    equal answers as long as it is the same."""
+    card = request.model
     assert card is not None, "a gateway prepared the request"
-    digest = hashlib.sha256(f"{card.model_fingerprint}\0{card.kv_dtype}\0{card.numerics}".encode())
+    parts = [card.model_fingerprint, card.kv_dtype, card.numerics, request.adapter]
+    digest = hashlib.sha256("\0".join(filter(None, parts)).encode())
     return f"fp_{digest.hexdigest()[:12]}"
 
 

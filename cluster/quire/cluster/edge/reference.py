@@ -18,6 +18,12 @@ from starlette.routing import Route
 
 from quire.cluster.edge.embeddings_api import EmbeddingsBody, RerankBody, ScoreBody
 from quire.cluster.edge.messages_schema import CountTokensBody, MessagesBody
+from quire.cluster.edge.models_api import (
+    LOAD_PATH,
+    UNLOAD_PATH,
+    LoadAdapterBody,
+    UnloadAdapterBody,
+)
 from quire.cluster.edge.openai_schema import (
     Body,
     ChatBody,
@@ -42,8 +48,16 @@ class _Call(NamedTuple):
 _QUESTION = "What is the capital of France?"
 _MESSAGES = [{"role": "user", "content": _QUESTION}]
 _CALLS = {
-    "/v1/models": _Call("The model that is served."),
-    "/v1/models/{model:path}": _Call("One model; 404 unless it is the one that is served."),
+    "/v1/models": _Call("The models and adapters that are served."),
+    "/v1/models/{model:path}": _Call("One of them; 404 unless it is served."),
+    LOAD_PATH: _Call(
+        "Gives a LoRA adapter a name, for operators.",
+        LoadAdapterBody,
+        example={"lora_name": "sql", "lora_path": "ORG/NAME"},
+    ),
+    UNLOAD_PATH: _Call(
+        "Takes the name away, for operators.", UnloadAdapterBody, example={"lora_name": "sql"}
+    ),
     "/v1/completions": _Call(
         "Text behind a prompt.",
         CompletionBody,

@@ -172,6 +172,9 @@ class Attempts:
             return QueueFull(error.message)
         if error.code == pb.GroupError.DRAINING:
             return HandedOver(error.message)
+        if error.code == pb.GroupError.ADAPTER_MISSING:
+            self._groups.forget_adapter(self.decision.group, self._request.adapter)
+            return HandedOver(error.message)
         if error.code == pb.GroupError.OTHER_ISOLATED:
             self._avoided.add(self.decision.group)
             return HandedOver(error.message)
@@ -219,12 +222,14 @@ class Attempts:
                 self._model = card
             if card not in (None, self._model):
                 raise Unavailable("the model was replaced while the request was under way")
+            lacking = self._groups.lacking(self._request.adapter)
             try:
                 self._decision = self._table.route(
                     self._request.request_id,
                     hashes=self._request.hashes,
                     num_prompt_tokens=num_prompt_tokens,
-                    exclude=frozenset(self._avoided),
+                    exclude=lacking | self._avoided,
+                    adapter=self._request.adapter,
                     client_id=self._request.client_id,
                     tenant=self._request.tenant,
                     moved_because=str(self._error or ""),
@@ -236,12 +241,27 @@ class Attempts:
                     on_cleared=self._end_turn,
                 )
             except NoGroupAvailable as error:
-                await self._wait(error, self._deadline_s)
+                if lacking:
+                    await self._hold(self._deadline_s)
+                else:
+                    await self._wait(error, self._deadline_s)
             except GroupLost as error:
                 self._error = error
                 self._avoided.add(self.decision.group)
             else:
                 return self._stream
+
+    async def _hold(self, deadline_s: float) -> None:
+        """Returns when it is time to look again for a group that holds the request's adapter."""
+        try:
+            timeout_s = max(0.0, deadline_s - self._clock())
+            await self._groups.hold(self._request.adapter, timeout_s=timeout_s)
+        except GroupLost as error:
+            self._error = error
+            if self._clock() >= deadline_s:
+                raise self._unavailable() from error
+            await asyncio.sleep(_RETRY_PAUSE_S)
+            self._avoided.clear()
 
     async def _wait_until_calm(self, unrest_s: float) -> None:
         """Groups that die together convict no request, so all groups that are already dead must be

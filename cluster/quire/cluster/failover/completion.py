@@ -44,6 +44,7 @@ class Completion:
         request: Prepared,
         *,
         work: bytes,
+        model: str = "",
         index: int = 0,
         groups: Groups,
         table: RoutingTable,
@@ -55,10 +56,12 @@ class Completion:
         blame: Blame | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``work``: the request as groups get it. ``index``: which of the client's completions it
+        """``work``: the request as groups get it. ``model``: what the client calls the model, or
+        the adapter, that it is for. ``index``: which of the client's completions it
         is. ``resumes``: what it shares with the gateway's other completions. ``ending``: what with
         those of its client's request, and ``blame`` with those of its prompt."""
         self._request = request
+        self._model = model
         self._index = index
         self._attempts = Attempts(
             request,
@@ -200,7 +203,7 @@ class Completion:
         assert request.sampling.seed is not None
         chunk.start = Start(
             request_id=request.request_id,
-            model=request.model.model,
+            model=self._model or request.model.model,
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=delta.num_cached_tokens,
             decision=self._attempts.decision,

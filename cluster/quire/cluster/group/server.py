@@ -14,6 +14,7 @@ from typing import Self
 import numpy as np
 
 from quire.cluster.config import ClusterConfig
+from quire.cluster.group.adapters import GroupAdapters
 from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.placement import OnStep, start_ranks
 from quire.cluster.group.service import GroupService, build_group_server
@@ -26,7 +27,9 @@ from quire.worker.api.outputs import TokenDelta
 from quire.worker.api.request import Prepared, Task
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.engine import Engine
+from quire.worker.model.adapters.store import AdapterStore
 from quire.worker.model.facts import ModelFacts
+from quire.worker.schedule.reading import reader
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +64,7 @@ class GroupServer:
             description,
             heartbeat_s=config.silence_timeout_s / _HEARTBEATS,
             gateway_timeout_s=config.silence_timeout_s * _GATEWAY_PATIENCE,
+            adapters=_adapters(config) if config.engine.enable_lora else None,
         )
         token = secrets.token_urlsafe(32)
         self._server = build_group_server(self._service, token=token)
@@ -167,6 +171,16 @@ class GroupServer:
         await self._server.stop(_CLOSE_S)
         await self._engine_loop.close()
         await asyncio.to_thread(self._engine.close)
+
+
+def _adapters(config: ClusterConfig) -> GroupAdapters:
+    read = reader(config.engine)
+
+    async def check(digest: str) -> None:
+        held = await asyncio.to_thread(read, digest)
+        held.release()
+
+    return GroupAdapters(AdapterStore(), check)
 
 
 def _describe(

@@ -16,13 +16,14 @@ import grpc.aio
 
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth
 from quire.cluster.edge.grpc_messages import GrpcMessages, Malformed
+from quire.cluster.group.adapters import GroupAdapters
 from quire.cluster.group.engine_loop import EngineLoop, StepResult
 from quire.cluster.group.event_feed import EventFeed
 from quire.cluster.group.session import Door, GatewaySession
 from quire.cluster.wire import events_to_proto
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
-from quire.worker.api.errors import RankFailure
+from quire.worker.api.errors import AdapterError, RankFailure
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ _OPTIONS = [
 
 _REFUSAL = "without this group's token, which Serve tells the gateways of its own cluster alone"
 
+NO_ADAPTERS = "this model takes no adapters: serve it with --enable-lora"
+
 Context = grpc.aio.ServicerContext[object, object]
 
 
@@ -46,6 +49,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
     """Serves one engine to gateways.
 
     ``gateway_timeout_s``: a gateway that says nothing for so long has its requests aborted.
+    ``adapters``: those that it can run; ``None`` where it takes none.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         gateway_timeout_s: float = 6.0,
         events_heartbeat_s: float = 1.0,
         buffer_events: int = 16_384,
+        adapters: GroupAdapters | None = None,
     ) -> None:
         self._engine_loop = engine_loop
         self._description = description
@@ -66,7 +71,8 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             engine_loop, heartbeat_s=events_heartbeat_s, buffer_events=buffer_events
         )
         self._names = itertools.count()
-        self._door = Door(on_drain=self._on_drain)
+        self._adapters = adapters
+        self._door = Door(on_drain=self._on_drain, adapters=adapters)
         self._attachments: list[GatewaySession] = []
         self._is_stopping = False
         self._is_closing = False
@@ -164,6 +170,36 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
                     await context.write(events_to_proto(batch))
         except RankFailure as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the group failed: {error}")
+
+    async def HoldAdapter(
+        self, request: pb.HoldAdapterRequest, context: Context
+    ) -> pb.HoldAdapterResponse:
+        if self._adapters is None:
+            return pb.HoldAdapterResponse(refusal=NO_ADAPTERS)
+        return await self._adapters.hold(request.digest)
+
+    async def WriteAdapter(
+        self, request_iterator: AsyncIterator[pb.AdapterPiece], context: Context
+    ) -> pb.WriteAdapterResponse:
+        if self._adapters is None:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, NO_ADAPTERS)
+        else:
+            try:
+                await self._adapters.write(request_iterator)
+            except AdapterError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return pb.WriteAdapterResponse()
+
+    async def ReadAdapter(  # type: ignore[override]
+        self, request: pb.ReadAdapterRequest, context: Context
+    ) -> None:
+        pieces = self._adapters.read(request.digest) if self._adapters is not None else None
+        if pieces is None:
+            message = f"the adapter {request.digest!r} is not here"
+            await context.abort(grpc.StatusCode.NOT_FOUND, message)
+            return
+        async for piece in pieces:
+            await context.write(piece)
 
     async def _write_frames(self, attachment: GatewaySession, context: Context) -> None:
         """Sends frames until the session is closed, or the group fails or closes. Then there is a

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+from quire.cluster.group.adapters import GroupAdapters
 from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.output_buffer import Key, OutputBuffer
 from quire.cluster.wire import prepared_of, stats_to_proto
@@ -40,6 +41,8 @@ class Door:
     phase: pb.StepFrame.Phase = pb.StepFrame.SERVING
     on_drain: Callable[[bool], None] = lambda is_wanted: None
     """Called when a gateway asks the group to drain, or to take requests again."""
+    adapters: GroupAdapters | None = None
+    """Those that the group can run; ``None`` where it takes none."""
     isolated: OutputBuffer | None = None
     """The one isolated request that is not cleared yet, of whichever gateway."""
 
@@ -203,6 +206,11 @@ class GatewaySession:
             request = prepared_of(submit, request_id=engine_id)
         except InvalidRequest as error:
             self._refuse(key, _group_error(error))
+            return
+        adapters = self._door.adapters
+        if request.adapter and adapters is not None and not adapters.has(request.adapter):
+            message = f"the group's node has the adapter {request.adapter} no more"
+            self._refuse(key, pb.GroupError(code=pb.GroupError.ADAPTER_MISSING, message=message))
             return
         work = OutputBuffer(engine_id, submit.token_limit)
         if submit.isolated_tokens:

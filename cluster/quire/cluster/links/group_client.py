@@ -18,7 +18,7 @@ import grpc.aio
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, GroupMismatch, HandedOver
 from quire.cluster.links.event_reader import read_events
-from quire.cluster.links.group_link import AttachCall, Connect, grpc_connect
+from quire.cluster.links.group_link import AttachCall, Connect, GroupLink, grpc_connect
 from quire.cluster.links.group_listener import GroupListener
 from quire.cluster.links.group_stream import GroupStream, Turns
 from quire.cluster.links.liveness import Disconnect, Liveness
@@ -85,12 +85,15 @@ class GroupClient:
         """Whether this gateway is to take no more requests of clients, which groups are told."""
         self.num_requests = 0
         """Requests that the group has, of all gateways."""
+        self.adapters: set[str] = set()
+        """Digests of adapters that the group is known to hold, while attached."""
         self._listener = listener
         self._config = config
         self._connect = connect
         self._jitter = jitter
         self._turns = turns or Turns()
         self._description: pb.GroupDescription | None = None  # Set while attached.
+        self._link: GroupLink | None = None
         self._last_load: tuple[int, int, pb.Load] | None = None
         self._pulse = self._new_pulse()
         self._phase = pb.StepFrame.SERVING
@@ -109,6 +112,14 @@ class GroupClient:
         """The group's description; only while attached."""
         assert self._description is not None
         return self._description
+
+    @property
+    def link(self) -> GroupLink:
+        """The connection, for calls beside the stream. Raises GroupLost: the group is not
+        attached."""
+        if self._link is None or not self.is_attached:
+            raise GroupLost(f"group at {self.address} is not attached: {self.last_error}")
+        return self._link
 
     @property
     def phase(self) -> pb.StepFrame.Phase:
@@ -197,6 +208,7 @@ class GroupClient:
                 pb.DescribeRequest(), timeout=self._config.describe_timeout_s
             )
             self._listener.check(description)
+            self._link = link
             call = link.Attach()
             helpers: list[asyncio.Task[None]] = []
             try:
@@ -351,7 +363,8 @@ class GroupClient:
                 self._listener.died(death)
             self._listener.detached(self)
         finally:
-            self._description = self._last_load = None
+            self._description = self._last_load = self._link = None
+            self.adapters = set()
             self._phase = pb.StepFrame.SERVING
             message = f"the group at {self.address} is lost: {ending.reason}"
             streams, self._streams = self._streams, {}

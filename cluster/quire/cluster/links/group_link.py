@@ -5,7 +5,7 @@ clients meet every fault that a network has.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Protocol, Self
@@ -76,6 +76,22 @@ class _Events(Protocol):
     def __call__(self, request: pb.EventsRequest) -> EventsCall: ...
 
 
+class _HoldAdapter(Protocol):
+    def __call__(
+        self, request: pb.HoldAdapterRequest, *, timeout: float
+    ) -> Awaitable[pb.HoldAdapterResponse]: ...
+
+
+class _WriteAdapter(Protocol):
+    def __call__(
+        self, request_iterator: AsyncIterator[pb.AdapterPiece], *, timeout: float
+    ) -> Awaitable[pb.WriteAdapterResponse]: ...
+
+
+class _ReadAdapter(Protocol):
+    def __call__(self, request: pb.ReadAdapterRequest) -> AsyncIterable[pb.AdapterPiece]: ...
+
+
 class GroupLink(Protocol):
     """One connection to a group. Every call on it may raise ``grpc.aio.AioRpcError``."""
 
@@ -87,6 +103,15 @@ class GroupLink(Protocol):
 
     @property
     def Events(self) -> _Events: ...
+
+    @property
+    def HoldAdapter(self) -> _HoldAdapter: ...
+
+    @property
+    def WriteAdapter(self) -> _WriteAdapter: ...
+
+    @property
+    def ReadAdapter(self) -> _ReadAdapter: ...
 
 
 Connect = Callable[[str], contextlib.AbstractAsyncContextManager[GroupLink]]
@@ -123,3 +148,6 @@ class _Authorized:
         self.Describe: _Describe = partial(stub.Describe, metadata=metadata)
         self.Attach: _Attach = partial(stub.Attach, metadata=metadata)
         self.Events: _Events = partial(stub.Events, metadata=metadata)
+        self.HoldAdapter: _HoldAdapter = partial(stub.HoldAdapter, metadata=metadata)
+        self.WriteAdapter: _WriteAdapter = partial(stub.WriteAdapter, metadata=metadata)
+        self.ReadAdapter: _ReadAdapter = partial(stub.ReadAdapter, metadata=metadata)

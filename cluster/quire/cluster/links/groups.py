@@ -13,8 +13,10 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 
 from quire.cluster.errors import Death, GroupLost, GroupMismatch
+from quire.cluster.links.adapters import Holders
 from quire.cluster.links.deaths import Deaths
 from quire.cluster.links.group_client import GroupClient, GroupClientConfig
 from quire.cluster.links.group_link import Connect, grpc_connect
@@ -51,7 +53,9 @@ class Groups:
         config: GroupClientConfig | None = None,
         connect: Connect = grpc_connect,
         jitter: Callable[[float, float], float] = random.uniform,
+        adapter_folder: Callable[[str], Path | None] = lambda digest: None,
     ) -> None:
+        """``adapter_folder``: where this node keeps the adapter of a digest, if it does."""
         self.card: ModelCard | None = None
         self.demand = Demand()
         """Requests that wait for any group."""
@@ -68,6 +72,8 @@ class Groups:
         self._clients: dict[str, tuple[GroupClient, asyncio.Task[None]]] = {}  # By address.
         self._leaving: list[tuple[GroupClient, asyncio.Task[None]]] = []
         self._attached: dict[GroupId, GroupClient] = {}
+        self.holders = Holders(self._attached.values, adapter_folder)
+        """For LoRA adapters."""
         self._retired: set[GroupClient] = set()
         self._is_draining = False
         self._loads: dict[GroupId, pb.Load] = {}
@@ -168,6 +174,42 @@ class Groups:
             raise GroupLost(f"group {group_id} is not attached")
         return client.submit(submit, on_cleared=on_cleared)
 
+    def lacking(self, adapter: str) -> frozenset[GroupId]:
+        """The groups that would take requests but are not known to hold ``adapter``. They are
+        asked to; none where ``adapter`` is empty."""
+        if not adapter:
+            return frozenset()
+        clients = [self._attached[group_id] for group_id in self._routable()]
+        lacking = [client for client in clients if adapter not in client.adapters]
+        self.holders.ask(lacking, adapter)
+        return frozenset(GroupId(each.description.group_id) for each in lacking)
+
+    async def hold(self, adapter: str, *, timeout_s: float) -> None:
+        """Returns once a group that takes requests holds ``adapter``.
+
+        Raises:
+            InvalidRequest: The model cannot run it.
+            Unavailable: Its files are nowhere.
+            GroupLost: No group could be given it in time.
+        """
+        clients = [self._attached[group_id] for group_id in self._routable()]
+        await self.holders.wait_for_one(clients, adapter, timeout_s=timeout_s)
+
+    async def hold_everywhere(self, adapter: str, *, timeout_s: float) -> None:
+        """Has all groups that take requests hold ``adapter``; those that cannot be given it in time
+        get it once it is needed.
+
+        Raises:
+            InvalidRequest: The model cannot run it.
+        """
+        clients = [self._attached[group_id] for group_id in self._routable()]
+        await self.holders.wait_for_all(clients, adapter, timeout_s=timeout_s)
+
+    def forget_adapter(self, group_id: GroupId, adapter: str) -> None:
+        """The group has said that it does not hold ``adapter`` any more."""
+        if group_id in self._attached:
+            self._attached[group_id].adapters.discard(adapter)
+
     def watch(self, on_change: Callable[[], None]) -> None:
         """Calls ``on_change`` whenever a group becomes ready or ceases to be."""
         self._watchers.append(on_change)
@@ -194,6 +236,7 @@ class Groups:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.holders.close()
 
     # Callbacks of the clients.
 
@@ -267,6 +310,9 @@ class Groups:
                 num_gateways=load.num_gateways,
                 num_shown=num_submits,
                 num_steps=step,
+                adapters=frozenset(load.adapters),
+                num_adapters=load.num_adapters,
+                max_adapters=load.max_adapters,
             ),
             is_awaited=self.demand.num_requests > 0,
         )

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from quire.cluster.errors import ModelNotFound, Unavailable
+from quire.cluster.serving.adapters import Adapters
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import ByteBudget
 from quire.cluster.serving.service import ModelService
@@ -38,6 +39,7 @@ class Models:
         self.troubles: dict[str, str] = {}
         """Why a model cannot be served, by its name; it may have no service then."""
         self._leaving: list[ModelService] = []
+        self.adapters = Adapters(self)
         self.explanations = Explanations(lambda: [each.table for each in self._all])
         self.bodies = ByteBudget(max_body_bytes)
         """For the transports, of what they read before `ModelService.prepare` has returned."""
@@ -61,6 +63,12 @@ class Models:
         if self.is_draining:
             service.groups.begin_drain()
         self._notify()
+
+    async def configure_adapters(self, name: str, sources: Mapping[str, str]) -> None:
+        """Gives a model its adapters of the configuration, sources by name, where it is served and
+        takes some."""
+        if name in self.by_name and self.by_name[name].keeper is not None:
+            await self.adapters.configure(name, sources)
 
     def remove(self, name: str) -> None:
         """Takes no new requests for a model. `retire` ends its service."""
@@ -90,7 +98,14 @@ class Models:
         self.telemetry.remove(service.model, service.telemetry.registry)
 
     def named(self, name: str | None) -> ModelService:
-        """The model that a request names; it need not where there is one only.
+        """The model, or a model's adapter, that a request names; it need not where there is one
+        model only. Raises as `model`."""
+        if name and name not in self.by_name and (adapted := self.adapters.named(name)):
+            return adapted
+        return self.model(name)
+
+    def model(self, name: str | None) -> ModelService:
+        """The same, of models alone.
 
         Raises:
             ModelNotFound: It is not served here.
@@ -107,7 +122,8 @@ class Models:
             return self.by_name[name]
         if name in self.troubles:
             raise Unavailable(f"the model {name!r} cannot be served: {self.troubles[name]}")
-        are = "is" if len(self.by_name) == 1 else "are"
+        known += "".join(f", {each.name!r}" for each in self.adapters)
+        are = "are" if "," in known else "is"
         raise ModelNotFound(f"the model {name!r} does not exist: {known} {are} served")
 
     @property
@@ -139,6 +155,7 @@ class Models:
 
     async def close(self) -> None:
         """Detaches from every group, and ends what prepares requests."""
+        self.adapters.close()
         for service in self._all:
             await _close(service)
 

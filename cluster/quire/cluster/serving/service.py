@@ -8,10 +8,12 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.grammar import constrain
@@ -72,6 +74,37 @@ class GatewayConfig:
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Adapter:
+    """A LoRA adapter that requests can name as their model."""
+
+    name: str
+    model: str
+    """The name of the model that it belongs to."""
+    source: str
+    """The directory or the hub's name that it came from."""
+    digest: str
+    """Of its content, by which engines, caches and groups know it."""
+    held: object = field(default=None, repr=False, compare=False)
+    """Keeps its files on this node, as long as this is referred to."""
+
+
+class Keeper(Protocol):
+    """Keeps a model's adapters on this node. Its calls are not for an event loop, but for `hold`
+    and `folder`."""
+
+    def keep(self, source: str) -> str:
+        """Fetches an adapter, checks it whole and keeps it; returns its digest. Raises
+        AdapterError; InvalidRequest: the model cannot run it."""
+
+    def hold(self, digest: str) -> object:
+        """What keeps it from being removed as long as it is referred to; ``None`` if it is not
+        here."""
+
+    def folder(self, digest: str) -> Path | None:
+        """Where its files are; ``None`` if they are not here."""
+
+
 class ModelService:
     """Takes requests for one model and has the groups serve them.
 
@@ -86,12 +119,18 @@ class ModelService:
         groups: Groups,
         table: RoutingTable,
         scoring: Scoring | None = None,
+        keeper: Keeper | None = None,
         config: GatewayConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
+        """What answers call it: its name, or that of an adapter."""
+        self.adapter: Adapter | None = None
+        """Requests are for the model with this adapter."""
         self.scoring = scoring
         """How it scores a document for a query, where it is made for that."""
+        self.keeper = keeper
+        """Of LoRA adapters; ``None`` where the model takes none."""
         self.tokenizer = tokenizer
         self.groups = groups
         self.table = table
@@ -112,7 +151,7 @@ class ModelService:
         )
         """How the model writes calls and reasoning."""
         self._clock = clock
-        self._num_preparing = 0
+        self._preparing = set[object]()  # Which services with adapters share.
         self._resumes = Resumes(self.config.completion, clock=clock)
         self.telemetry.retry_budget.set_function(lambda: self._resumes.budget.level)
         self.telemetry.isolated.set_function(lambda: self._resumes.isolation.num_completions)
@@ -139,6 +178,13 @@ class ModelService:
             clock=clock,
         )
 
+    def through(self, adapter: Adapter) -> "ModelService":
+        """The same service, whose requests are for the model with ``adapter``. It shares
+        everything with this one."""
+        adapted = copy(self)
+        adapted.model, adapted.adapter = adapter.name, adapter
+        return adapted
+
     @property
     def can_serve(self) -> bool:
         """Whether a group takes requests, or one is started for them."""
@@ -152,7 +198,7 @@ class ModelService:
     @property
     def is_idle(self) -> bool:
         """Whether no request is prepared or under way."""
-        return not (self._num_preparing or self.num_inflight)
+        return not (self._preparing or self.num_inflight)
 
     def close(self) -> None:
         """Ends the threads and processes that prepare requests, once none is prepared any more."""
@@ -171,11 +217,12 @@ class ModelService:
             Overloaded: Too many requests wait to accept another of any size.
             DeadlineExceeded: The same, and the request cannot wait any longer.
         """
-        self._num_preparing += 1
+        this = object()
+        self._preparing.add(this)
         try:
             return await self._prepare(request, tool_use)
         finally:
-            self._num_preparing -= 1
+            self._preparing.discard(this)
 
     async def _prepare(self, request: Request, tool_use: ToolUse | None) -> Prepared:
         arrival_s = self._clock()
@@ -237,6 +284,7 @@ class ModelService:
             **request.terms | {"sampling": sampling},
             request_id=secrets.token_hex(12),
             prompt_token_ids=token_ids,
+            adapter=self.adapter.digest if self.adapter else "",
             cache_salt=request.salt,
             arrival_s=arrival_s,
             deadline_s=deadline_s,
@@ -351,6 +399,7 @@ class ModelService:
                 Completion(
                     each,
                     work=work,
+                    model=self.model,
                     index=index,
                     groups=self.groups,
                     table=self.table,

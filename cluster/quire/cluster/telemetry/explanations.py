@@ -88,6 +88,7 @@ def routing_message(decision: Decision, *, with_candidates: bool) -> pb.Routing:
                 num_queued_tokens=candidate.num_queued_tokens,
                 num_sequences=candidate.num_sequences,
                 forecast_s=candidate.forecast_s,
+                adapter_cost=candidate.adapter_cost,
             )
             for candidate in decision.candidates
         )

@@ -144,6 +144,8 @@ class _GroupCollector(Collector):
             "quire_group_unsent_tokens",
             "Output tokens that a group keeps for readers that are behind.",
         ),
+        ("adapters", "quire_group_loaded_adapters", "LoRA adapters that a group has loaded."),
+        ("num_adapters", "quire_group_adapters", "LoRA adapters that a group has requests for."),
     )
     _COUNTERS = (
         ("num_prompt_tokens", "quire_group_prompt_tokens", "Prompt tokens that a group began."),
@@ -152,6 +154,7 @@ class _GroupCollector(Collector):
         ("num_preemptions", "quire_group_preemptions", "Sequences put back for want of blocks."),
         ("num_drafted_tokens", "quire_group_drafted_tokens", "Tokens that a group guessed."),
         ("num_accepted_tokens", "quire_group_accepted_tokens", "Guesses that were right."),
+        ("num_adapter_loads", "quire_group_adapter_loads", "Times that a group loaded an adapter."),
     )
 
     def __init__(self, groups: Groups) -> None:
@@ -185,7 +188,8 @@ class _GroupCollector(Collector):
     ) -> Metric:
         metric = family(name, help_text, labels=["group"])
         for group_id, load in self._groups.loads.items():
-            metric.add_metric([group_id], getattr(load, field))
+            value = getattr(load, field)
+            metric.add_metric([group_id], value if isinstance(value, int) else len(value))
         return metric
 
 

@@ -29,6 +29,13 @@ QuireRefusal check_indices(QuireIndex what, const int64_t* values, int64_t count
   return {what, at, values[at], 0, end};
 }
 
+QuireRefusal check_slots(const int32_t* slots, int64_t count, int64_t num_slots) {
+  for (int64_t i = 0; i < count; ++i)
+    if (slots[i] < -1 || slots[i] >= num_slots)
+      return {QUIRE_ADAPTER_SLOT, i, slots[i], -1, num_slots};
+  return {};
+}
+
 QuireRefusal check_rows(const AttendArgs& args) {
   const int64_t most_tokens = args.bt_width * args.block_size;
   int64_t start = 0;

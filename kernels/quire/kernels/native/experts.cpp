@@ -141,16 +141,39 @@ void mix_rows_of(const ForwardArgs& a, const MixOp& op, int64_t begin, int64_t e
 
 }  // namespace
 
-Experts::Experts(const ForwardArgs& args, const ExpertsOp& op)
-    : a_(args), op_(op), size_(args.dtype == QUIRE_BF16 ? 2 : 4) {}
+Experts::Experts(const ForwardArgs& args, const ExpertsOp& op, const AdapterGroups& adapters)
+    : a_(args),
+      op_(op),
+      size_(args.dtype == QUIRE_BF16 ? 2 : 4),
+      shared_up_(args.dtype, adapters, op.up_adapters, args.low_rank, op.up_rank),
+      // Its share is summed with the results, behind them.
+      shared_down_(args.dtype, adapters, op.down_adapters,
+                   op.is_split ? values<float>(QUIRE_RESULTS) +
+                                     (op.top_k + 1) * args.num_tokens * args.widths[op.x]
+                               : args.low_rank,
+                   op.down_rank) {}
+
+// Whether adapters of the step add to one of the shared expert's layers.
+bool Experts::adds(const LowRankLayer& layer, const LowRankWeights* adapters) const {
+  return adapters && a_.adapter_slots && layer.has_any(0, a_.num_tokens);
+}
 
 void Experts::run(Team team) {
   team.share(1, [&](int64_t) { sort(); });
   ++team.stage;
   team.share_rows(a_.num_tokens, [&](int64_t begin, int64_t end) { gather(begin, end); });
   ++team.stage;
+  if (adds(shared_up_, op_.up_adapters))
+    team.stage = shared_up_.shrink_part(values<char>(op_.x), a_.widths[op_.x],
+                                        op_.ups[op_.num_experts], false, a_.num_tokens, team);
   linears_part(ups_.data(), ups_.size(), team);
   ++team.stage;
+  if (op_.down_adapters && a_.adapter_slots &&
+      (op_.is_split || adds(shared_down_, op_.down_adapters))) {
+    const LinearWeights& down = op_.downs[op_.num_experts];
+    team.stage = shared_down_.shrink_part(inner(shared_start()), down.num_in, down, op_.is_split,
+                                          a_.num_tokens, team);
+  }
   if (op_.downs[0].is_int8 || (op_.has_shared && op_.downs[op_.num_experts].is_int8)) {
     team.share_rows(shared_start() + op_.has_shared * a_.num_tokens,
                     [&](int64_t begin, int64_t end) { quantize_inner(begin, end); });
@@ -183,13 +206,15 @@ void Experts::add_layers(const LinearWeights& up, const LinearWeights& down, con
   if (!rows.count) return;
   const int64_t channels = a_.widths[op_.x];
   LinearArgs args = layer(up, rows);
-  args.mode = &up == op_.ups + op_.num_experts ? QUIRE_GATED : op_.mode;
+  const bool is_shared = &up == op_.ups + op_.num_experts;
+  args.mode = is_shared ? QUIRE_GATED : op_.mode;
   if (!up.is_int8) {
     args.x = values<char>(QUIRE_GATHERED) + rows.first * channels * size_;
     args.x_stride = channels;
   }
   args.out = inner(rows.first);
   args.out_stride = down.num_in;
+  if (is_shared && adds(shared_up_, op_.up_adapters)) args.low_rank = &shared_up_;
   ups_.push_back(args);
   args = layer(down, rows);
   args.mode = QUIRE_STORE_F32;
@@ -199,6 +224,8 @@ void Experts::add_layers(const LinearWeights& up, const LinearWeights& down, con
   }
   args.out = values<float>(QUIRE_RESULTS) + rows.first * channels;
   args.out_stride = channels;
+  if (is_shared && !op_.is_split && adds(shared_down_, op_.down_adapters))
+    args.low_rank = &shared_down_;
   downs_.push_back(args);
 }
 

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "low_rank.h"
 #include "quire.h"
 
 namespace quire {
@@ -10,9 +11,10 @@ namespace quire {
 // One mixture of experts in a step, shared by its threads. Works in the buffers of `args`.
 class Experts {
  public:
-  static constexpr int kStages = 5;
+  static constexpr int kStages = 8;
 
-  Experts(const ForwardArgs& args, const ExpertsOp& op);
+  // `adapters` outlives it.
+  Experts(const ForwardArgs& args, const ExpertsOp& op, const AdapterGroups& adapters);
 
   // All threads call it together; see `team.h`. Leaves the results in QUIRE_RESULTS.
   void run(Team team);
@@ -34,6 +36,7 @@ class Experts {
   LinearArgs layer(const LinearWeights& weights, const Rows& rows) const;
   float* row_scales(const LinearWeights& weights, int64_t row, int64_t kind_first) const;
   char* inner(int64_t row) const;
+  bool adds(const LowRankLayer& layer, const LowRankWeights* adapters) const;
   int64_t shared_start() const { return a_.num_tokens * op_.top_k; }
 
   template <class T>
@@ -44,6 +47,7 @@ class Experts {
   const ForwardArgs& a_;
   const ExpertsOp& op_;
   const int64_t size_;  // of an element, in bytes
+  const LowRankLayer shared_up_, shared_down_;
   // Of experts that have rows. Written once: a thread that is late reads them when others are in
   // later operations.
   std::vector<LinearArgs> ups_, downs_;

@@ -13,12 +13,16 @@
 #include "experts.h"
 #include "greatest.h"
 #include "linear_store.h"
+#include "low_rank.h"
 #include "quire.h"
 
 namespace quire {
 namespace {
 
-int num_stages(const Op& op) { return op.kind == QUIRE_EXPERTS ? Experts::kStages : 2; }
+int num_stages(const Op& op) {
+  if (op.kind == QUIRE_EXPERTS) return Experts::kStages;
+  return op.kind == QUIRE_LINEAR ? 4 : 2;
+}
 
 int num_stages(const ForwardArgs& args) {
   int sum = 0;
@@ -56,6 +60,10 @@ QuireRefusal check(const ForwardArgs& a) {
         check_indices(QUIRE_SLOT, a.slots, a.num_tokens, num_slots),
         check_indices(QUIRE_LAST_TOKEN, a.last_tokens, a.num_samples, a.num_tokens)})
     if (refusal.what) return refusal;
+  if (a.adapter_slots) {
+    const QuireRefusal refusal = check_slots(a.adapter_slots, a.num_tokens, a.num_slots);
+    if (refusal.what) return refusal;
+  }
   return check_rows(attend_args(a));
 }
 
@@ -66,11 +74,13 @@ class Forward {
         stages_(num_stages(args)),
         size_(args.dtype == QUIRE_BF16 ? 2 : 4),
         attend_(attend_args(args)) {
+    if (args.adapter_slots)
+      adapters_ = AdapterGroups(args.adapter_slots, args.num_tokens, args.num_slots);
     bool ends = false;
     for (int i = args.first_op; i < args.end_op; ++i) {
       const Op& op = args.ops[i];
       ends |= op.kind == QUIRE_LOGITS;
-      if (op.kind == QUIRE_EXPERTS) experts_.emplace_back(args, op.experts);
+      if (op.kind == QUIRE_EXPERTS) experts_.emplace_back(args, op.experts, adapters_);
       if (op.kind != QUIRE_ATTEND || plan_for(op.attend.window)) continue;
       AttendArgs attend = attend_;
       attend.window = op.attend.window;
@@ -132,7 +142,7 @@ class Forward {
       case QUIRE_GELU:
         return with_type([&](auto type) { gelu_rows<decltype(type)>(op.gelu, begin, end); });
       case QUIRE_ROUTE: return route(op.route, begin, end);
-      case QUIRE_MIX: return mix_rows(a_, op.mix, begin, end);
+      case QUIRE_MIX: return mix(op.mix, begin, end);
     }
   }
 
@@ -173,7 +183,23 @@ class Forward {
     args.out = buffer(op.out);
     args.out_stride = a_.widths[op.out];
     args.num_rows = a_.num_tokens;
+    const bool is_share = op.out == QUIRE_PARTIAL;
+    float* t = is_share ? behind(QUIRE_PARTIAL, a_.widths[QUIRE_PARTIAL]) : a_.low_rank;
+    const LowRankLayer low_rank(a_.dtype, adapters_, op.adapters, t, op.rank);
+    if (adds(op.adapters) && (is_share || low_rank.has_any(0, a_.num_tokens))) {
+      team.stage = low_rank.shrink_part(buffer(op.x), a_.widths[op.x], *op.weights, is_share,
+                                        a_.num_tokens, team);
+      if (!is_share) args.low_rank = &low_rank;
+    }
     linear_part(args, team);
+  }
+
+  // Whether adapters of the step may add to a layer.
+  bool adds(const LowRankWeights* adapters) const { return adapters && a_.adapter_slots; }
+
+  // The room behind a buffer's [T, width].
+  float* behind(int32_t which, int64_t width) const {
+    return values<float>(which) + a_.num_tokens * width;
   }
 
   void rotate_and_write(const RotateAndWriteOp& op, int64_t begin, int64_t end) {
@@ -271,6 +297,9 @@ class Forward {
   template <class T>
   void round_partial(const RoundPartialOp& op, int64_t begin, int64_t end) {
     const int64_t width = a_.widths[op.out];
+    if (adds(op.adapters))
+      LowRankLayer(a_.dtype, adapters_, op.adapters, behind(QUIRE_PARTIAL, width), op.rank)
+          .add_rows(begin, end, values<float>(QUIRE_PARTIAL), width);
     const T* bias = static_cast<const T*>(op.bias);
     for (int64_t token = begin; token < end; ++token) {
       const float* partial = values<float>(QUIRE_PARTIAL) + token * width;
@@ -317,6 +346,17 @@ class Forward {
     route_rows(args, begin, end);
   }
 
+  void mix(const MixOp& op, int64_t begin, int64_t end) {
+    if (adds(op.adapters)) {
+      // The shared expert's results are the last T.
+      const int64_t width = a_.widths[op.out], first = a_.num_tokens * op.top_k * width;
+      float* t = behind(QUIRE_RESULTS, op.num_places * width);
+      LowRankLayer(a_.dtype, adapters_, op.adapters, t, op.rank)
+          .add_rows(begin, end, values<float>(QUIRE_RESULTS) + first, width);
+    }
+    mix_rows(a_, op, begin, end);
+  }
+
   // Some rows of an int8 layer's input.
   void quantize(const LinearWeights& weights, int32_t x, int64_t begin, int64_t end) {
     quantize_rows({a_.dtype, weights.splits, buffer(x), a_.widths[x], weights.num_in, a_.num_tokens,
@@ -347,6 +387,7 @@ class Forward {
   std::vector<Stage> stages_;
   const int64_t size_;  // of an element, in bytes
   const AttendArgs attend_;
+  AdapterGroups adapters_;          // none where no token has one
   std::vector<Experts> experts_;    // of each such operation
   std::vector<AttendPlan> plans_;   // one for each window
   std::vector<Greatest> greatest_;  // [threads, num_greedy]

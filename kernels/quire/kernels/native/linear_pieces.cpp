@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "linear_store.h"
+#include "low_rank.h"
 
 namespace quire {
 namespace {
@@ -41,15 +42,24 @@ struct Pieces {
     const int64_t begin = args.num_rows * chunk / chunks;
     const int64_t num_rows = args.num_rows * (chunk + 1) / chunks - begin;
     const int64_t num_tiles = (num_rows + tiles.rows - 1) / tiles.rows;
+    LinearArgs args = this->args;
+    alignas(64) float addend[kChunkRows * kPanelColumns];
+    const auto tile_row = [&](int64_t i) { return begin + num_rows * i / num_tiles; };
+    bool adds = false, tile_adds[kChunkRows];
+    for (int64_t i = 0; args.low_rank && i < num_tiles; ++i)
+      adds |= tile_adds[i] = args.low_rank->has_any(tile_row(i), tile_row(i + 1));
+    args.addend_row = begin;
+    if (adds) std::fill_n(addend, num_rows * kPanelColumns, LowRankLayer::kNothing);
     int64_t panel = wanted_panel(first, end, begin, num_rows);
     if (panel == end) take_next();
     while (panel < end) {
       const int64_t later = wanted_panel(panel + 1, end, begin, num_rows);
       int64_t following = later < end ? later : take_next() / chunks * panels_each;
       if (following >= panels) following = panel;
+      if (adds) args.low_rank->expand(begin, begin + num_rows, panel, following, addend);
       for (int64_t i = 0; i < num_tiles; ++i) {
-        const int64_t row = begin + num_rows * i / num_tiles;
-        const int64_t num = begin + num_rows * (i + 1) / num_tiles - row;
+        const int64_t row = tile_row(i), num = tile_row(i + 1) - row;
+        if (adds) args.addend = tile_adds[i] ? addend : nullptr;
         if (args.wanted)
           wanted_rows(row, row + num, panel, following);
         else

@@ -3,8 +3,11 @@
 #pragma once
 
 #include "quire.h"
+#include "simd.h"
 
 namespace quire {
+
+constexpr int kPanelColumns = 2 * kLanes;
 
 // Computes some rows of one panel; panel `ahead` is wanted soon.
 using LinearTile = void (*)(const LinearArgs& args, int64_t row, int64_t num_rows, int64_t panel,

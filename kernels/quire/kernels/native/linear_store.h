@@ -6,11 +6,10 @@
 
 #include "elements.h"
 #include "greatest.h"
+#include "linear_pieces.h"
 #include "quire.h"
 
 namespace quire {
-
-constexpr int kPanelColumns = 2 * kLanes;
 
 inline int64_t linear_panels(const LinearWeights& weights) {
   int64_t columns = weights.gated ? weights.num_out / 2 : weights.num_out;
@@ -108,6 +107,10 @@ void finish(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums
     for (int v = 0; v < 2; ++v) bias[v] = load(weights.bias + panel * kPanelColumns + v * kLanes);
   for (int r = 0; r < num_rows; ++r, out += args.out_stride) {
     Vec lo = sums[r][0], hi = sums[r][1];
+    if (args.addend) {
+      const float* addend = args.addend + (row + r - args.addend_row) * kPanelColumns;
+      lo = add(lo, load(addend)), hi = add(hi, load(addend + kLanes));
+    }
     if (weights.bias) lo = add(lo, bias[0]), hi = add(hi, bias[1]);
     if (kIsClamped) {
       write(out, clamped_glu(rounded<T>(lo), rounded<T>(hi), weights.alpha, weights.limit), left);

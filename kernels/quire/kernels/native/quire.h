@@ -12,7 +12,8 @@
 
 namespace quire {
 class Greatest;
-}
+class LowRankLayer;
+}  // namespace quire
 
 // T tokens of the step, packed   B rows (sequences)   H query heads   K KV heads   D head size
 
@@ -86,6 +87,7 @@ enum QuireIndex : int64_t {
   QUIRE_SEQUENCE_LENGTH = 5,
   QUIRE_BLOCK_ID = 6,
   QUIRE_LAST_TOKEN = 7,
+  QUIRE_ADAPTER_SLOT = 8,
 };
 
 QuireRefusal quire_attend(const AttendArgs* args);
@@ -106,6 +108,16 @@ struct LinearWeights {
   int32_t has_zeros;    // 4 bits
   float alpha;          // of QUIRE_GATED_CLAMPED, as is the limit
   float limit;
+};
+
+// What an adapter adds to a linear layer: B (scale * (A x)); see low_rank.cpp.
+struct LowRankWeights {
+  const void* a;           // [rank / 16, num_in / steps of a lane, 16 lanes], or null: adds nothing
+  const void* b;           // for each vector of the layer's panels [its ranks / steps, 16 lanes]
+  const float* scales;     // [rank]
+  const int64_t* vectors;  // [panels * 2, 3]: the vector's first lane in b, its first rank, and how
+                           // many it has, an even number
+  int64_t rank;            // a multiple of 16
 };
 
 struct PackArgs {
@@ -151,10 +163,13 @@ struct LinearArgs {
   int64_t num_rows;
   const float* x_scales;  // int8: [T, splits]
   int64_t num_greedy;
-  quire::Greatest* greatest;    // [num_greedy], of this thread
-  float scale;                  // of logits
-  float cap;                    // of logits; 0: there is none
-  const WantedColumns* wanted;  // or null, which wants all
+  quire::Greatest* greatest;            // [num_greedy], of this thread
+  float scale;                          // of logits
+  float cap;                            // of logits; 0: there is none
+  const WantedColumns* wanted;          // or null, which wants all
+  const quire::LowRankLayer* low_rank;  // what is added to the sums before the bias, or null
+  const float* addend;  // [num_rows, panel]: the same for one panel, or null; from this row on
+  int64_t addend_row;
 };
 
 // The inputs of an int8 layer: each part of a row by itself, filled up to a multiple of 4 bytes.
@@ -260,7 +275,9 @@ struct LinearOp {
   int32_t mode;  // a LinearMode
   int32_t x;
   int32_t out;
-  int32_t quantizes;  // `x`, before
+  int32_t quantizes;               // `x`, before
+  const LowRankWeights* adapters;  // [slots], or null: none adds to this layer
+  int64_t rank;                    // the greatest of these
 };
 
 struct RotateAndWriteOp {
@@ -292,6 +309,8 @@ struct AttendOp {
 struct RoundPartialOp {
   const void* bias;
   int32_t out;
+  const LowRankWeights* adapters;  // as the layer's, whose A x is summed behind the other sums
+  int64_t rank;
 };
 
 // Adds `scale` times `x` to `to`, each rounded.
@@ -351,6 +370,11 @@ struct ExpertsOp {
   int32_t has_shared;
   int32_t mode;  // a LinearMode: of the experts' ups; the shared one's is QUIRE_GATED
   int32_t x;
+  int32_t is_split;                   // the results are shares of sums over the ranks
+  const LowRankWeights* up_adapters;  // [slots] of the shared one's layers, or null
+  const LowRankWeights* down_adapters;
+  int64_t up_rank;  // the greatest of these
+  int64_t down_rank;
 };
 
 // The sum of a token's results, weighted, in the order of its places.
@@ -359,6 +383,8 @@ struct MixOp {
   int32_t top_k;
   int32_t num_places;
   int32_t out;
+  const LowRankWeights* adapters;  // as of RoundPartialOp: the shared expert's last layer's
+  int64_t rank;
 };
 
 struct Op {
@@ -438,9 +464,12 @@ struct ForwardArgs {
   int64_t max_splits;  // of all layers
   int64_t num_greedy;  // the last so many of S want no logits, only
   float* greatest;     // [num_greedy, 2]: the greatest one and its column, the first of equals
-  const GreedyEdits* edits;     // of these rows, or null
-  const WantedColumns* wanted;  // of the logits of S rows, or null
-  float* logits;                // [S - num_greedy, V of this rank]
+  const GreedyEdits* edits;      // of these rows, or null
+  const WantedColumns* wanted;   // of the logits of S rows, or null
+  float* logits;                 // [S - num_greedy, V of this rank]
+  const int32_t* adapter_slots;  // [T]: of each token's adapter, or -1; or null: no token has one
+  int64_t num_slots;
+  float* low_rank;  // [T, the greatest rank]: room for a layer's A x
 };
 
 struct ArgmaxArgs {

@@ -50,6 +50,8 @@ def decide(
         reason = "copied_prefix"
     elif 0 < num_hit_tokens == hits.max():
         reason = "cached_prefix"
+    elif request.adapter in state.adapters and any(map(request.lacks_adapter, groups.states)):
+        reason = "loaded_adapter"
     policy.routed(request, state.group)
     return Decision(
         group=state.group,
@@ -61,6 +63,7 @@ def decide(
         forecast_s=state.forecast_s(request.num_prompt_tokens - num_hit_tokens),
         hits=hits,
         costs=costs,
+        adapter_costs=policy.adapter_costs,
     )
 
 
@@ -92,18 +95,23 @@ def tied(hits: Column, costs: Column) -> list[int]:
 
 
 def nearest(request: RouteRequest, groups: Loads, indices: Sequence[int]) -> int:
-    """That of ``indices`` whose group the prefix's name is nearest to."""
+    """That of ``indices`` whose group the prefix's name is nearest to, or the adapter's."""
     if len(indices) == 1:
         return indices[0]
-    far, states = distance_from(request), groups.states
+    states = groups.states
+    is_cold = all(request.lacks_adapter(states[i]) for i in indices)
+    far = distance_from(request, is_cold=is_cold)
     return min(indices, key=lambda i: far(states[i].group))
 
 
-def distance_from(request: RouteRequest) -> Callable[[GroupId], bytes]:
+def distance_from(request: RouteRequest, *, is_cold: bool = False) -> Callable[[GroupId], bytes]:
     """Rendezvous hashing (Thaler and Ravishankar, 1998): when a group joins or leaves, only the
     prefixes that it gains or held move. Prompts shorter than a block have no prefix and spread.
+    ``is_cold``: no group has loaded the request's adapter, whose name then stands for the prefix's.
     """
     name = request.hashes[0] if request.hashes else request.ordinal.to_bytes(8, "little")
+    if is_cold:
+        name = request.adapter.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
     begun = hashlib.blake2b(key=name, digest_size=8)
 
     def distance(group: GroupId) -> bytes:

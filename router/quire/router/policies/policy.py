@@ -27,6 +27,7 @@ Column: TypeAlias = npt.NDArray[np.float64]
 Reason = Literal[
     "cached_prefix",
     "copied_prefix",
+    "loaded_adapter",
     "least_loaded",
     "only_group",
     "round_robin",
@@ -43,12 +44,18 @@ class RouteRequest:
     """Hashes of the prompt's full blocks."""
     num_prompt_tokens: int
     block_size: int
+    adapter: str = ""
+    """The digest of the adapter that it wants; empty is the model alone."""
     exclude: frozenset[GroupId] = frozenset()
     """Groups that must not take it: they failed it before, or are draining."""
     ordinal: int = 0
     """Number among its gateway's requests in the order of routing, from any start; replaces
     randomness and memory."""
     now_s: float = 0.0
+
+    def lacks_adapter(self, state: "GroupState") -> bool:
+        """Whether the group has to load the request's adapter."""
+        return bool(self.adapter) and self.adapter not in state.adapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +82,12 @@ class GroupLoad:
     num_steps: int | None = None
     """Steps that the group had ended; where the frame does not say, nothing is known of the one
     under way."""
+    adapters: frozenset[str] = frozenset()
+    """Those that are loaded."""
+    num_adapters: int = 0
+    """Those that have requests."""
+    max_adapters: int = 0
+    """How many can be loaded at a time; 0: it does not say."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,6 +118,11 @@ class GroupState:
     wait: tuple[float, float] | None = None
     """A first token's seconds, fixed and for each token ahead of it, its own prompt's among them;
     None while too little was seen."""
+    adapters: frozenset[str] = frozenset()
+    """Those that it has loaded, or will have for requests under way."""
+    num_adapters: int = 0
+    """Those that have requests."""
+    max_adapters: int = 0
 
     @property
     def num_queued_tokens(self) -> int:
@@ -120,6 +138,12 @@ class GroupState:
         if not self.num_blocks or self.num_available_blocks is None:
             return 0.0
         return 1 - self.num_available_blocks / self.num_blocks
+
+    def turns(self, adapter: str) -> float:
+        """How many turns of other adapters a request of ``adapter`` waits for: none where all
+        adapters that have requests can be loaded."""
+        num = self.num_adapters + (adapter not in self.adapters)
+        return max(num - self.max_adapters, 0) / self.max_adapters if self.max_adapters else 0.0
 
     def forecast_s(self, num_prefill_tokens: int) -> float | None:
         """The seconds to the first token of a request that lacks ``num_prefill_tokens`` here."""
@@ -137,6 +161,8 @@ class Policy(Protocol):
     pressure: float | None = None
     """Cost of a computed token for the requests behind it, as of the last `costs`; None if not
     used."""
+    adapter_costs: Column | None = None
+    """Parts of the last `costs` that the request's adapter caused; None if there are none."""
 
     def costs(self, request: RouteRequest, groups: "Loads", hits: Column) -> Column:
         """A cost for each of ``groups``, of which there is one at least; the least wins.
@@ -182,6 +208,8 @@ class Candidate:
     num_sequences: int
     forecast_s: float | None
     """Seconds to the first token there."""
+    adapter_cost: float | None
+    """The part of ``cost`` that the request's adapter causes; None where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +228,8 @@ class Decision:
     """Seconds to the first token; None while too little was seen of the group."""
     hits: Column
     costs: Column
+    adapter_costs: Column | None = None
+    """Parts of ``costs``; None where the request has no adapter."""
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:
@@ -212,8 +242,13 @@ class Decision:
                 num_queued_tokens=state.num_queued_tokens,
                 num_sequences=state.num_requests,
                 forecast_s=state.forecast_s(self.num_prompt_tokens - num_hit),
+                adapter_cost=None if self.adapter_costs is None else float(adapter_cost),
             )
-            for state, num_hit, cost in zip(
-                self.groups, map(int, self.hits), self.costs, strict=True
+            for state, num_hit, cost, adapter_cost in zip(
+                self.groups,
+                map(int, self.hits),
+                self.costs,
+                self.costs if self.adapter_costs is None else self.adapter_costs,
+                strict=True,
             )
         )

@@ -1,6 +1,6 @@
 """Our policy: the least time to first token, for this request and for those that come after it.
 
-    cost   = queued + rest + (1.25 + behind) * missing + 24 * requests
+    cost   = queued + rest + (1.25 + behind) * missing + 24 * requests + adapter
     behind = min(12, (pending + missing / 16) / fresh)
 
 all of one group, in tokens, the time in which it prefills one:
@@ -12,6 +12,7 @@ all of one group, in tokens, the time in which it prefills one:
     pending   prompt tokens that it must compute, the running step included
     fresh     prompt tokens of a request that no group had cached: a recent mean
     requests  that share the step in which the prompt is computed
+    adapter   what the request's LoRA adapter causes, if it has one
 
 ``behind`` is the marginal cost of work in a queue with random arrivals: work x behind work u costs
 ``u * x + x ** 2 / 2`` times the requests that come in a token's time, one in ``fresh``. The
@@ -25,6 +26,11 @@ for the prefix itself does not count, since another group would compute it no so
 reaches four times the cost of a copy (``patience``), the next request makes it: the rule of renting
 skis until the rent would have bought them. A prefix is named by a block in the second half of what
 the other group lacks, so that requests of one name share at least half of that.
+
+Loading an adapter costs 48: more than a tie, so that requests of one adapter meet where it is
+loaded. Where more adapters have requests than can be loaded, they take turns of 16 steps, each of
+which is 24 for each request in it. A request waits for as many turns as there are sets of loaded
+adapters before its own, so that each group serves a set of its own rather than all in turn.
 
 docs/decisions/0018-routing-policy.md says why each term is there and what else was tried.
 """
@@ -46,6 +52,10 @@ class PrefixAwareConfig:
     """Weight of a missing token where nobody waits."""
     request_tokens: float = 24.0
     """Delay that a request causes to others, in tokens of prefill."""
+    load_tokens: float = 48.0
+    """Delay of a step in which an adapter is loaded."""
+    turn_steps: float = 16.0
+    """Steps for which an adapter runs before others do, as `quire.worker.schedule.slots` has it."""
     meanwhile: float = 0.0625
     """Weight of the requests that come while the missing tokens are computed."""
     max_behind: float = 12.0
@@ -83,6 +93,9 @@ class PrefixAware(Policy):
         rest = config.request_tokens * num_in_step
         rest = rest - groups.step_over(request.now_s) * (rest + groups.num_step_tokens)
         beside = config.request_tokens * (num_in_step + groups.num_reserved_requests)
+        self.adapter_costs = self._adapter_costs(request.adapter, groups, num_in_step)
+        if self.adapter_costs is not None:
+            beside = beside + self.adapter_costs
         self._work = queued, rest + beside
         missing = request.num_prompt_tokens - hits
         costs = self._costs(missing)
@@ -114,6 +127,16 @@ class PrefixAware(Policy):
         config, (queued, other) = self._config, self._work
         behind = np.minimum((queued + config.meanwhile * missing) / self._fresh, config.max_behind)
         costs: Column = queued + other + (config.missing + behind) * missing
+        return costs
+
+    def _adapter_costs(self, adapter: str, groups: Loads, num_in_step: Column) -> Column | None:
+        if not adapter:
+            return None
+        config = self._config
+        is_cold = np.array([adapter not in state.adapters for state in groups.states])
+        turns = np.array([state.turns(adapter) for state in groups.states])
+        steps = config.turn_steps * turns
+        costs: Column = config.load_tokens * is_cold + steps * config.request_tokens * num_in_step
         return costs
 
     def _is_paid(self, name: BlockHash | None, regret: float, *, price: float) -> bool:

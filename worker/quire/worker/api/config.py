@@ -8,6 +8,7 @@ from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.api.errors import ConfigError
 
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
+MAX_LORAS, MAX_LORA_RANK = 1024, 256
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -88,6 +89,14 @@ class EngineConfig:
     speculation: bool | None = None
     """Compute guessed tokens too where few sequences run, which changes no token; ``None`` does so
     on CPUs. Not with ``async_scheduling``."""
+    enable_lora: bool = False
+    """Serve LoRA adapters of the model, for those requests that name one."""
+    max_loras: int = 8
+    """Different adapters that one step may use. More may have requests: they take turns."""
+    max_lora_rank: int = 64
+    """The greatest rank that an adapter may have; 256 at most."""
+    max_cpu_loras: int | None = None
+    """Adapters that are kept ready in memory; ``None`` is four times ``max_loras``."""
     step_timeout_s: float = 60.0
     """A step that takes longer means a hung rank: the group fails."""
 
@@ -157,6 +166,24 @@ class EngineConfig:
             self.speculation,
             "async_scheduling asks for steps before the tokens that guesses follow; leave one out",
         )
+        _check(
+            1 <= self.max_loras <= MAX_LORAS,
+            "max_loras",
+            self.max_loras,
+            f"must be from 1 to {MAX_LORAS}",
+        )
+        _check(
+            1 <= self.max_lora_rank <= MAX_LORA_RANK,
+            "max_lora_rank",
+            self.max_lora_rank,
+            f"must be from 1 to {MAX_LORA_RANK}",
+        )
+        _check(
+            self.max_cpu_loras is None or self.max_cpu_loras >= self.max_loras,
+            "max_cpu_loras",
+            self.max_cpu_loras,
+            f"must be at least max_loras ({self.max_loras})",
+        )
         _check(self.step_timeout_s > 0, "step_timeout_s", self.step_timeout_s, "must be above 0")
 
     def check_device(self, device: str) -> None:
@@ -171,6 +198,11 @@ class EngineConfig:
                 f"only the kernels for {_KINDS[only]} have it; set device={only!r}, or leave it out"
             )
             _check(device != other or getattr(self, name) != value, name, value, rule)
+
+    @property
+    def num_kept_loras(self) -> int:
+        """``max_cpu_loras``, resolved."""
+        return self.max_cpu_loras or 4 * self.max_loras
 
     def num_ahead(self, *, is_gpu: bool) -> int:
         """Steps to submit before the result of the one before them, on such a device."""

@@ -36,3 +36,11 @@ class EngineStats:
     """Those among them of steps that left prompt tokens waiting: all that a step could do."""
     full_step_s: float
     """Time spent in those steps. A counter too."""
+    adapters: tuple[str, ...] = ()
+    """Digests of the adapters that are loaded."""
+    max_adapters: int = 0
+    """How many can be at a time; 0 where it takes none."""
+    num_adapters: int = 0
+    """Those that requests at hand name, which take turns where they are more."""
+    num_adapter_loads: int = 0
+    """Counter."""

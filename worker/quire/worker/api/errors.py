@@ -6,6 +6,7 @@ QuireError
 │   └── ContextExceeded          prompt and output are longer than the context
 ├── ConfigError(ValueError)      these settings cannot work; the message names value and remedy
 ├── CheckpointError(ValueError)  the model's files are missing, truncated or of a foreign kind
+├── AdapterError(ValueError)     an adapter's files are missing, damaged or of a kind not served
 ├── UnreadableTemplate(ValueError)  a response template says what Quire cannot express
 ├── NoFreeBlocks                 the block pool holds too few blocks; nothing was taken
 ├── BrokenLogits                 the model computed no numbers for this request; others go on
@@ -60,6 +61,10 @@ class ConfigError(QuireError, ValueError):
 
 class CheckpointError(QuireError, ValueError):
     """A checkpoint directory cannot be read as a model."""
+
+
+class AdapterError(QuireError, ValueError):
+    """An adapter cannot be read, or cannot be served with this model."""
 
 
 class UnreadableTemplate(QuireError, ValueError):

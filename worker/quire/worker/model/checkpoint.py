@@ -27,6 +27,8 @@ _TEXT_PARTS = (
     ("model.", "lm_head"),
 )
 """How names of a decoder of text and of its LM head begin in the files of a larger model."""
+TEXT_PREFIXES = tuple(inner for inner, _ in _TEXT_PARTS)
+"""Those before the layers, the longer ones first."""
 _MAX_NAME = 200
 """Characters of a file's name; file systems take 255 bytes."""
 
@@ -98,7 +100,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     files = _weight_files(path)
     tensors: dict[str, TensorInfo] = {}
     for file in files:
-        tensors.update(_read_tensors(file))
+        tensors.update(read_tensors(file))
     return Checkpoint(path=path, files=files, tensors=tensors)
 
 
@@ -197,7 +199,7 @@ def _file_names(weight_map: dict[str, Any], path: Path) -> Iterator[str]:
         yield name
 
 
-def _read_tensors(file: Path) -> dict[str, TensorInfo]:
+def read_tensors(file: Path) -> dict[str, TensorInfo]:
     header = read_header(file)
     try:
         entries = json.loads(header)

@@ -149,6 +149,13 @@ def check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
         )
 
 
+def check_adapters(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raises ConfigError: adapters are asked for of a model whose layers are not ours."""
+    if config.enable_lora and spec.through_transformers is not None:
+        kind = "an encoder" if spec.is_encoder else "a model that runs through transformers"
+        raise ConfigError(f"enable_lora=True: {kind} takes no adapters; leave it out")
+
+
 def check_parallel(spec: ModelSpec, tensor_parallel_size: int) -> None:
     """Checks that the heads can be shared among ``tensor_parallel_size`` ranks.
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from quire.worker.api.config import EngineConfig
 from quire.worker.model.checkpoint import Checkpoint, open_checkpoint
 from quire.worker.model.config import (
+    check_adapters,
     check_quantization,
     read_model_spec,
     resolve_dtype,
@@ -63,6 +64,7 @@ def model_facts(config: EngineConfig, *, with_fingerprint: bool = True) -> Model
     """
     spec = read_model_spec(config.model, model_impl=config.model_impl)
     check_quantization(config, spec)
+    check_adapters(config, spec)
     dtype = resolve_dtype(config, spec)
     checkpoint = open_checkpoint(config.model)
     return ModelFacts(

@@ -32,6 +32,7 @@ _SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[^/]+(?:/.*\.ggu
 _CONFIG = ("config.json", "generation_config.json", MODELOPT_NAME)
 _TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHTS = ("*.safetensors",)
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _IGNORED = ("*/*", ".*", "consolidated*")
 """Such as the same weights in another format; digests of weights are this node's own."""
 
@@ -102,6 +103,19 @@ def fetch_text_files(model: Path) -> Path:
 def fetch_checkpoint(model: Path) -> Path:
     """The same with the weights, which are fetched last."""
     return _fetch(model, (*_TEXT, *_WEIGHTS))
+
+
+def fetch_adapter(adapter: Path) -> Path:
+    """A directory with an adapter's files. A path as it is.
+
+    Raises:
+        CheckpointError: The hub does not have or give it, or cannot be asked.
+    """
+    if not is_hub_name(adapter):
+        return adapter
+    adapter = pinned(adapter)
+    with _explained(adapter):
+        return _download(adapter, _ADAPTER)
 
 
 def _fetch(model: Path, patterns: Sequence[str]) -> Path:

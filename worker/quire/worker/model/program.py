@@ -210,7 +210,7 @@ class _Maker:
             assert not layer.parallel
             assert "mlp_in" in layer.norms
             yield self._norm(prefix + names.mlp_in, layer.norm, x="residual", out="normed")
-            yield self._experts(prefix, mlp)
+            yield self._experts(number, prefix, mlp)
             yield from self._add_branch(number, "mlp_out", names.mlp_out, is_summed=True)
             return
         mine = self._shard.range_of(mlp.size)
@@ -242,7 +242,7 @@ class _Maker:
         yield Linear(name=f"layers.{number}.down", layer=down, x="hidden", out="branch")
         yield from self._add_branch(number, "mlp_out", names.mlp_out, bias_C=down_bias)
 
-    def _experts(self, prefix: str, experts: described.Experts) -> MixExperts:
+    def _experts(self, number: int, prefix: str, experts: described.Experts) -> MixExperts:
         names, weights, hidden = self._spec.names, self._weights, self._spec.hidden_size
         num = experts.num_experts
 
@@ -279,13 +279,14 @@ class _Maker:
             )
             weights.check()
             bias_EC = bias_EC.float()
-        layers = tuple(make(prefix, experts, number) for number in range(num))
+        layers = tuple(make(prefix, experts, expert) for expert in range(num))
         shared = None
         if experts.shared is not None:
             parts = ("gate_proj", "up_proj", "down_proj")
             inner = [f"{prefix}{names.shared}{part}" for part in parts]
             shared = self._mlp_of(*inner, size=experts.shared.size)
         return MixExperts(
+            name=f"layers.{number}",
             router=router,
             experts=layers,
             shared=shared,

@@ -162,6 +162,11 @@ class LockstepExecutor:
         self._stop()
 
     def _start(self, config: EngineConfig, launcher: Launcher) -> None:
+        if config.enable_lora and launcher.num_nodes > 1:
+            raise ConfigError(
+                f"enable_lora=True: the ranks of a group are on {launcher.num_nodes} nodes, and an "
+                "adapter is kept on one; give each group ranks of one node, or leave it out"
+            )
         model = read_model_spec(fetch_checkpoint(config.model), model_impl=config.model_impl)
         size = slot_bytes(config, max_model_len=resolve_max_model_len(config, model))
         offset = COLLECTIVES_BYTES_PER_RANK * config.tensor_parallel_size

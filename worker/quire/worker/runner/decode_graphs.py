@@ -48,6 +48,7 @@ class Bucket:
 
     num_rows: int
     max_seq_len: int
+    has_adapters: bool = False
 
 
 class DecodeGraphs:
@@ -89,6 +90,7 @@ class DecodeGraphs:
         self._seq_lens_N = zeros(rows, dtype=torch.int32)
         self._tables_NM = zeros(rows, num_blocks, dtype=torch.int32)
         self._starts_N1 = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._adapter_slots_N = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self._last_tokens_N = torch.arange(rows, device=device)
         # All graphs write here: each would keep its own logits alive.
         self._logits_NV = None if vocab_size is None else zeros(rows, vocab_size, dtype=dtype)
@@ -118,19 +120,26 @@ class DecodeGraphs:
         if step.hidden_rows_H is not None:
             return None
         max_seq_len = int(step.seq_lens_B.max())
-        fits = (b for b in self._graphs if b.num_rows >= num_rows and b.max_seq_len >= max_seq_len)
+        has_adapters = len(step.adapter_slots_A) > 0
+        fits = (
+            bucket
+            for bucket in self._graphs
+            if bucket.num_rows >= num_rows
+            and bucket.max_seq_len >= max_seq_len
+            and bucket.has_adapters == has_adapters
+        )
         return min(fits, default=None)
 
     @torch.inference_mode()
     def run(self, step: StepInput, bucket: Bucket, late: LateTokens | None = None) -> Tensor | None:
         """The step's logits ``[B, V]``, valid until the next run; ``None`` on other ranks."""
-        self._fill(step, bucket.num_rows, late)
+        self._fill(step, bucket, late)
         self._graphs[bucket].replay()
         return None if self._logits_NV is None else self._logits_NV[: len(step.seq_lens_B)]
 
-    def _fill(self, step: StepInput, num_rows: int, late: LateTokens | None) -> None:
+    def _fill(self, step: StepInput, bucket: Bucket, late: LateTokens | None) -> None:
         """Puts a step where the graphs read: the only place that knows of both."""
-        used = len(step.seq_lens_B)
+        used, num_rows = len(step.seq_lens_B), bucket.num_rows
         longs = np.zeros((3, num_rows), np.int64)
         longs[2] = self._spare_slot
         for row, values in enumerate((step.token_ids_T, step.positions_T, step.slot_mapping_T)):
@@ -138,12 +147,16 @@ class DecodeGraphs:
         seq_lens = np.zeros(num_rows, np.int32)
         seq_lens[:used] = step.seq_lens_B
         arrays: list[Array] = [longs, seq_lens, step.block_tables_BM]
+        slots = np.full(num_rows if bucket.has_adapters else 0, -1, np.int32)
+        slots[:used] = step.adapter_slots_A
+        arrays.append(slots)
         if late is not None:
             arrays += [late.tokens_L, late.rows_L]
-        longs_3B, seq_lens_B, tables_BM, *late_L = stage(arrays, self._device)
+        longs_3B, seq_lens_B, tables_BM, slots_B, *late_L = stage(arrays, self._device)
         self._longs_3N[:, :num_rows].copy_(longs_3B)
         self._seq_lens_N[:num_rows].copy_(seq_lens_B)
         self._tables_NM[:used, : tables_BM.shape[1]].copy_(tables_BM)
+        self._adapter_slots_N[: len(slots_B)].copy_(slots_B)
         if late is not None:
             late.put(self._longs_3N[0], *late_L)
 
@@ -161,11 +174,15 @@ class DecodeGraphs:
             num_decodes=rows,
             max_query_len=1,
             max_seq_len=bucket.max_seq_len,
+            adapter_slots_T=self._adapter_slots_N[:rows] if bucket.has_adapters else None,
         )
 
 
-def make_buckets(*, max_num_seqs: int, max_model_len: int) -> list[Bucket]:
-    """The ladder: batch sizes close enough that filling up costs little, and lengths by fours."""
+def make_buckets(
+    *, max_num_seqs: int, max_model_len: int, with_adapters: bool = False
+) -> list[Bucket]:
+    """The ladder: batch sizes close enough that filling up costs little, and lengths by fours.
+    ``with_adapters``: each with and without, as a graph with them launches more kernels."""
     sizes = {size for size in _SMALL_SIZES if size < max_num_seqs}
     sizes |= {*range(2 * _SIZE_STEP, max_num_seqs, _SIZE_STEP), max_num_seqs}
     lengths = [max_model_len]
@@ -174,9 +191,10 @@ def make_buckets(*, max_num_seqs: int, max_model_len: int) -> list[Bucket]:
         lengths.append(length)
         length *= _LENGTH_STEP
     return [
-        Bucket(size, length)
+        Bucket(size, length, has_adapters)
         for size in sorted(sizes)
         for length in sorted(lengths)
+        for has_adapters in ((False, True) if with_adapters else (False,))
         if size * -(-length // SPLIT_TOKENS) <= MAX_PARTS
     ]
 

@@ -70,6 +70,11 @@ def largest_steps(
     yield _step(rows, np.arange(rows + 1), seq_lens, num_decodes=rows, num_blocks=num_blocks)
 
 
+def with_adapters(step: StepInput) -> StepInput:
+    """The same where all rows have an adapter; it may be an empty slot's."""
+    return replace(step, adapter_slots_A=np.zeros(len(step.seq_lens_B), np.int32))
+
+
 def warm_up_steps(
     config: EngineConfig, *, block_size: int, max_model_len: int
 ) -> tuple[StepInput, StepInput, StepInput]:

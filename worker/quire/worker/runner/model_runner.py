@@ -19,10 +19,11 @@ from quire.kernels.shared_prefix import (
     SharedSplits,
     find_shared,
 )
-from quire.worker.api.arrays import Longs
+from quire.worker.api.arrays import Ints, Longs
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 from quire.worker.model.config import (
+    check_adapters,
     check_parallel,
     check_quantization,
     read_model_spec,
@@ -35,8 +36,15 @@ from quire.worker.model.model import Model
 from quire.worker.model.numerics import numerics
 from quire.worker.model.tensor_parallel import TensorParallel
 from quire.worker.runner import kv_cache
+from quire.worker.runner.adapters import RankAdapters
 from quire.worker.runner.decode_graphs import Bucket, CudaCapture, DecodeGraphs, make_buckets
-from quire.worker.runner.gpu_profile import graph_bytes, largest_steps, peak_bytes, warm_up_steps
+from quire.worker.runner.gpu_profile import (
+    graph_bytes,
+    largest_steps,
+    peak_bytes,
+    warm_up_steps,
+    with_adapters,
+)
 from quire.worker.sampling.device import DeviceSampler
 from quire.worker.sampling.draw import sample
 from quire.worker.sampling.head import HeadRows, edits_of, head_rows, sample_beside
@@ -59,6 +67,7 @@ class ModelRunner:
         spec = read_model_spec(config.model, model_impl=config.model_impl)
         check_parallel(spec, config.tensor_parallel_size)
         check_quantization(config, spec)
+        check_adapters(config, spec)
         self._max_model_len = resolve_max_model_len(config, spec)
         self._config = config
         self._device = device
@@ -68,15 +77,25 @@ class ModelRunner:
                 "kv_cache_dtype='fp8' with dtype='float32': the kernels read it with 16-bit "
                 "queries; use dtype='bfloat16', or kv_cache_dtype='auto'"
             )
+        shard = Shard(rank=tp.rank, size=tp.size)
         loaded = load_model(
             config,
             spec,
-            shard=Shard(rank=tp.rank, size=tp.size),
+            shard=shard,
             dtype=dtype,
             device=device,
             max_model_len=self._max_model_len,
         )
         self._model = Model(loaded.runner, vocab_size=spec.vocab_size, tp=tp)
+        self._adapters: RankAdapters | None = None
+        if config.enable_lora:
+            slots = loaded.runner.adapters
+            if slots is None:
+                raise ConfigError(
+                    f"enable_lora=True: the kernels for this model on {device.type!r} take no "
+                    "adapters; leave it out"
+                )
+            self._adapters = RankAdapters(slots, config, spec, shard=shard, dtype=dtype)
         self._sees_all = not any(each.window for each in loaded.options)
         """Whether a query in any layer sees all tokens before it."""
         self._layout = kv_cache.kv_layout(config, loaded.attentions, dtype=dtype)
@@ -100,7 +119,9 @@ class ModelRunner:
             self._device_sampler = DeviceSampler(device)
             if not config.enforce_eager and is_described:
                 self._buckets = make_buckets(
-                    max_num_seqs=config.max_num_seqs, max_model_len=self._max_model_len
+                    max_num_seqs=config.max_num_seqs,
+                    max_model_len=self._max_model_len,
+                    with_adapters=config.enable_lora,
                 )
         self._tp = tp
         self._sampled_S = torch.empty(0, dtype=torch.int64)
@@ -178,6 +199,8 @@ class ModelRunner:
         graphs, self._graphs = self._graphs, None
         for step in (*chunks, decodes):
             self.execute(step)
+            if self._adapters is not None:
+                self.execute(with_adapters(step))
         self._graphs = graphs
         self.execute(decodes)
         shared = self._find_shared(decodes, min_saved_tokens=1)
@@ -222,6 +245,9 @@ class ModelRunner:
     def _launch(
         self, step: StepInput, edits: Callable[[], Adjustments | None] | None
     ) -> Pending | None:
+        if step.adapter_loads:
+            assert self._adapters is not None, "the engine refuses adapters"
+            self._adapters.load(step.adapter_loads)
         if step.copies_X22 is not None:
             kv_cache.copy_blocks(self._tiers, step.copies_X22)
         if self._is_encoder:
@@ -318,6 +344,8 @@ class ModelRunner:
             "query_starts_B1": step.query_starts_B1,
             "last_tokens_S": step.samples_S,
         }
+        if len(step.adapter_slots_A):
+            arrays["adapter_slots_T"] = _slots_of_tokens(step, query_lens_B)
         if late is not None:
             arrays |= {"late_tokens_L": late.tokens_L, "late_rows_L": late.rows_L}
         if shared is not None:
@@ -363,8 +391,17 @@ class ModelRunner:
         steps = largest_steps(
             self._config, block_size=self._layout.block_size, max_model_len=self._max_model_len
         )
+        if self._adapters is not None:
+            steps = map(with_adapters, steps)
         peak = peak_bytes(run, steps)
         return peak + (graph_bytes(lambda: self._decode_graphs(kv)) if self._buckets else 0)
+
+
+def _slots_of_tokens(step: StepInput, query_lens_B: Ints) -> Ints:
+    """The slot of each token's adapter; tokens of no row have none."""
+    slots_T = np.full(len(step.token_ids_T), -1, np.int32)
+    slots_T[: step.query_starts_B1[-1]] = step.adapter_slots_A.repeat(query_lens_B)
+    return slots_T
 
 
 def _done(output: StepOutput, hidden: Hidden | None) -> Done:

@@ -14,7 +14,9 @@ from quire.worker.api.request import Output, Prepared, Task
 from quire.worker.model.facts import ModelFacts
 
 
-def max_tokens_of(request: Prepared, limits: RequestLimits, model: ModelFacts) -> int:
+def max_tokens_of(
+    request: Prepared, limits: RequestLimits, model: ModelFacts, *, takes_adapters: bool
+) -> int:
     """How many output tokens the request may have, resumed ones counted.
 
     Raises:
@@ -27,11 +29,16 @@ def max_tokens_of(request: Prepared, limits: RequestLimits, model: ModelFacts) -
         if not asked <= set(get_args(kind)):
             known = " or ".join(map(repr, get_args(kind)))
             raise InvalidRequest(f"{name}={getattr(request, name)!r}: use {known}", param=name)
-    if request.adapter or request.features:
-        name = "adapter" if request.adapter else "features"
+    if request.adapter and not takes_adapters:
         raise InvalidRequest(
-            f"{name}={getattr(request, name)!r}: this model takes none, leave it out",
-            param=name,
+            f"adapter={request.adapter!r}: adapters are not enabled here; leave it out, or set "
+            "enable_lora",
+            param="adapter",
+        )
+    if request.features:
+        raise InvalidRequest(
+            f"features={request.features!r}: this model takes none, leave it out",
+            param="features",
         )
     if request.task == "embed":
         if model.pooling is None:

@@ -18,6 +18,8 @@ class Schedule:
     """Behind how many of its last tokens each sequence samples or scores one."""
     num_scored: list[int]
     """How many of these, the first ones, score the prompt's next token instead of drawing one."""
+    adapter_loads: tuple[tuple[int, str], ...] = ()
+    """Slots that get another adapter first, and whose content that is."""
     void: set[Sequence] = field(default_factory=set)
     """Those whose sample does not count: its mask was late."""
 
@@ -32,7 +34,9 @@ class Schedule:
 NOTHING = Schedule([], [], 0, [], [])
 
 
-def in_row_order(chosen: list[tuple[Sequence, int]]) -> Schedule:
+def in_row_order(
+    chosen: list[tuple[Sequence, int]], *, adapter_loads: tuple[tuple[int, str], ...] = ()
+) -> Schedule:
     """The step that computes the given number of tokens of each sequence."""
     decodes = [seq for seq, num_tokens in chosen if num_tokens == 1]
     chunks = [(seq, num_tokens) for seq, num_tokens in chosen if num_tokens > 1]
@@ -51,4 +55,5 @@ def in_row_order(chosen: list[tuple[Sequence, int]]) -> Schedule:
             for seq, num_tokens, num_scored in zip(sequences, num_tokens_B, scored, strict=True)
         ],
         num_scored=scored,
+        adapter_loads=adapter_loads,
     )

@@ -17,6 +17,7 @@ from quire.worker.schedule.draft import MAX_STEP_ROWS, RecentOutputs
 from quire.worker.schedule.pending import PendingPrefill
 from quire.worker.schedule.schedule import NOTHING, Schedule, in_row_order
 from quire.worker.schedule.sequence import Sequence, Status
+from quire.worker.schedule.slots import Slots
 from quire.worker.schedule.tables import BlockTables
 from quire.worker.schedule.waiting import Turn, WaitingQueue, turn_of
 from quire.worker.step.messages import MAX_SCORED_TOKENS
@@ -38,6 +39,7 @@ class Scheduler:
         policy: SchedulingPolicy = "fcfs",
         speculates: bool = False,
         takes_whole: bool = False,
+        max_adapters: int = 1,
     ) -> None:
         """``takes_whole``: prompts, all of which fit into a step, are not computed in parts."""
         self._tables = BlockTables(pool)
@@ -48,6 +50,10 @@ class Scheduler:
         self._speculates = speculates
         self._takes_whole = takes_whole
         self._recent = RecentOutputs()
+        self.slots = Slots(max_adapters)
+        """Of adapters."""
+        # Requests that wait for their adapter's turn: beside the queue, so that others go on.
+        self._aside: set[Sequence] = set()
         self.running: list[Sequence] = []
         """By rank."""
         self.waiting = WaitingQueue()
@@ -68,11 +74,17 @@ class Scheduler:
         """Tokens to compute before all requests decode, shared ones once; an estimate."""
         return self._pending.num_tokens(self.running)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self._aside)
+
     def add(self, seq: Sequence) -> None:
         """Queues a new request. The pool must be large enough for all of its tokens."""
         self._num_added += 1
         seq.number = self._num_added
         seq.arrived_at_token = self._num_computed
+        if seq.request.adapter:
+            self.slots.add(seq)
         self._queue(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -84,6 +96,8 @@ class Scheduler:
             self.running.remove(seq)
         self._release(seq)
         seq.status = Status.FINISHED
+        if seq.request.adapter:
+            self.slots.remove(seq)
         if self._speculates and seq.root is not None and not seq.is_embedded:
             self._recent.add(seq.root, seq.output_to_recall)
 
@@ -100,6 +114,7 @@ class Scheduler:
         """
         if self._tables.num_finished < self._tables.num_submitted and self._must_wait():
             return NOTHING
+        self._change_adapters()
         chosen: list[tuple[Sequence, int]] = []
         begun: list[Sequence] = []
         num_sitting = sum([seq.num_uncomputed == 1 and seq.sits_out for seq in self.running])
@@ -131,7 +146,9 @@ class Scheduler:
             chosen.append((seq, num_tokens))
         if begun or self.waiting:
             self._choose_prompts(begun, budget, chosen, may_admit=enough_blocks)
-        return in_row_order(chosen)
+        if not chosen:
+            return NOTHING
+        return in_row_order(chosen, adapter_loads=self.slots.take_loads())
 
     def submitted(self, schedule: Schedule) -> None:
         """The step is under way, and the next one may build on what it computes."""
@@ -227,8 +244,8 @@ class Scheduler:
             if seq is None:
                 break
             begun.remove(seq)
-            if seq.status is not Status.RUNNING:
-                continue  # Preempted a moment ago.
+            if seq.status is not Status.RUNNING or seq.lacks_adapter:
+                continue  # Preempted a moment ago, or another adapter's turn.
             # Behind its last token the next one is drawn.
             num_tokens = min(seq.num_uncomputed - seq.lacks_mask, budget)
             if not num_tokens:
@@ -337,7 +354,7 @@ class Scheduler:
         num_missing = sum(
             max(0, self._tables.num_missing(seq, min(seq.num_uncomputed, budget)))
             for seq in self.running
-            if seq.num_computed + seq.num_uncomputed > seq.num_slots
+            if seq.num_computed + seq.num_uncomputed > seq.num_slots and not seq.lacks_adapter
         )
         return num_missing > self._tables.pool.num_available
 
@@ -360,8 +377,27 @@ class Scheduler:
             self.num_preemptions += 1
         return True
 
+    def _change_adapters(self) -> None:
+        """Lets those requests into the queue whose adapter's turn it is, and takes others out."""
+        resumed, stopped = self.slots.advance()
+        for seq in stopped:
+            if seq.status is Status.WAITING:
+                self.waiting.remove(seq)
+                self._aside.add(seq)
+        for seq in resumed:
+            if seq.status is Status.WAITING:
+                self._aside.remove(seq)
+                num_hits = self._tables.num_hits(seq)
+                self._pending.lost(seq.hashes[num_hits : seq.num_queued_hits])
+                self._push(seq, num_hits)
+
     def _queue(self, seq: Sequence) -> None:
-        self._push(seq, self._tables.num_hits(seq))
+        num_hits = self._tables.num_hits(seq)
+        if seq.lacks_adapter:
+            seq.num_queued = seq.num_tokens - num_hits * self._block_size
+            self._aside.add(seq)
+        else:
+            self._push(seq, num_hits)
         self._pending.queued(seq)
 
     def _push(self, seq: Sequence, num_hits: int) -> None:
@@ -375,7 +411,10 @@ class Scheduler:
             self.waiting.push(first, turn, lacks=lacks)
 
     def _unqueue(self, seq: Sequence) -> None:
-        self.waiting.remove(seq)
+        if seq in self._aside:
+            self._aside.remove(seq)
+        else:
+            self.waiting.remove(seq)
         self._pending.unqueued(seq)
 
     def _release(self, seq: Sequence) -> None:

@@ -134,6 +134,8 @@ class Sequence:
         self.matcher: Matcher | None = None
         """The place of its output in the grammar of its constraint. Set, with the output that is
         there, before it is scheduled."""
+        self.adapter_slot = -1
+        """Where the ranks have its adapter; -1 while they do not, and where it has none."""
         self.lacks_mask = False
         """Whether it is not known yet which tokens its constraint allows next."""
 
@@ -198,10 +200,15 @@ class Sequence:
         return self.matcher is not None and self.matcher.cost.is_slow
 
     @property
+    def lacks_adapter(self) -> bool:
+        """Whether no step may compute any of its tokens yet: others' adapters are in the slots."""
+        return self.adapter_slot < 0 and bool(self.request.adapter)
+
+    @property
     def sits_out(self) -> bool:
         """Whether no step may draw its next token yet. A slow one's is not asked for before those
         in flight are known: its mask would be late."""
-        return self.lacks_mask or (self.num_in_flight > 0 and self.is_slow)
+        return self.lacks_mask or self.lacks_adapter or (self.num_in_flight > 0 and self.is_slow)
 
     def guess(self, max_tokens: int, recent: RecentOutputs) -> list[int]:
         """At most ``max_tokens`` that may come next; none of them can be the request's last."""

@@ -85,6 +85,8 @@ class StepInputs:
             late_tokens_L=late_2L[0],
             late_rows_L=late_2L[1],
             edits_follow=edits_follow,
+            adapter_slots_A=_adapter_slots(schedule),
+            adapter_loads=schedule.adapter_loads,
             hidden_rows_H=_hidden_rows(schedule),
         )
 
@@ -158,6 +160,11 @@ def _last_tokens(ends_B: Longs, counts_B: Longs) -> Ints:
     before_B = counts_B.cumsum() - counts_B
     place_S = np.arange(counts_B.sum()) - before_B.repeat(counts_B)
     return ((ends_B - counts_B).repeat(counts_B) + place_S).astype(np.int32)
+
+
+def _adapter_slots(schedule: Schedule) -> Ints:
+    slots_B = np.array([seq.adapter_slot for seq in schedule.sequences], dtype=np.int32)
+    return slots_B if slots_B.max() >= 0 else slots_B[:0]
 
 
 def _hidden_rows(schedule: Schedule) -> Ints | None:

@@ -22,12 +22,14 @@ from quire.worker.step.sampling_batch import SAMPLE_TYPES, SamplingBatch
 
 Bytes = npt.NDArray[np.uint8]
 
-# T tokens   B sequences   Q = B + 1   M blocks   S samples   L late tokens
+# T tokens   B sequences   Q = B + 1   M blocks   S samples   L late tokens   A = B, or 0 where no
+# row has an adapter
 
 _ALIGNMENT = 64
-_COUNTS = ("T", "B", "Q", "M", "S", "L", "decodes", "edits_follow")
+_COUNTS = ("T", "B", "Q", "M", "S", "L", "A", "decodes", "edits_follow")
 
 
+_HEADER_BYTES = -(-8 * len(_COUNTS) // _ALIGNMENT) * _ALIGNMENT
 _INT64, _INT32 = np.dtype(np.int64), np.dtype(np.int32)
 
 
@@ -48,9 +50,10 @@ _STEP_ARRAYS = (
     _Array("samples_S", _INT32, "S"),
     _Array("late_tokens_L", _INT32, "L"),
     _Array("late_rows_L", _INT32, "L"),
+    _Array("adapter_slots_A", _INT32, "A"),
 )
 _SAMPLING_ARRAYS = tuple(_Array(name, dtype, "S") for name, dtype in SAMPLE_TYPES.items())
-_RARE = ("hidden_rows_H", "copies_X22")
+_RARE = ("hidden_rows_H", "copies_X22", "adapter_loads")
 _RARE_SAMPLING = ("adjustments", "given_S", "asked")
 """Fields of a `StepInput` and of its `SamplingBatch` that travel apart."""
 _RARE_OUTPUTS = tuple(each.name for each in fields(StepOutput) if each.name != "token_ids_S")
@@ -124,9 +127,10 @@ def slot_bytes(config: EngineConfig, *, max_model_len: int) -> int:
         "M": -(-max_model_len // config.block_size),
         "S": seqs + MAX_SCORED_TOKENS,
         "L": seqs,
+        "A": seqs,
     }
     arrays = (*_STEP_ARRAYS, *_SAMPLING_ARRAYS)
-    return _ALIGNMENT + sum(_padded_bytes(array, most) for array in arrays)
+    return _HEADER_BYTES + sum(_padded_bytes(array, most) for array in arrays)
 
 
 def pack(message: object | None) -> bytes:
@@ -144,10 +148,11 @@ def _write_arrays(step: StepInput, slot: Bytes) -> int:
     num_rows, num_blocks = step.block_tables_BM.shape
     counts = (
         *(len(step.token_ids_T), num_rows, num_rows + 1, num_blocks),
-        *(len(step.samples_S), len(step.late_tokens_L), step.num_decodes, step.edits_follow),
+        *(len(step.samples_S), len(step.late_tokens_L), len(step.adapter_slots_A)),
+        *(step.num_decodes, step.edits_follow),
     )
     slot[: 8 * len(counts)].view(np.int64)[:] = counts
-    offset = _ALIGNMENT
+    offset = _HEADER_BYTES
     for source, arrays in ((step, _STEP_ARRAYS), (step.sampling, _SAMPLING_ARRAYS)):
         for name, dtype, _ in arrays:
             values = getattr(source, name)
@@ -169,7 +174,7 @@ def _rare(source: object, names: tuple[str, ...]) -> dict[str, Any]:
 def _read(slot: Bytes, rare_parts: Any) -> StepInput:
     header = slot[: 8 * len(_COUNTS)].view(np.int64).tolist()
     counts = dict(zip(_COUNTS, header, strict=True))
-    step, offset = _read_arrays(slot, _ALIGNMENT, _STEP_ARRAYS, counts)
+    step, offset = _read_arrays(slot, _HEADER_BYTES, _STEP_ARRAYS, counts)
     sampling, _ = _read_arrays(slot, offset, _SAMPLING_ARRAYS, counts)
     rare, rare_sampling = rare_parts or ({}, {})
     return StepInput(

@@ -55,6 +55,11 @@ class StepInput:
     edits_follow: bool = False
     """Logits are changed by what the step before this one samples. Rank 0 gets the adjustments
     apart, while the model runs: see `Executor.send_edits`."""
+    adapter_slots_A: Ints = field(default_factory=_no_rows)
+    """Each row's adapter, by its slot, -1 being none; empty where no row has one. Length B or 0."""
+    adapter_loads: tuple[tuple[int, str], ...] = ()
+    """Slots into which every rank puts another adapter before it computes, and the digests of what
+    these are in the node's store."""
     hidden_rows_H: Ints | None = None
     """The samples whose hidden states are wanted, ascending; ``None`` where there are none."""
     copies_X22: Ints | None = None

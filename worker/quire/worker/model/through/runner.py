@@ -47,6 +47,7 @@ class ThroughTransformers:
     """One rank's whole model. Not for two threads at once."""
 
     chooses = False
+    adapters = None
 
     def __init__(
         self,

@@ -1,0 +1,43 @@
+"""LoRA adapters on a gateway's node: fetched, checked against their model, and kept by digest."""
+
+from pathlib import Path
+
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import AdapterError, CheckpointError
+from quire.worker.model.adapters.store import AdapterStore, Held
+from quire.worker.model.hub import fetch_adapter
+from quire.worker.schedule.reading import reader
+
+
+class NodeAdapters:
+    """A `quire.cluster.serving.service.Keeper` over the node's store."""
+
+    def __init__(self, engine: EngineConfig) -> None:
+        """``engine``: the settings of the model that the adapters are for."""
+        self._store = AdapterStore()
+        self._read = reader(engine)
+
+    def keep(self, source: str) -> str:
+        """Fetches the adapter at ``source``, a folder or a name on the hub, checks it whole and
+        keeps it; returns its digest.
+
+        Raises:
+            AdapterError: It cannot be fetched or read.
+            InvalidRequest: The model cannot run it.
+        """
+        try:
+            folder = fetch_adapter(Path(source))
+        except CheckpointError as error:
+            raise AdapterError(str(error)) from error
+        digest = self._store.put(folder)
+        self._read(digest).release()
+        return digest
+
+    def hold(self, digest: str) -> Held | None:
+        """Keeps it from being removed until the result is released or forgotten; ``None`` if it
+        is not here."""
+        return self._store.hold(digest)
+
+    def folder(self, digest: str) -> Path | None:
+        """Where its files are; ``None`` if they are not here."""
+        return self._store.folder(digest)

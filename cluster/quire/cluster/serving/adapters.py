@@ -1,0 +1,245 @@
+"""The LoRA adapters that a gateway's clients can name as their model.
+
+A name means one content at a time, known by its digest. A request takes the digest with it when it
+begins and keeps it to its end, wherever it goes on. All gateways know the same names: the one that
+loads or unloads an adapter tells the others, and one that starts asks them. The latest word on a
+name holds. Those of a model's configuration are older than any word.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from quire.cluster.errors import ModelNotFound
+from quire.cluster.serving.service import Adapter, ModelService
+from quire.worker.api.errors import InvalidRequest, QuireError
+
+if TYPE_CHECKING:
+    from quire.cluster.serving.models import Models
+
+_log = logging.getLogger(__name__)
+
+MAX_ADAPTERS = 4096
+"""Names that are in use; as many that are in use no more are remembered."""
+MAX_NAME_CHARS = 256
+_GROUPS_TIMEOUT_S = 60.0
+"""In which the groups are to have an adapter that is loaded; those that are late get it later."""
+_TELL_AGAIN_S = 2.0
+_TELLINGS = 30
+
+
+class Word(NamedTuple):
+    """What was last said about a name."""
+
+    said_at: int
+    """Nanoseconds since 1970; 0: in the configuration."""
+    name: str
+    model: str
+    source: str
+    digest: str
+    """Empty: no adapter has the name any more."""
+
+
+TellOthers = Callable[[Sequence[Word]], Awaitable[str]]
+"""Has other gateways `hear`; says which of them did not, or nothing. Bounds its own time."""
+AskOthers = Callable[[], Awaitable[Iterable[Word]]]
+"""What other gateways know."""
+
+
+class Adapters:
+    """Those of one gateway. Belongs to one event loop."""
+
+    def __init__(self, models: "Models") -> None:
+        self.tell_others: TellOthers = _no_others
+        """Set by those who know of other gateways."""
+        self._models = models
+        self._words: dict[str, Word] = {}
+        self._configured_elsewhere: dict[str, Word] = {}
+        self._adapters: dict[str, Adapter] = {}
+        self._changing = asyncio.Lock()
+        self._telling: set[asyncio.Task[None]] = set()
+
+    def __iter__(self) -> Iterator[Adapter]:
+        """Those of models that are served, by name."""
+        models = self._models.by_name
+        return (each for _, each in sorted(self._adapters.items()) if each.model in models)
+
+    def named(self, name: str) -> ModelService | None:
+        """The model with the adapter of this name; ``None`` if there is none."""
+        adapter = self._adapters.get(name)
+        service = None if adapter is None else self._models.by_name.get(adapter.model)
+        if adapter is None or service is None:
+            return None
+        if adapter.held is None and service.keeper is not None:
+            held = service.keeper.hold(adapter.digest)
+            adapter = self._adapters[name] = replace(adapter, held=held)
+        return service.through(adapter)
+
+    async def load(self, name: str, source: str, *, model: str = "") -> tuple[Adapter, str]:
+        """Gives the adapter at ``source`` a name; one that had it before is replaced. Returns which
+        gateways have not heard of it yet, beside it.
+
+        Raises:
+            InvalidRequest: The name cannot be used, ``model``, by default the only one, takes no
+                adapters, or cannot run this one. As all errors, it has changed nothing.
+            ModelNotFound: There is no such model.
+            AdapterError: The adapter cannot be fetched or read.
+        """
+        async with self._changing:
+            service = self._model(model)
+            self._check(name, source)
+            assert service.keeper is not None, "the model takes adapters"
+            digest = await asyncio.to_thread(service.keeper.keep, source)
+            await service.groups.hold_everywhere(digest, timeout_s=_GROUPS_TIMEOUT_S)
+            word = Word(self._now(name), name, service.model, source, digest)
+            self.hear([word])
+            return self._adapters[name], await self._tell(word)
+
+    async def unload(self, name: str) -> str:
+        """Takes the name away: requests that have begun go on. Returns which gateways have not
+        heard of it yet.
+
+        Raises:
+            ModelNotFound: No adapter has it.
+        """
+        async with self._changing:
+            adapter = self._adapters.get(name)
+            if adapter is None:
+                known = ", ".join(map(repr, sorted(self._adapters))) or "none"
+                raise ModelNotFound(f"the adapter {name!r} does not exist; there are: {known}")
+            word = Word(self._now(name), name, adapter.model, adapter.source, "")
+            self.hear([word])
+            return await self._tell(word)
+
+    async def configure(self, model: str, modules: Mapping[str, str]) -> None:
+        """Serves a model's adapters as configured, sources by name, but for names that more was
+        said of since. One that cannot be read is logged and left out. Those that another gateway
+        has from the same source are taken as they are there.
+        """
+        async with self._changing:
+            keeper = self._models.by_name[model].keeper
+            assert keeper is not None, "the model takes adapters"
+            for word in self.words():
+                if not word.said_at and word.model == model and word.name not in modules:
+                    del self._words[word.name], self._adapters[word.name]
+            for name, source in modules.items():
+                known = self._words.get(name)
+                if known is not None and (known.said_at or known.source == source):
+                    continue
+                other = self._configured_elsewhere.get(name)
+                if other is not None and (other.model, other.source) == (model, source):
+                    word = other
+                else:
+                    try:
+                        digest = await asyncio.to_thread(keeper.keep, source)
+                    except QuireError as error:
+                        _log.error("the adapter %r of %s is not served: %s", name, model, error)
+                        continue
+                    word = Word(0, name, model, source, digest)
+                self._take(word)
+
+    def words(self) -> list[Word]:
+        """All that this gateway knows."""
+        return list(self._words.values())
+
+    def hear(self, words: Iterable[Word]) -> None:
+        """Takes in what another gateway knows; what is older than what is known is left."""
+        for word in words:
+            known = self._words.get(word.name)
+            if not word.said_at:  # This one has a configuration of its own.
+                self._configured_elsewhere[word.name] = word
+            elif known is None or known.said_at < word.said_at:
+                self._take(word)
+        gone = sorted(word for word in self._words.values() if not word.digest)
+        for word in gone[: len(gone) - MAX_ADAPTERS]:
+            del self._words[word.name]
+
+    def close(self) -> None:
+        """Tells nobody any more."""
+        for task in self._telling:
+            task.cancel()
+
+    def _take(self, word: Word) -> None:
+        self._words[word.name] = word
+        if word.digest:
+            self._adapters[word.name] = Adapter(
+                name=word.name, model=word.model, source=word.source, digest=word.digest
+            )
+        else:
+            self._adapters.pop(word.name, None)
+
+    def _model(self, name: str) -> ModelService:
+        taking = [each for each in self._models.by_name.values() if each.keeper is not None]
+        if name:
+            service = self._models.model(name)
+        elif len(taking) == 1:
+            (service,) = taking
+        elif taking:
+            known = ", ".join(repr(each.model) for each in taking)
+            raise InvalidRequest(
+                f"base_model_name is missing: name one of {known}", param="base_model_name"
+            )
+        else:
+            raise InvalidRequest("no model here takes adapters: serve one with --enable-lora")
+        if service.keeper is None:
+            raise InvalidRequest(
+                f"base_model_name={name!r} takes no adapters: serve it with --enable-lora",
+                param="base_model_name",
+            )
+        return service
+
+    def _check(self, name: str, source: str) -> None:
+        if not 0 < len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            raise InvalidRequest(
+                f"lora_name={name[:MAX_NAME_CHARS]!r}: must have 1 to {MAX_NAME_CHARS} characters "
+                "that can be printed",
+                param="lora_name",
+            )
+        if name in self._models.by_name or name in self._models.aliases:
+            raise InvalidRequest(
+                f"lora_name={name!r} is the name of a model: take another", param="lora_name"
+            )
+        if not source:
+            raise InvalidRequest(
+                "lora_path is empty: give a directory of the gateway's node, or a name on the hub",
+                param="lora_path",
+            )
+        if name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
+            raise InvalidRequest(
+                f"lora_name={name!r}: {MAX_ADAPTERS} adapters have names already, unload one",
+                param="lora_name",
+            )
+
+    def _now(self, name: str) -> int:
+        """Later than anything that was said of the name, whatever the clocks say."""
+        known = self._words.get(name)
+        return max(time.time_ns(), known.said_at + 1 if known else 0)
+
+    async def _tell(self, word: Word) -> str:
+        """Goes on telling those who did not hear it, for a while."""
+        incomplete = await self.tell_others([word])
+        if incomplete:
+            task = asyncio.create_task(self._tell_again(word))
+            self._telling.add(task)
+            task.add_done_callback(self._telling.discard)
+        return incomplete
+
+    async def _tell_again(self, word: Word) -> None:
+        for _ in range(_TELLINGS):
+            await asyncio.sleep(_TELL_AGAIN_S)
+            is_news = self._words.get(word.name) == word
+            if not (is_news and await self.tell_others([word])):
+                return
+        _log.warning("other gateways have not heard of the adapter %r", word.name)
+
+
+async def nobody_knows() -> Iterable[Word]:
+    """Where there are no other gateways."""
+    return ()
+
+
+async def _no_others(words: Sequence[Word]) -> str:
+    return ""

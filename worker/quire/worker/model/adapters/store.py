@@ -1,0 +1,243 @@
+"""Adapters on this node's disk, by the digest of their content.
+
+    <root>/<digest>/adapter_config.json
+    <root>/<digest>/adapter_model.safetensors
+
+The digest is a SHA-256 over the names and contents of both files, so what is under it never
+changes, whatever becomes of the folder that it came from. A folder appears whole or not at all.
+
+The store is bounded: beyond ``max_bytes`` the least recently used are removed, but none that a
+process on this node holds (a shared lock on the folder). What interrupted processes have left
+behind is removed after an hour.
+
+Knows no torch.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from quire import native_build
+from quire.worker.api.errors import AdapterError
+from quire.worker.model.adapters.peft import CONFIG_NAME, WEIGHTS_NAME, read_config
+
+FILE_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
+MAX_BYTES = 16 << 30
+"""Of all adapters on a node together: 1,600 of rank 16 on all linear modules of a model of 3 B."""
+MAX_CONFIG_BYTES = 1 << 20
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_UNFINISHED = "unfinished-"
+_OLD_S = 3600.0
+_PIECE_BYTES = 1 << 20
+
+
+class Held:
+    """An adapter that stays in the store until `release`. Can be released again."""
+
+    def __init__(self, folder: Path, lock: int) -> None:
+        self.folder = folder
+        self._lock: int | None = lock
+
+    def release(self) -> None:
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class AdapterStore:
+    """The adapters of a node; any process may have one on the same ``root``.
+
+    ``root`` is what ``QUIRE_ADAPTER_DIR`` says, by default a folder in the user's cache folder.
+    """
+
+    def __init__(self, root: Path | None = None, *, max_bytes: int = MAX_BYTES) -> None:
+        self._root = root
+        self._max_bytes = max_bytes
+
+    @property
+    def root(self) -> Path:
+        if self._root is not None:
+            return self._root
+        chosen = os.environ.get("QUIRE_ADAPTER_DIR")
+        try:
+            self._root = Path(chosen) if chosen else native_build.cache_dir() / "adapters"
+        except native_build.BuildError as error:
+            raise AdapterError(
+                "no home directory to keep adapters in; set QUIRE_ADAPTER_DIR"
+            ) from error
+        return self._root
+
+    def put(self, folder: Path, *, expected: str | None = None) -> str:
+        """Copies the adapter in ``folder``; returns its digest.
+
+        Raises:
+            AdapterError: A file is missing or cannot be kept, the configuration is of an adapter
+                that is not served, or the digest is not ``expected``.
+        """
+        read_config(folder)
+        digest = digest_of(folder)
+        if self.folder(digest) is not None and expected in (None, digest):
+            return digest
+        with self.receiving() as unfinished:
+            for name in FILE_NAMES:
+                _copy(folder / name, unfinished / name, max_bytes=self._max_bytes)
+            return self.keep(unfinished, expected=expected)
+
+    @contextlib.contextmanager
+    def receiving(self) -> Iterator[Path]:
+        """An empty folder in which to put both files for `keep`; gone when the context ends."""
+        with _explained(self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+            unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.root))
+        try:
+            yield unfinished
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def keep(self, unfinished: Path, *, expected: str | None = None) -> str:
+        """Takes the files in a folder of `receiving` into the store; returns their digest.
+
+        Raises:
+            AdapterError: As `put`.
+        """
+        read_config(unfinished)
+        digest = digest_of(unfinished)
+        if expected is not None and digest != expected:
+            raise AdapterError(f"the adapter's files have the digest {digest}, not {expected}")
+        with _explained(unfinished):
+            with contextlib.suppress(FileExistsError), _locked(unfinished, fcntl.LOCK_SH):
+                # Another process may have been faster; then that one's stays.
+                if self.folder(digest) is None:
+                    _rename(unfinished, self.root / digest)
+            self.prune(keep=digest)
+        if self.folder(digest) is None:
+            raise AdapterError(f"{self.root / digest}: was removed as it was put there; try again")
+        return digest
+
+    def folder(self, digest: str) -> Path | None:
+        """Where the adapter is; ``None`` where it is not. It counts as used now."""
+        if _DIGEST.fullmatch(digest) is None:
+            return None
+        folder = self.root / digest
+        try:
+            os.utime(folder)
+        except FileNotFoundError:
+            return None
+        except OSError:  # Another user's, which may be read all the same.
+            return folder if folder.is_dir() else None
+        return folder
+
+    def hold(self, digest: str) -> Held | None:
+        """The same, and it stays there until it is released."""
+        folder = self.folder(digest)
+        if folder is None:
+            return None
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        try:
+            is_there = os.stat(folder).st_ino == os.fstat(lock).st_ino
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:  # Removed between the two.
+            os.close(lock)
+            return None
+        return Held(folder, lock)
+
+    def prune(self, *, keep: str = "") -> None:
+        """Removes the least recently used beyond the bound, and what was never finished."""
+        now = time.time()
+        found: list[tuple[float, Path, int]] = []
+        for entry in os.scandir(self.root):
+            with contextlib.suppress(OSError):
+                used_s, path = entry.stat().st_mtime, Path(entry.path)
+                if _DIGEST.fullmatch(entry.name):
+                    found.append((used_s, path, _num_bytes(path)))
+                elif entry.name.startswith(_UNFINISHED) and now - used_s > _OLD_S:
+                    self._remove(path)
+        num_bytes = sum(size for _, _, size in found)
+        for _, path, size in sorted(found):
+            if num_bytes <= self._max_bytes:
+                break
+            if path.name != keep and self._remove(path):
+                num_bytes -= size
+
+    def _remove(self, folder: Path) -> bool:
+        """Removes a folder that nobody holds: under another name first, so that none is ever there
+        in part."""
+        with contextlib.suppress(OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            gone = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.root))
+            folder.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+            return True
+        return False
+
+
+def digest_of(folder: Path) -> str:
+    """The digest of the two files in ``folder``: all that tells adapters apart.
+
+    Raises:
+        AdapterError: One cannot be read.
+    """
+    state = hashlib.sha256()
+    for name in FILE_NAMES:
+        with _explained(folder / name), (folder / name).open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            state.update(f"{name}\0{size}\0".encode())
+            while piece := stream.read(_PIECE_BYTES):
+                state.update(piece)
+    return state.hexdigest()
+
+
+def _copy(source: Path, target: Path, *, max_bytes: int) -> None:
+    with _explained(source):
+        size = source.stat().st_size
+        most = MAX_CONFIG_BYTES if source.name == CONFIG_NAME else max_bytes
+        if size > most:
+            raise AdapterError(f"{source}: {size} bytes; an adapter's may have {most} at most")
+        shutil.copyfile(source, target)
+
+
+def _rename(source: Path, target: Path) -> None:
+    """Raises FileExistsError: the target is there."""
+    try:
+        source.rename(target)
+    except OSError as error:
+        if target.is_dir():
+            raise FileExistsError(str(target)) from error
+        raise
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(each.stat().st_size for each in os.scandir(folder))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, kind: int) -> Iterator[None]:
+    lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, kind)
+        yield
+    finally:
+        os.close(lock)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise AdapterError(f"{error.filename or path}: {error.strerror}") from error

@@ -1,0 +1,171 @@
+"""Requests whose adapter is being read, by a thread, while others run.
+
+An adapter that was read has been checked whole, is in memory as far as the system has room, and
+stays in the node's store. That holds as long as requests name it, and for the ``max_kept`` that
+were used last.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import AdapterError, InvalidRequest, QueueFull
+from quire.worker.model.adapters.peft import check_adapter
+from quire.worker.model.adapters.store import AdapterStore, Held
+from quire.worker.model.config import read_model_spec, resolve_dtype
+from quire.worker.model.hub import fetch_text_files
+from quire.worker.schedule.sequence import Sequence
+
+_log = logging.getLogger(__name__)
+
+MAX_AT_HAND = 512
+"""Adapters that requests at hand may name together: each takes a file descriptor."""
+_WAIT_S = 0.005
+"""How long an engine that has nothing else to do waits before it looks for new requests."""
+
+Read = Callable[[str], Held]
+"""Holds and checks the adapter of a digest, or raises InvalidRequest."""
+
+
+class Reading:
+    """Belongs to the engine's thread, and has one of its own from the first adapter on."""
+
+    def __init__(self, read: Read, *, max_kept: int) -> None:
+        self._read = read
+        self._max_kept = max_kept
+        self._thread: ThreadPoolExecutor | None = None
+        # Those that were read, the one first that was used longest ago.
+        self._kept: dict[str, Held] = {}
+        self._num_users = Counter[str]()
+        self._reads: dict[str, Future[Held]] = {}
+        self._sequences: dict[Sequence, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._sequences
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The digests of the adapters that are ready, the one last that was used last."""
+        return tuple(self._kept)
+
+    def check(self, digest: str) -> None:
+        """Reads an adapter, and waits for it.
+
+        Raises:
+            InvalidRequest: It is not there, or cannot be served with this model.
+        """
+        if digest not in self._kept:
+            self._kept[digest] = self._read_or_refuse(digest)
+            self._let_go()
+
+    def claim(self, seq: Sequence) -> None:
+        """``seq`` names an adapter: what is ready of it stays so. `forget` must follow.
+
+        Raises:
+            QueueFull: Requests name too many adapters.
+        """
+        digest = seq.request.adapter
+        if digest not in self._num_users and len(self._num_users) >= MAX_AT_HAND:
+            raise QueueFull(
+                f"requests at hand name {len(self._num_users)} adapters, {MAX_AT_HAND} are "
+                "allowed: try again later"
+            )
+        self._num_users[digest] += 1
+
+    def add(self, seq: Sequence) -> bool:
+        """Whether the adapter of ``seq`` is ready; else `take` hands ``seq`` out once it is."""
+        digest = seq.request.adapter
+        held = self._kept.pop(digest, None)
+        if held is not None:
+            self._kept[digest] = held
+            return True
+        if digest not in self._reads:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "quire-adapters")
+            self._reads[digest] = self._thread.submit(self._read_or_refuse, digest)
+        self._sequences[seq] = None
+        return False
+
+    def take(self, *, may_wait: bool) -> list[tuple[Sequence, InvalidRequest | None]]:
+        """Those whose adapters are ready, and those that are refused, with the reason.
+        ``may_wait``: there is nothing else to do."""
+        if may_wait:
+            wait(self._reads.values(), _WAIT_S, FIRST_COMPLETED)
+        errors: dict[str, InvalidRequest | None] = {}
+        for digest in [digest for digest, read in self._reads.items() if read.done()]:
+            read = self._reads.pop(digest)
+            error = read.exception()
+            assert error is None or isinstance(error, InvalidRequest)
+            errors[digest] = error
+            if error is None:
+                self._kept[digest] = read.result()
+        taken = [
+            (seq, errors[seq.request.adapter])
+            for seq in self._sequences
+            if seq.request.adapter in errors
+        ]
+        for seq, _ in taken:
+            del self._sequences[seq]
+        self._let_go()
+        return taken
+
+    def forget(self, seq: Sequence) -> None:
+        """``seq`` has ended."""
+        self._sequences.pop(seq, None)
+        digest = seq.request.adapter
+        self._num_users[digest] -= 1
+        if not self._num_users[digest]:
+            del self._num_users[digest]
+            self._let_go()
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        self._kept.clear()
+
+    def _let_go(self) -> None:
+        """Keeps no more than it may, but for those that requests name."""
+        for digest in list(self._kept):
+            if len(self._kept) <= self._max_kept:
+                break
+            if digest not in self._num_users:
+                self._kept.pop(digest).release()
+
+    def _read_or_refuse(self, digest: str) -> Held:
+        try:
+            return self._read(digest)
+        except InvalidRequest:
+            raise
+        except Exception as error:  # Whatever it is, it is that adapter's alone.
+            _log.error("an adapter could not be read", exc_info=error)
+            raise InvalidRequest(
+                f"adapter={digest!r} could not be read: {error!r}", param="adapter"
+            ) from error
+
+
+def reader(config: EngineConfig) -> Read:
+    """Reads adapters of ``config.model`` from this node's store."""
+    store = AdapterStore()
+
+    def read(digest: str) -> Held:
+        held = store.hold(digest)
+        if held is None:
+            raise InvalidRequest(
+                f"adapter={digest!r}: {store.root} has no adapter of this digest; load it first",
+                param="adapter",
+            )
+        try:
+            spec = read_model_spec(fetch_text_files(config.model), model_impl=config.model_impl)
+            dtype = resolve_dtype(config, spec)
+            check_adapter(held.folder, spec, max_rank=config.max_lora_rank, dtype=dtype)
+        except AdapterError as error:
+            held.release()
+            raise InvalidRequest(f"adapter: {error}", param="adapter") from error
+        return held
+
+    return read

@@ -1,0 +1,167 @@
+"""Which adapters' requests may be in a step: those in the ranks' slots, which take turns.
+
+An adapter is *active* while its requests may run. At most ``num_slots`` are. Where others have
+requests too, an adapter whose turn has lasted `TURN_STEPS` steps makes place for one of them: its
+running requests keep their KV and sit out until it comes back. So none waits for another one's long
+outputs, and each turn computes enough for the loading not to matter.
+
+The next turn is in turn that of the adapter with the most urgent request, and of the one that has
+waited longest: those that sit out hold blocks that others may need, so that each must come back,
+whatever its requests' priorities.
+
+An adapter that is not active stays in its slot until another one needs that: the one that was
+active last stays longest.
+"""
+
+from collections import Counter
+from itertools import count
+
+from quire.worker.schedule.sequence import Sequence
+
+TURN_STEPS = 16
+"""Loading an adapter of rank 16 takes about as long as a tenth of a small step. With 64 adapters
+and 8 slots each adapter runs for 16 of 128 steps."""
+
+
+class _Adapter:
+    """One that requests at hand name."""
+
+    def __init__(self, digest: str) -> None:
+        self.digest = digest
+        self.requests: dict[Sequence, None] = {}
+        self.priorities: Counter[int] = Counter()
+        self.slot = -1
+        """Where it is active."""
+        self.began = 0
+        """The step in which its turn began, or its place among those that wait for one."""
+
+    @property
+    def priority(self) -> int:
+        """The highest of its requests, which is the least."""
+        return min(self.priorities)
+
+
+class Slots:
+    """Decides, and loads nothing: `take_loads` says what the ranks must load."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._adapters: dict[str, _Adapter] = {}
+        self._active: dict[str, _Adapter] = {}
+        # What the ranks have, the one first that was active longest ago; slots without are free.
+        self._loaded: dict[str, int] = {}
+        self._free = list(reversed(range(num_slots)))
+        self._loads: dict[int, str] = {}
+        self._num_slots = num_slots
+        self._num_steps = 0
+        self._is_oldest_next = False
+        self._entries = count()
+        self.num_loads = 0
+        """Adapters that ranks were told to load. A counter."""
+
+    @property
+    def num_active(self) -> int:
+        return len(self._active)
+
+    @property
+    def num_named(self) -> int:
+        """Adapters that requests at hand name."""
+        return len(self._adapters)
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """Those that are in slots, or will be with the next step."""
+        return tuple(self._loaded)
+
+    def add(self, seq: Sequence) -> None:
+        """``seq`` has an adapter. It may run at once where that is active, or no other waits and a
+        place is left."""
+        digest = seq.request.adapter
+        adapter = self._adapters.get(digest)
+        if adapter is None:
+            is_next = len(self._adapters) == len(self._active) < self._num_slots
+            adapter = self._adapters[digest] = _Adapter(digest)
+            adapter.began = next(self._entries)
+            if is_next:
+                self._activate(adapter)
+        adapter.requests[seq] = None
+        adapter.priorities[seq.request.priority] += 1
+        seq.adapter_slot = adapter.slot
+
+    def remove(self, seq: Sequence) -> None:
+        """``seq`` has ended."""
+        adapter = self._adapters[seq.request.adapter]
+        priority = seq.request.priority
+        del adapter.requests[seq]
+        adapter.priorities[priority] -= 1
+        if not adapter.priorities[priority]:
+            del adapter.priorities[priority]
+        if not adapter.requests:
+            del self._adapters[adapter.digest]
+            self._active.pop(adapter.digest, None)
+
+    def advance(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Begins another step. Returns the requests that may run from now on, and those that may
+        not any more."""
+        self._num_steps += 1
+        waiting = [each for each in self._adapters.values() if each.slot < 0]
+        if not waiting:
+            return [], []
+        resumed: list[Sequence] = []
+        stopped: list[Sequence] = []
+        while waiting:
+            if len(self._active) >= self._num_slots:
+                last = self._to_stop()
+                if last is None:
+                    break
+                stopped += self._deactivate(last)
+            adapter = min(waiting, key=lambda each: each.began)
+            if not self._is_oldest_next:
+                adapter = min(waiting, key=lambda each: (each.priority, each.began))
+            self._is_oldest_next = not self._is_oldest_next
+            waiting.remove(adapter)
+            resumed += self._activate(adapter)
+        return resumed, stopped
+
+    def take_loads(self) -> tuple[tuple[int, str], ...]:
+        """The slots whose adapters are other ones since the last call, and those."""
+        loads, self._loads = self._loads, {}
+        for slot, digest in list(loads.items()):
+            # One whose requests are all gone may be gone from the store too.
+            if digest not in self._active:
+                del loads[slot], self._loaded[digest]
+                self._free.append(slot)
+        self.num_loads += len(loads)
+        return tuple(loads.items())
+
+    def _to_stop(self) -> _Adapter | None:
+        """The active adapter that makes place: of those whose turn is over, the least urgent."""
+        found = [
+            each for each in self._active.values() if self._num_steps - each.began >= TURN_STEPS
+        ]
+        return max(found, key=lambda each: (each.priority, -each.began), default=None)
+
+    def _activate(self, adapter: _Adapter) -> list[Sequence]:
+        digest = adapter.digest
+        slot = self._loaded.pop(digest, -1)
+        if slot < 0:
+            if self._free:
+                slot = self._free.pop()
+            else:
+                gone = next(each for each in self._loaded if each not in self._active)
+                slot = self._loaded.pop(gone)
+            self._loads[slot] = digest
+        self._loaded[digest] = slot
+        self._active[digest] = adapter
+        adapter.slot, adapter.began = slot, self._num_steps
+        for seq in adapter.requests:
+            seq.adapter_slot = slot
+        return list(adapter.requests)
+
+    def _deactivate(self, adapter: _Adapter) -> list[Sequence]:
+        del self._active[adapter.digest]
+        # The end of the row of those that leave first.
+        self._loaded[adapter.digest] = self._loaded.pop(adapter.digest)
+        adapter.slot, adapter.began = -1, next(self._entries)
+        for seq in adapter.requests:
+            seq.adapter_slot = -1
+        return list(adapter.requests)
