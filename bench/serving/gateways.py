@@ -67,6 +67,7 @@ class Gateways:
         request = stream.request
         token_ids = None if request.text else pb.TokenIds(ids=request.token_ids)
         message = pb.GenerateRequest(
+            model=request.model,
             token_ids=token_ids,
             text=request.text or None,
             sampling=pb.SamplingParams(

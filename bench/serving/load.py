@@ -38,6 +38,8 @@ class Request:
     """That the call is given, as a gRPC deadline."""
     cancel_after: int | None = None
     """The client cancels after this number of tokens; the stream's finish is "cancelled"."""
+    model: str = ""
+    """Or an adapter; empty is the only model."""
     form: Mapping[str, str] = field(default_factory=dict)
     """Of the output: the kind of a constraint and its text."""
 
