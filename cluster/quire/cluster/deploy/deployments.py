@@ -178,6 +178,7 @@ class Gateway:
         await self._set.set(from_json(told))
         if self._watched is not None:
             return
+        self._set.check()
         try:
             await self._server.listen()
         except BaseException:
