@@ -73,6 +73,9 @@ class FakeSet:
     async def set(self, listed: Sequence[Listed]) -> None:
         self._stops = [self._follow(each, FAKE_SERVERS[-1]) for each in listed]  # type: ignore[arg-type]
 
+    def check(self) -> None:
+        pass
+
     async def close(self) -> None:
         for stop in self._stops:
             stop()

@@ -22,6 +22,7 @@ from quire.cluster.deploy.served_model import ServedModel, new_table
 from quire.cluster.group.server import GroupServer
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import CheckpointError
 
 pytestmark = pytest.mark.anyio
 
@@ -225,6 +226,7 @@ async def test_a_model_that_cannot_be_read_leaves_the_others_alone_and_is_tried_
     assert (refused.status_code, one["reason"] in refused.json()["error"]["message"]) == (503, True)
     assert (await serving.ask("good")).status_code == 200
     assert "tokenizer" in serving.models.unsettled()["broken"]
+    serving.models.check()
     shutil.copytree(demo_model.PATH, path, dirs_exist_ok=True)
     await until(lambda: not serving.models.unsettled())
     assert await serving.states() == {"broken": "starting", "good": "ready"}
@@ -240,3 +242,10 @@ async def test_a_model_that_was_in_trouble_from_the_start_is_listed_with_its_rea
     assert not serving.server.models.is_ready
     await serving.models.set([listed("broken", part="broken:2")])
     assert await serving.states() == {"broken": "starting"}
+
+
+async def test_a_gateway_that_can_read_no_model_says_why(serving: Serving, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    await serving.models.set([listed("broken", tmp_path)])
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        serving.models.check()

@@ -185,6 +185,7 @@ class Gateway:
         await self._set.set(listed)
         if self._watched is not None:
             return
+        self._set.check()
         try:
             await self._server.listen()
         except BaseException:

@@ -66,7 +66,7 @@ class ModelSet:
         self._make_table = make_table
         self._follow = follow
         self._places: dict[str, _Place] = {}
-        self._unread: dict[str, str] = {}
+        self._unread: dict[str, Exception] = {}
         """Models whose files could not be read, and why."""
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -99,8 +99,13 @@ class ModelSet:
                 troubles = place.next.served.service.groups.troubles()
                 found[name] = "; ".join(troubles) or "no group is known yet"
             elif name in self._unread:
-                found[name] = self._unread[name]
+                found[name] = str(self._unread[name])
         return found
+
+    def check(self) -> None:
+        """Raises why a model cannot be read, where there is no other."""
+        if self._unread and not self.followed:
+            raise next(iter(self._unread.values()))
 
     async def close(self) -> None:
         """Follows no groups any more. The services are for `Models.close`, but those that have not
@@ -123,22 +128,24 @@ class ModelSet:
             return
         place.listed = listed
         await self._drop(place)
-        self._unread.pop(name, None)
-        self._models.troubles.pop(name, None)
         if place.now is not None and _same(place.now.listed, listed):
+            self._unread.pop(name, None)
             return  # A change that was taken back.
         if listed.trouble:
+            self._unread.pop(name, None)
             self._models.troubles[name] = listed.trouble
             return
         try:
             read = await asyncio.to_thread(read_model, self._config.serving(listed.settings))
         except Exception as error:  # Of many kinds, as the libraries that read have their own.
             _log.exception("the model %s cannot be read", name)
-            self._unread[name] = str(error)
+            self._unread[name] = error
             if place.now is None:
                 self._models.troubles[name] = str(error)
             self._begin(self._try_again(listed))
             return
+        self._unread.pop(name, None)
+        self._models.troubles.pop(name, None)
         served = ServedModel(read, table=self._make_table(read.config))
         new = _Followed(listed=listed, served=served, stop=self._follow(listed, served))
         if place.now is None or not place.now.can_serve:

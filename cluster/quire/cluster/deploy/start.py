@@ -105,6 +105,9 @@ def start_apps(
         names = [model for model, part in models.items() if part in ready]
         while troubles := handle.wait_for_groups.remote(names, _GROUPS_TOLD_AFTER_S).result():
             start.tell("; ".join(troubles))
+        for each in handle.models.remote().result():
+            if each.name in names and each.state == "failed":  # The gateway's node cannot read it.
+                on_failed(models[each.name], StartFailed(each.reason))
     return Started(gateways=handle, late=tuple(sorted(left - ready)))
 
 
