@@ -153,18 +153,18 @@ def _pack(layer: NativeLinear, parts: Sequence[LowRank]) -> _Packed:
         if not count:
             continue
         some = b_OR[torch.from_numpy(rows_VL[which])][:, :, first : first + count]
-        chunks.append(_in_lanes(some, steps).flatten())
+        chunks.append(_in_lanes(some).flatten())
         vectors_V3[which, 0] = lane + np.arange(len(which)) * (count // steps)
         lane += len(which) * (count // steps)
-    a = _in_lanes(a_RI.view(-1, _LANES, num_in), steps)
-    b = torch.cat(chunks) if chunks else torch.zeros(0, dtype=layer.dtype)
+    a = _in_lanes(a_RI.view(-1, _LANES, num_in))
+    b = torch.cat(chunks) if chunks else torch.zeros(0, dtype=torch.int32)
     return _Packed(rank=rank, tensors=(a, b, scales_R, torch.from_numpy(vectors_V3)))
 
 
-def _in_lanes(x_VLK: Tensor, steps: int) -> Tensor:
-    """Vectors of L rows, each with a lane of some successive K of every row after the other."""
-    num, rows, width = x_VLK.shape
-    return x_VLK.view(num, rows, width // steps, steps).transpose(1, 2).contiguous()
+def _in_lanes(x_VLK: Tensor) -> Tensor:
+    """Vectors of L rows, each with a lane of every row after the other: one step of K in float32,
+    two in bfloat16."""
+    return x_VLK.contiguous().view(torch.int32).transpose(1, 2).contiguous()
 
 
 def _rows_of(layer: NativeLinear) -> "np.ndarray[Any, np.dtype[np.int64]]":
