@@ -109,6 +109,35 @@ def test_adapters_beside_each_other_say_what_transformers_says(
         assert setting != "preempted" or stats.num_preemptions > 0
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 24}], ids=["whole", "chunked"])
+def test_prompts_are_scored_as_transformers_scores_them(
+    made: Callable[[str], Made], options: dict[str, Any]
+) -> None:
+    truth, prompt = made("qwen3"), prompts()[3]
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with _llm(truth.path, **options) as llm:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt}] * 3,
+            params,
+            lora_request=truth.adapters,
+            use_tqdm=False,
+        )
+    for adapter, output in zip(truth.adapters, outputs, strict=True):
+        model = _model(truth.path.parent)
+        if adapter is not None:
+            peft_files.merge(model, Path(adapter.lora_path))
+        logits = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        expected = logits.gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        assert output.prompt_logprobs is not None
+        ours = [
+            step[token].logprob
+            for step, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+            if step is not None
+        ]
+        torch.testing.assert_close(torch.tensor(ours), expected, atol=2e-3, rtol=1e-3)
+
+
 def _check(llm: LLM, truth: Made) -> None:
     """Each prompt with each adapter, the adapters of one prompt beside each other."""
     pairs = [

@@ -12,12 +12,13 @@ import numpy.typing as npt
 import pytest
 import torch
 import transformers
+from tests import peft_files
 from tests.worker.engine_requests import request
 from tools.strangers import CACHE
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from quire.kernels import native
-from quire.llm import LLM
+from quire.llm import LLM, LoRARequest
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
 from quire.worker.engine import Engine
@@ -132,6 +133,31 @@ def test_embeddings_are_those_of_transformers_in_any_batch(case: str, tmp_path: 
     assert stats.num_held_blocks == 0
     is_causal = CASES[case][3] == "lasttoken"
     assert (stats.num_hit_tokens > 0) == is_causal, "encoders cannot use what others computed"
+
+
+def test_embeddings_of_adapters_are_those_of_transformers(tmp_path: Path) -> None:
+    save("qwen3", tmp_path / "model")
+    adapters: list[LoRARequest | None] = [None]
+    vectors = []
+    for seed in (1, 2):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+        folder = peft_files.write(tmp_path / f"{seed}", model, seed=seed)
+        adapters.append(LoRARequest(f"{seed}", seed, str(folder)))
+        vectors.append(expected(peft_files.merge(model, folder), PROMPTS[1], "lasttoken"))
+    with LLM(tmp_path / "model", device="cpu", num_blocks=64, enable_lora=True) as llm:
+        outputs = llm.embed(
+            [{"prompt_token_ids": PROMPTS[1]}] * 3, lora_request=adapters, use_tqdm=False
+        )
+    found = [output.outputs.embedding for output in outputs]
+    for ours, theirs in zip(found[1:], vectors, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    assert not np.allclose(found[0], found[1], atol=1e-2)
+
+
+def test_an_encoder_takes_no_adapters(tmp_path: Path) -> None:
+    save("bert", tmp_path)
+    with pytest.raises(ConfigError, match="enable_lora=True: an encoder takes no adapters"):
+        LLM(tmp_path, device="cpu", enable_lora=True)
 
 
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"max_num_batched_tokens": 16}])

@@ -4,257 +4,41 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from tests.kernels.low_rank_model import (
+    ADAPTERS,
+    DTYPES,
+    LAYERS,
+    Adapter,
+    C,
+    layers_of,
+    make_batch,
+    make_kv,
+    make_program,
+    make_weights,
+    merged,
+)
 from torch import Tensor
 
-from quire.kernels.backend import AttentionBackend
 from quire.kernels.cpu import CpuBackend
-from quire.kernels.experts import Expert, Router
 from quire.kernels.linear import PlainLinear
 from quire.kernels.loop import Loop
 from quire.kernels.low_rank import PlainLowRank, StepAdapters, multiply
 from quire.kernels.native_backend import NativeBackend
 from quire.kernels.native_program import NativeProgram
 from quire.kernels.ops import (
-    AdapterLayers,
-    Add,
     AllReduce,
-    Attend,
-    Batch,
     Embed,
-    GatedLinear,
-    Gather,
-    KvCache,
     Linear,
-    Logits,
     LowRank,
     MixExperts,
-    Norm,
     Op,
     Program,
     ProgramRunner,
-    RotaryTable,
-    RotateAndWrite,
 )
 from quire.kernels.quantization import Quantization
-
-C, H, K, D, F, V, LAYERS, BLOCK = 80, 8, 4, 16, 176, 101, 2, 4
-"""The MLP of the last layer is a mixture of experts with a shared one of F channels."""
-E, X, TOP = 4, 16, 2
-DTYPES = [torch.float32, torch.bfloat16]
-PARTS = 8
-"""Of a sum over all ranks."""
-SIZES = {"q": H * D, "k": K * D, "v": K * D, "o": C, "gate": F, "up": F, "down": C}
-INPUTS = {"o": H * D, "down": F}
-
-Full = dict[str, Tensor]
-"""Whole matrices by "layer.matrix"."""
-Adapter = dict[str, tuple[Tensor, Tensor, float]]
-"""A, B and the scale, by the same."""
-
-
-def _weights() -> Full:
-    rng = torch.Generator().manual_seed(0)
-    return {
-        f"{layer}.{name}": torch.randn(size, INPUTS.get(name, C), generator=rng) / C**0.5
-        for layer in range(LAYERS)
-        for name, size in SIZES.items()
-    }
-
-
-def _adapter(seed: int, ranks: dict[str, int], *, scale: float = 0.5) -> Adapter:
-    rng = torch.Generator().manual_seed(seed)
-    made = {}
-    for layer in range(LAYERS):
-        for name, rank in ranks.items():
-            a = torch.randn(rank, INPUTS.get(name, C), generator=rng).div(C**0.5).bfloat16()
-            b = torch.randn(SIZES[name], rank, generator=rng).div(rank**0.5).bfloat16()
-            made[f"{layer}.{name}"] = (a.float(), b.float(), scale * (1 + layer))
-    return made
-
-
-ALL = dict.fromkeys(SIZES, 8)
-ADAPTERS = [
-    _adapter(1, ALL),
-    _adapter(2, {"q": 3, "v": 16, "o": 5, "down": 1}, scale=2.0),
-    _adapter(3, {"k": 40, "gate": 1, "up": 17}, scale=-0.25),
-    _adapter(4, {"o": 33}),
-    _adapter(5, {"q": 256, "gate": 16, "down": 256}, scale=0.1),
-]
-
-
-def _merged(weights: Full, adapter: Adapter) -> Full:
-    added = {
-        name: (weights[name].double() + scale * (b.double() @ a.double())).float()
-        for name, (a, b, scale) in adapter.items()
-    }
-    return weights | added
-
-
-def _rows(name: str, rank: int, size: int) -> slice:
-    """A rank's outputs of a matrix, or the inputs of one of `INPUTS`."""
-    whole = INPUTS.get(name, SIZES[name])
-    return slice(whole * rank // size, whole * (rank + 1) // size)
-
-
-def _layers(adapter: Adapter, dtype: torch.dtype, *, rank: int = 0, size: int = 1) -> AdapterLayers:
-    """One rank's."""
-    layers: dict[str, tuple[LowRank, ...]] = {}
-    firsts = {"k": SIZES["q"] // size, "v": (SIZES["q"] + SIZES["k"]) // size, "up": F // size}
-    for at, (a, b, scale) in adapter.items():
-        layer, name = at.split(".")
-        mine = _rows(name, rank, size)
-        a, b = (a[:, mine], b) if name in INPUTS else (a, b[mine])
-        where = "qkv" if name in "qkv" else "gate_up" if name in ("gate", "up") else name
-        shared = "shared." if layer == str(LAYERS - 1) and where in ("gate_up", "down") else ""
-        part = LowRank(
-            a_RI=a.to(dtype), b_OR=b.to(dtype), first_row=firsts.get(name, 0), scale=scale
-        )
-        key = f"layers.{layer}.{shared}{where}"
-        layers[key] = (*layers.get(key, ()), part)
-    return layers
-
-
-def _program(
-    backend: AttentionBackend,
-    dtype: torch.dtype,
-    weights: Full,
-    *,
-    rank: int = 0,
-    size: int = 1,
-    has_bias: bool = True,
-) -> Program:
-    rng = torch.Generator().manual_seed(7)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=rng).div(shape[-1] ** 0.5).to(dtype)
-
-    def mine(layer: int, *names: str) -> Tensor:
-        parts = []
-        for name in names:
-            whole, rows = weights[f"{layer}.{name}"].to(dtype), _rows(name, rank, size)
-            parts.append(whole[:, rows] if name in INPUTS else whole[rows])
-        return torch.cat(parts).contiguous()
-
-    def summed(name: str, layer: int, x: Any) -> list[Op]:
-        bias = random(C) if has_bias else None
-        own = bias if size == 1 else None
-        packed = backend.pack_linear(mine(layer, name), own, num_parts=PARTS // size)
-        return [
-            Linear(name=f"layers.{layer}.{name}", layer=packed, x=x, out="branch"),
-            *([AllReduce(x="branch", bias_C=bias)] if size > 1 else []),
-            Add(x="branch", to="residual"),
-        ]
-
-    def norm() -> Norm:
-        return Norm(weight_C=(random(C) + 1), eps=1e-5, x="residual", out="normed")
-
-    def expert() -> Expert:
-        up, down = random(2 * X, C), random(C, X)
-        channels = slice(X * rank // size, X * (rank + 1) // size)
-        up = torch.cat([up[:X][channels], up[X:][channels]])
-        down = down[:, channels].contiguous()
-        return Expert(
-            up=backend.pack_gated_linear(up),
-            down=backend.pack_linear(down, num_parts=PARTS // size),
-        )
-
-    angles = torch.outer(torch.arange(64.0), 100 ** -torch.linspace(0, 1, D // 2))
-    ops: list[Op] = [Embed(weight_VC=random(V, C), out="residual")]
-    for layer in range(LAYERS):
-        at = f"layers.{layer}"
-        qkv_bias = random((H + 2 * K) * D)[: (H + 2 * K) * D // size].zero_()
-        gate_up = backend.pack_gated_linear(mine(layer, "gate", "up"))
-        ops += [
-            norm(),
-            Linear(
-                name=f"{at}.qkv",
-                layer=backend.pack_linear(mine(layer, "q", "k", "v"), qkv_bias),
-                x="normed",
-                out="qkv",
-            ),
-            RotateAndWrite(
-                kv=layer,
-                num_heads=H // size,
-                num_kv_heads=K // size,
-                head_size=D,
-                table=RotaryTable(angles.cos(), angles.sin()),
-                x="qkv",
-                out="queries",
-            ),
-            Attend(kv=layer, scale=D**-0.5, x="queries", out="attended"),
-            *summed("o", layer, "attended"),
-            norm(),
-        ]
-        if layer < LAYERS - 1:
-            ops += [GatedLinear(name=f"{at}.gate_up", layer=gate_up, x="normed", out="hidden")]
-            ops += summed("down", layer, "hidden")
-            continue
-        down = backend.pack_linear(mine(layer, "down"), num_parts=PARTS // size)
-        router = Router(
-            layer=backend.pack_router(3 * random(E + 1, C)),
-            num_experts=E,
-            top_k=E,  # A rounding may change which experts a token goes to.
-            shared="gated",
-        )
-        mixed = MixExperts(
-            name=at,
-            router=router,
-            experts=tuple(expert() for _ in range(E)),
-            shared=Expert(up=gate_up, down=down),
-            bias_EC=None,
-            is_split=size > 1,
-            x="normed",
-            out="branch",
-        )
-        ops += [mixed, Add(x="branch", to="residual")]
-    lm_head = backend.pack_linear(random(V, C))
-    logits = Logits(name="lm_head", layer=lm_head, x="normed")
-    return (*ops, Gather(x="residual"), norm(), logits)
-
-
-def _kv(dtype: torch.dtype, *, size: int = 1) -> KvCache:
-    shape = (64, BLOCK, K // size, D)
-    return [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(2)]
-
-
-def _tokens(number: int) -> list[int]:
-    """A prompt: some are longer than a tile of tokens."""
-    length = (1, 5, 13, 2, 9, 30, 1, 3)[number % 8]
-    return [(7 * number + 11 * place) % V for place in range(length)]
-
-
-def _batch(prompts: Sequence[int], slots: Sequence[int] | None) -> Batch:
-    """Prompts by their numbers, one a row, and their adapters' slots. All tokens are sampled."""
-    starts, ids, positions, places, of = [0], [], [], [], []
-    tables = torch.zeros(len(prompts), 8, dtype=torch.int32)
-    for row, number in enumerate(prompts):
-        tokens = _tokens(number)
-        blocks = [(row * 8 + i) % 64 for i in range(8)]
-        tables[row] = torch.tensor(blocks)
-        for position, token in enumerate(tokens):
-            ids.append(token)
-            positions.append(position)
-            places.append(blocks[position // BLOCK] * BLOCK + position % BLOCK)
-            of.append(-1 if slots is None else slots[row])
-        starts.append(len(ids))
-    lens = torch.tensor(starts).diff()
-    return Batch(
-        token_ids_T=torch.tensor(ids),
-        positions_T=torch.tensor(positions),
-        slot_mapping_T=torch.tensor(places),
-        block_tables_BM=tables,
-        seq_lens_B=lens.int(),
-        query_starts_B1=torch.tensor(starts, dtype=torch.int32),
-        last_tokens_S=torch.arange(len(ids)),
-        num_decodes=0,
-        max_query_len=int(lens.max()),
-        max_seq_len=int(lens.max()),
-        adapter_slots_T=None if slots is None else torch.tensor(of, dtype=torch.int32),
-    )
 
 
 def _same(x: Tensor) -> Tensor:
@@ -265,15 +49,15 @@ def _open(runner: ProgramRunner, slots: dict[int, Adapter], dtype: torch.dtype, 
     assert runner.adapters is not None
     runner.adapters.open(num_slots=9, max_rank=256)
     for slot, adapter in slots.items():
-        runner.adapters.set(slot, _layers(adapter, dtype, **of))
+        runner.adapters.set(slot, layers_of(adapter, dtype, **of))
 
 
 def _run(
     runner: ProgramRunner, dtype: torch.dtype, prompts: Sequence[int], slots: Sequence[int] | None
 ) -> list[Tensor]:
     """The logits of each row's tokens."""
-    batch = _batch(prompts, slots)
-    logits = runner.forward(batch, _kv(dtype), all_reduce=_same)
+    batch = make_batch(prompts, slots)
+    logits = runner.forward(batch, make_kv(dtype), all_reduce=_same)
     return list(torch.split(logits, batch.seq_lens_B.tolist()))
 
 
@@ -281,7 +65,7 @@ def _native(
     library: ctypes.CDLL, dtype: torch.dtype, quantization: Quantization | None = None
 ) -> NativeProgram:
     backend = NativeBackend(library, quantization=quantization)
-    runner = backend.prepare(_program(backend, dtype, _weights()))
+    runner = backend.prepare(make_program(backend, dtype, make_weights()))
     assert isinstance(runner, NativeProgram)
     return runner
 
@@ -327,12 +111,12 @@ def test_an_adapter_is_a_model_with_its_product_in_the_weights(
     def make(program: Program) -> ProgramRunner:
         return backend.prepare(program) if kind == "native" else Loop(backend, program)
 
-    runner = make(_program(backend, dtype, _weights()))
+    runner = make(make_program(backend, dtype, make_weights()))
     _open(runner, {4: adapter}, dtype)
-    merged = make(_program(backend, dtype, _merged(_weights(), adapter)))
+    model = make(make_program(backend, dtype, merged(make_weights(), adapter)))
     prompts = list(range(6))
     found = _run(runner, dtype, prompts, [4] * 6)
-    for each, expected in zip(found, _run(merged, dtype, prompts, None), strict=True):
+    for each, expected in zip(found, _run(model, dtype, prompts, None), strict=True):
         torch.testing.assert_close(each, expected, atol=2e-4, rtol=2e-4)
     plain = torch.cat(_run(runner, dtype, prompts, None))
     assert (torch.cat(found) - plain).abs().max() > 0.05
@@ -345,7 +129,7 @@ def test_native_logits_are_those_of_plain_pytorch(
 ) -> None:
     native = _native(library, dtype, quantization)
     plain = CpuBackend(quantization=quantization)
-    loop = Loop(plain, _program(plain, dtype, _weights()))
+    loop = Loop(plain, make_program(plain, dtype, make_weights()))
     for runner in (native, loop):
         _open(runner, dict(enumerate(ADAPTERS)), dtype)
     prompts, slots = list(range(8)), [0, 1, 2, 3, 4, -1, 0, 7]
@@ -365,7 +149,7 @@ def test_a_token_has_the_same_bits_alone_and_beside_any_others(
     """In any slot, in any order, with any adapters in the other slots."""
     plain = CpuBackend()
     runner: ProgramRunner = (
-        Loop(plain, _program(plain, dtype, _weights()))
+        Loop(plain, make_program(plain, dtype, make_weights()))
         if kind == "plain"
         else _native(library, dtype, "int8" if kind == "int8" else None)
     )
@@ -377,13 +161,13 @@ def test_a_token_has_the_same_bits_alone_and_beside_any_others(
         without = [_run(runner, dtype, [prompt], None)[0] for prompt in range(8)]
         alone = []
         for prompt in range(8):
-            runner.adapters.set(3, _layers(ADAPTERS[prompt % 5], dtype))
+            runner.adapters.set(3, layers_of(ADAPTERS[prompt % 5], dtype))
             alone.append(_run(runner, dtype, [prompt], [3])[0])
         assert not any(torch.equal(x, y) for x, y in zip(without, alone, strict=True))
         runner.adapters.set(3, None)
         for shift in (0, 2):
             for slot in range(5):
-                runner.adapters.set((slot + shift) % 5, _layers(ADAPTERS[slot], dtype))
+                runner.adapters.set((slot + shift) % 5, layers_of(ADAPTERS[slot], dtype))
             for prompts in ([0, 1, 2, 3, 4, 5, 6, 7], [6, 3, 0, 7, 2, 5, 1, 4], [4, 6]):
                 slots = [(prompt % 5 + shift) % 5 for prompt in prompts]
                 slots[1] = -1 if shift else 8  # Nobody's, and an empty one.
@@ -447,10 +231,10 @@ def _run_ranks(
 
         torch.set_num_threads(1)
         backend = NativeBackend(library, quantization=quantization)
-        runner = backend.prepare(_program(backend, dtype, _weights(), rank=rank, size=size))
+        runner = backend.prepare(make_program(backend, dtype, make_weights(), rank=rank, size=size))
         _open(runner, dict(enumerate(ADAPTERS)), dtype, rank=rank, size=size)
         results[rank] = runner.forward(
-            _batch(prompts, slots), _kv(dtype, size=size), all_reduce=all_reduce
+            make_batch(prompts, slots), make_kv(dtype, size=size), all_reduce=all_reduce
         )
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -465,7 +249,7 @@ def _run_ranks(
 def test_the_loop_sums_shares_of_ranks_with_those_of_their_layers(library: ctypes.CDLL) -> None:
     backend = CpuBackend()
     one, shared = (
-        Loop(backend, _with_sums(_program(backend, torch.float32, _weights()), has_sums))
+        Loop(backend, _with_sums(make_program(backend, torch.float32, make_weights()), has_sums))
         for has_sums in (False, True)
     )
     for runner in (one, shared):
@@ -493,8 +277,8 @@ def test_a_slot_can_be_changed_and_emptied(library: ctypes.CDLL) -> None:
     assert runner.adapters is not None
     first, second = _run(runner, dtype, [2, 2], [0, 1])
     (without,) = _run(runner, dtype, [2], None)
-    runner.adapters.set(0, _layers(ADAPTERS[1], dtype))
-    runner.adapters.set(1, _layers(ADAPTERS[0], dtype))
+    runner.adapters.set(0, layers_of(ADAPTERS[1], dtype))
+    runner.adapters.set(1, layers_of(ADAPTERS[0], dtype))
     assert all(map(torch.equal, _run(runner, dtype, [2, 2], [0, 1]), (second, first)))
     runner.adapters.set(0, None)
     assert all(map(torch.equal, _run(runner, dtype, [2, 2], [0, 1]), (without, first)))
@@ -508,7 +292,7 @@ def test_what_does_not_fit_is_refused_and_the_slot_stays_as_it_was(
 ) -> None:
     dtype, plain = torch.float32, CpuBackend()
     runner: ProgramRunner = (
-        Loop(plain, _program(plain, dtype, _weights()))
+        Loop(plain, make_program(plain, dtype, make_weights()))
         if kind == "plain"
         else _native(library, dtype)
     )

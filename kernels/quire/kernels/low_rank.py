@@ -32,6 +32,7 @@ from quire.kernels.ops import (
     LinearLayer,
     LowRank,
     MixExperts,
+    PackedAdapter,
     Program,
 )
 
@@ -117,21 +118,26 @@ def check_room(*, num_slots: int, max_rank: int) -> None:
         )
 
 
+def check_slot(slot: int, *, num_slots: int) -> None:
+    """
+    Raises:
+        ValueError: There is no such slot.
+    """
+    if not 0 <= slot < num_slots:
+        raise ValueError(f"adapter slot {slot}: must be below {num_slots}")
+
+
 def check_adapter(
     layers: AdapterLayers,
     adapted: Mapping[str, LinearLayer],
     dtype: torch.dtype,
     *,
-    slot: int,
-    num_slots: int,
     max_rank: int,
 ) -> None:
     """
     Raises:
-        ValueError: As `AdapterSlots.set` says.
+        ValueError: As `AdapterSlots.pack` says.
     """
-    if not 0 <= slot < num_slots:
-        raise ValueError(f"adapter slot {slot}: must be below {num_slots}")
     for name, parts in layers.items():
         if name not in adapted:
             raise ValueError(f"{name}: the model has no such layer for adapters")
@@ -168,6 +174,11 @@ class _Part:
         return len(self.a.weight_OI)
 
 
+@dataclass(frozen=True, slots=True)
+class _Adapter(PackedAdapter):
+    layers: Mapping[str, list[_Part]]
+
+
 class PlainLowRank:
     """`LowRankLayers` on a CPU."""
 
@@ -181,24 +192,28 @@ class PlainLowRank:
         check_room(num_slots=num_slots, max_rank=max_rank)
         self._num_slots, self._max_rank = num_slots, max_rank
 
-    def set(self, slot: int, layers: AdapterLayers | None) -> None:
-        check_adapter(
-            layers or {},
-            self._adapted,
-            model_type(self._program).dtype,
-            slot=slot,
-            num_slots=self._num_slots,
-            max_rank=self._max_rank,
-        )
-        for slots in self._parts.values():
-            slots.pop(slot, None)
-        for name, parts in (layers or {}).items():
-            self._parts.setdefault(name, {})[slot] = packed = []
+    def pack(self, layers: AdapterLayers) -> PackedAdapter:
+        dtype = model_type(self._program).dtype
+        check_adapter(layers, self._adapted, dtype, max_rank=self._max_rank)
+        adapter: dict[str, list[_Part]] = {}
+        for name, parts in layers.items():
+            adapter[name] = packed = []
             first = 0
             for part in parts:
                 a_RI, b_OR = _filled_up(part.a_RI, dims=(0,)), _filled_up(part.b_OR, dims=(0, 1))
                 packed.append(_Part(PlainLinear(a_RI), PlainLinear(b_OR), part, first))
                 first += len(a_RI)
+        return _Adapter(adapter)
+
+    def set(self, slot: int, adapter: AdapterLayers | PackedAdapter | None) -> None:
+        check_slot(slot, num_slots=self._num_slots)
+        if not isinstance(adapter, PackedAdapter):
+            adapter = self.pack(adapter or {})
+        assert isinstance(adapter, _Adapter)
+        for slots in self._parts.values():
+            slots.pop(slot, None)
+        for name, parts in adapter.layers.items():
+            self._parts.setdefault(name, {})[slot] = parts
 
     def group(self, slots_T: Tensor) -> dict[int, Tensor]:
         return {slot: (slots_T == slot).nonzero()[:, 0] for slot in set(slots_T.tolist())}

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels import native_abi
-from quire.kernels.low_rank import check_adapter, check_room
+from quire.kernels.low_rank import check_adapter, check_room, check_slot
 from quire.kernels.native_linear import NativeLinear, can_pack, empty_huge
-from quire.kernels.ops import AdapterLayers, LowRank
+from quire.kernels.ops import AdapterLayers, LowRank, PackedAdapter
 
 # I, O a layer's inputs and outputs   R the ranks of an adapter's parts of a layer
 # V vectors of outputs in the layer's panels
 
+_NO_WEIGHTS = native_abi.LowRankWeights()
 _LANES = 16
 _ALIGNMENT = 64
 
@@ -39,6 +40,14 @@ class _Packed:
     """As `LowRankWeights` has them: a, b, scales, vectors."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Adapter(PackedAdapter):
+    weights: Mapping[str, Any]
+    """`LowRankWeights`, by layer."""
+    memory: Tensor
+    """What they point to."""
+
+
 class NativeAdapters:
     """A `quire.kernels.ops.AdapterSlots`, for one program."""
 
@@ -54,8 +63,8 @@ class NativeAdapters:
         self.num_slots = self._max_rank = 0
         self._slots: dict[str, Any] = {}
         """`LowRankWeights` of each slot, by layer."""
-        self._memory: dict[int, Tensor] = {}
-        """The weights of each slot that has an adapter."""
+        self._adapters: dict[int, _Adapter] = {}
+        """By slot."""
         self.rank = 0
         """The most ranks of a layer that there have been."""
 
@@ -65,28 +74,27 @@ class NativeAdapters:
         array = native_abi.LowRankWeights * num_slots
         self._slots = {name: array() for name in self._adapted}
 
-    def set(self, slot: int, layers: AdapterLayers | None) -> None:
-        layers = {name: parts for name, parts in (layers or {}).items() if parts}
-        check_adapter(
-            layers,
-            self._layers,
-            self._dtype,
-            slot=slot,
-            num_slots=self.num_slots,
-            max_rank=self._max_rank,
-        )
+    def pack(self, layers: AdapterLayers) -> PackedAdapter:
+        layers = {name: parts for name, parts in layers.items() if parts}
+        check_adapter(layers, self._layers, self._dtype, max_rank=self._max_rank)
         packed = {name: _pack(self._layers[name], parts) for name, parts in layers.items()}
         memory, addresses = self._together([x for each in packed.values() for x in each.tensors])
+        weights = {}
+        for name, each in packed.items():
+            a, b, scales, vectors = (next(addresses) for _ in range(4))
+            weights[name] = native_abi.LowRankWeights(
+                a=a, b=b, scales=scales, vectors=vectors, rank=each.rank
+            )
+        return _Adapter(weights=weights, memory=memory)
+
+    def set(self, slot: int, adapter: AdapterLayers | PackedAdapter | None) -> None:
+        check_slot(slot, num_slots=self.num_slots)
+        if not isinstance(adapter, PackedAdapter):
+            adapter = self.pack(adapter or {})
+        assert isinstance(adapter, _Adapter)
         for name, slots in self._slots.items():
-            slots[slot] = native_abi.LowRankWeights()
-            if name in packed:
-                a, b, scales, vectors = (next(addresses) for _ in range(4))
-                slots[slot] = native_abi.LowRankWeights(
-                    a=a, b=b, scales=scales, vectors=vectors, rank=packed[name].rank
-                )
-        self._memory.pop(slot, None)
-        if packed:
-            self._memory[slot] = memory
+            slots[slot] = adapter.weights.get(name, _NO_WEIGHTS)
+        self._adapters[slot] = adapter
         for name, slots in self._slots.items():
             rank = max(each.rank for each in slots)
             self.rank = max(self.rank, rank)
@@ -145,18 +153,18 @@ def _pack(layer: NativeLinear, parts: Sequence[LowRank]) -> _Packed:
         if not count:
             continue
         some = b_OR[torch.from_numpy(rows_VL[which])][:, :, first : first + count]
-        chunks.append(_in_lanes(some, steps).flatten())
+        chunks.append(_in_lanes(some).flatten())
         vectors_V3[which, 0] = lane + np.arange(len(which)) * (count // steps)
         lane += len(which) * (count // steps)
-    a = _in_lanes(a_RI.view(-1, _LANES, num_in), steps)
-    b = torch.cat(chunks) if chunks else torch.zeros(0, dtype=layer.dtype)
+    a = _in_lanes(a_RI.view(-1, _LANES, num_in))
+    b = torch.cat(chunks) if chunks else torch.zeros(0, dtype=torch.int32)
     return _Packed(rank=rank, tensors=(a, b, scales_R, torch.from_numpy(vectors_V3)))
 
 
-def _in_lanes(x_VLK: Tensor, steps: int) -> Tensor:
-    """Vectors of L rows, each with a lane of some successive K of every row after the other."""
-    num, rows, width = x_VLK.shape
-    return x_VLK.view(num, rows, width // steps, steps).transpose(1, 2).contiguous()
+def _in_lanes(x_VLK: Tensor) -> Tensor:
+    """Vectors of L rows, each with a lane of every row after the other: one step of K in float32,
+    two in bfloat16."""
+    return x_VLK.contiguous().view(torch.int32).transpose(1, 2).contiguous()
 
 
 def _rows_of(layer: NativeLinear) -> "np.ndarray[Any, np.dtype[np.int64]]":

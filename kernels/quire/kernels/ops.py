@@ -144,6 +144,12 @@ MAX_RANK = 256
 """Of one `LowRank`."""
 
 
+class PackedAdapter:
+    """What `AdapterSlots.pack` makes, for the same program only."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MixExperts:
     """``out``: the weighted sum of what the experts of each token, and the shared one, make of
@@ -360,12 +366,21 @@ class AdapterSlots(Protocol):
         ``max_rank``: of any one `LowRank`, up to `MAX_RANK`.
         """
 
-    def set(self, slot: int, layers: AdapterLayers | None) -> None:
-        """Copies an adapter into a slot, or empties it. Not while a step runs.
+    def pack(self, layers: AdapterLayers) -> PackedAdapter:
+        """An adapter as `set` needs it, which does the rest in no time: to be kept, and set in any
+        slots.
 
         Raises:
-            ValueError: There is no such slot, or no such layer, or a layer cannot have the adapter
-                (its rank, type or shape). The slot is as it was.
+            ValueError: There is no such layer, or a layer cannot have the adapter (its rank, type
+                or shape).
+        """
+
+    def set(self, slot: int, adapter: AdapterLayers | PackedAdapter | None) -> None:
+        """Puts an adapter into a slot, packs it first if need be, or empties the slot. Not while a
+        step runs.
+
+        Raises:
+            ValueError: There is no such slot, or as `pack`. The slot is as it was.
         """
 
 

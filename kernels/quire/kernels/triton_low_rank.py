@@ -20,8 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.kernels.launch import LOW_RANK_STEP, LOW_RANK_TILE, low_rank_options
-from quire.kernels.low_rank import adapted_layers, check_adapter, check_room, model_type
-from quire.kernels.ops import AdapterLayers, LinearLayer, LowRank, Program
+from quire.kernels.low_rank import (
+    adapted_layers,
+    check_adapter,
+    check_room,
+    check_slot,
+    model_type,
+)
+from quire.kernels.ops import AdapterLayers, LinearLayer, LowRank, PackedAdapter, Program
 from quire.kernels.triton_experts import SortedPairs, find_rows
 
 # T tokens   I, O a layer's inputs and outputs   S slots   P parts of an adapter's layer
@@ -95,6 +101,11 @@ class LayerSlots:
         self.ranks_S[slot] = first
 
 
+@dataclass(frozen=True, slots=True)
+class _Adapter(PackedAdapter):
+    layers: AdapterLayers
+
+
 class TritonLowRank:
     """`quire.kernels.low_rank.LowRankLayers` for CUDA devices."""
 
@@ -113,20 +124,20 @@ class TritonLowRank:
             for name, layer in self._adapted.items()
         }
 
-    def set(self, slot: int, layers: AdapterLayers | None) -> None:
-        layers = layers or {}
-        check_adapter(
-            layers,
-            self._adapted,
-            model_type(self._program).dtype,
-            slot=slot,
-            num_slots=self._num_slots,
-            max_rank=self._max_rank,
-        )
+    def pack(self, layers: AdapterLayers) -> PackedAdapter:
+        dtype = model_type(self._program).dtype
+        check_adapter(layers, self._adapted, dtype, max_rank=self._max_rank)
         for name, parts in layers.items():
             self._layers[name].check(name, parts)
+        return _Adapter(layers)
+
+    def set(self, slot: int, adapter: AdapterLayers | PackedAdapter | None) -> None:
+        check_slot(slot, num_slots=self._num_slots)
+        if not isinstance(adapter, PackedAdapter):
+            adapter = self.pack(adapter or {})
+        assert isinstance(adapter, _Adapter)
         for name, memory in self._layers.items():
-            memory.set(slot, layers.get(name, ()))
+            memory.set(slot, adapter.layers.get(name, ()))
 
     def group(self, slots_T: Tensor) -> SortedPairs:
         return SortedPairs.of(slots_T[:, None], num_experts=self._num_slots)

@@ -246,3 +246,13 @@ def test_a_killed_script_leaves_neither_ranks_nor_files(
         script.communicate()
     wait_until_gone(pids)
     assert not list(temporary.iterdir())
+
+
+class OnTwoNodes(RankProcesses):
+    num_nodes = 2
+
+
+def test_ranks_of_several_nodes_take_no_adapters(config_of: ConfigOf, tiny_llama: Path) -> None:
+    config = config_of(tiny_llama, tensor_parallel_size=2, enable_lora=True)
+    with pytest.raises(ConfigError, match="enable_lora=True: the ranks of a group are on 2 nodes"):
+        LockstepExecutor(config, OnTwoNodes())

@@ -2,7 +2,7 @@
 
 import torch
 
-from quire.kernels.ops import AdapterLayers, AdapterSlots
+from quire.kernels.ops import AdapterLayers, AdapterSlots, PackedAdapter
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import AdapterError
 from quire.worker.model.adapters.store import AdapterStore
@@ -33,7 +33,7 @@ class RankAdapters:
         self._max_rank = config.max_lora_rank
         self._max_kept = config.num_kept_loras
         # The one first that was loaded longest ago.
-        self._kept: dict[str, AdapterLayers] = {}
+        self._kept: dict[str, PackedAdapter] = {}
         self._store = AdapterStore()
 
     def load(self, loads: tuple[tuple[int, str], ...]) -> None:
@@ -43,11 +43,11 @@ class RankAdapters:
             AdapterError: One is not in the store, or cannot be read.
         """
         for slot, digest in loads:
-            layers = self._kept.pop(digest, None)
-            if layers is None:
-                layers = self._read(digest)
-            self._kept[digest] = layers
-            self._slots.set(slot, layers)
+            adapter = self._kept.pop(digest, None)
+            if adapter is None:
+                adapter = self._slots.pack(self._read(digest))
+            self._kept[digest] = adapter
+            self._slots.set(slot, adapter)
         while len(self._kept) > self._max_kept:
             del self._kept[next(iter(self._kept))]
 

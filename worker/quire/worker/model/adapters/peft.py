@@ -13,13 +13,19 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.worker.api.errors import AdapterError, CheckpointError
-from quire.worker.model.adapters.modules import Module, find_module, modules_of, why_refused
+from quire.worker.model.adapters.modules import (
+    Module,
+    Role,
+    find_module,
+    modules_of,
+    why_refused,
+)
 from quire.worker.model.checkpoint import TensorInfo, read_header, read_json, read_tensors
 from quire.worker.model.spec import ModelSpec
 
@@ -146,7 +152,7 @@ def read_parts(folder: Path, spec: ModelSpec, *, max_rank: int) -> tuple[Part, .
         if match[2] in halves[path]:
             raise AdapterError(f"{file}: tensor {name!r} is there twice, as {path}")
         halves[path][match[2]] = info
-    parts: dict[tuple[str, str], Part] = {}
+    parts: dict[tuple[str, Role], Part] = {}
     for path, pair in halves.items():
         module = find_module(modules, path)
         assert module is not None
@@ -296,7 +302,7 @@ def _first(table: tuple[tuple[re.Pattern[str], float], ...], path: str, default:
     return next((value for pattern, value in table if pattern.match(path)), default)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
