@@ -42,8 +42,8 @@ class _Packed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Adapter(PackedAdapter):
-    weights: Mapping[str, native_abi.LowRankWeights]
-    """By layer."""
+    weights: Mapping[str, Any]
+    """`LowRankWeights`, by layer."""
     memory: Tensor
     """What they point to."""
 

@@ -27,7 +27,7 @@ PREFIX = "base_model.model.model.layers.0."
 Tensors = dict[str, torch.Tensor]
 
 
-def spec_of(mlp: Mlp | Experts | None = None, **names: str) -> ModelSpec:
+def spec_of(mlp: Mlp | Experts | None = None, **names: Any) -> ModelSpec:
     norm = Norm(eps=1e-5)
     layer = Layer(attention=ATTENTION, mlp=mlp or Mlp(size=SIZE), norm=norm)
     return ModelSpec(

@@ -19,8 +19,9 @@ from itertools import count
 from quire.worker.schedule.sequence import Sequence
 
 TURN_STEPS = 16
-"""Loading an adapter of rank 16 takes about as long as a tenth of a small step. With 64 adapters
-and 8 slots each adapter runs for 16 of 128 steps."""
+"""A rank takes about as long as a small decode step to read and pack an adapter that it has not
+kept, and 0.2 ms for one that it has (rank 16 in all linear layers, 12 layers of 768 channels). With
+64 adapters and 8 slots each adapter runs for 16 of 128 steps."""
 
 
 class _Adapter:
