@@ -10,7 +10,7 @@ from quire.worker.schedule.reading import reader
 
 
 class NodeAdapters:
-    """A `quire.cluster.serving.service.Keeper` over the node's store."""
+    """A `quire.cluster.serving.keeper.Keeper` over the node's store."""
 
     def __init__(self, engine: EngineConfig) -> None:
         """``engine``: the settings of the model that the adapters are for."""

@@ -13,8 +13,8 @@ from quire.cluster.edge.grpc_errors import Context, refuse, statuses
 from quire.cluster.errors import NotAnOperator
 from quire.cluster.links.group_client import GroupClient
 from quire.cluster.links.groups import Groups
+from quire.cluster.serving.keeper import Adapter
 from quire.cluster.serving.models import Models
-from quire.cluster.serving.service import Adapter
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import admin_pb2 as pb
 from quire.v1 import admin_pb2_grpc, group_pb2

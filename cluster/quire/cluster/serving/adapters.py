@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.cluster.errors import ModelNotFound
-from quire.cluster.serving.service import Adapter, ModelService
+from quire.cluster.serving.keeper import Adapter
+from quire.cluster.serving.service import ModelService
 from quire.worker.api.errors import InvalidRequest, QuireError
 
 if TYPE_CHECKING:

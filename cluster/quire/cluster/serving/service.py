@@ -12,8 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.grammar import constrain
@@ -27,6 +26,7 @@ from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import Inflight
 from quire.cluster.serving.constraints import Constraints
 from quire.cluster.serving.deadline import Deadline, late
+from quire.cluster.serving.keeper import Adapter, Keeper
 from quire.cluster.serving.prompts import Prompts, as_ids, check_ids, off_loop, rough_num_tokens
 from quire.cluster.serving.queue import AdmissionQueue, unavailable
 from quire.cluster.serving.ticket import Ticket
@@ -72,37 +72,6 @@ class GatewayConfig:
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Adapter:
-    """A LoRA adapter that requests can name as their model."""
-
-    name: str
-    model: str
-    """The name of the model that it belongs to."""
-    source: str
-    """The directory or the hub's name that it came from."""
-    digest: str
-    """Of its content, by which engines, caches and groups know it."""
-    held: object = field(default=None, repr=False, compare=False)
-    """Keeps its files on this node, as long as this is referred to."""
-
-
-class Keeper(Protocol):
-    """Keeps a model's adapters on this node. Its calls are not for an event loop, but for `hold`
-    and `folder`."""
-
-    def keep(self, source: str) -> str:
-        """Fetches an adapter, checks it whole and keeps it; returns its digest. Raises
-        AdapterError; InvalidRequest: the model cannot run it."""
-
-    def hold(self, digest: str) -> object:
-        """What keeps it from being removed as long as it is referred to; ``None`` if it is not
-        here."""
-
-    def folder(self, digest: str) -> Path | None:
-        """Where its files are; ``None`` if they are not here."""
 
 
 class ModelService:
