@@ -169,9 +169,8 @@ def _model(path: Path) -> Any:
 
 
 def _llm(path: Path, **settings: Any) -> LLM:
-    base = {"device": "cpu", "num_blocks": 128, "num_threads": 1, "max_num_seqs": 8}
-    base |= {"enable_lora": True}
-    return LLM(path, **(base | settings))
+    base: dict[str, Any] = {"device": "cpu", "num_blocks": 128, "num_threads": 1}
+    return LLM(path, **(base | {"max_num_seqs": 8, "enable_lora": True} | settings))
 
 
 @pytest.mark.slow
