@@ -163,9 +163,10 @@ def _check(llm: LLM, truth: Made) -> None:
 
 
 def _model(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         path / "model", dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    )
+    return model.eval()
 
 
 def _llm(path: Path, **settings: Any) -> LLM:
