@@ -163,15 +163,15 @@ def _check(llm: LLM, truth: Made) -> None:
 
 
 def _model(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         path / "model", dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    )
+    return model.eval()
 
 
 def _llm(path: Path, **settings: Any) -> LLM:
-    base = {"device": "cpu", "num_blocks": 128, "num_threads": 1, "max_num_seqs": 8}
-    base |= {"enable_lora": True}
-    return LLM(path, **(base | settings))
+    base: dict[str, Any] = {"device": "cpu", "num_blocks": 128, "num_threads": 1}
+    return LLM(path, **(base | {"max_num_seqs": 8, "enable_lora": True} | settings))
 
 
 @pytest.mark.slow

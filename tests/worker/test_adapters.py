@@ -228,8 +228,9 @@ def _pairs(
 
 
 def _llm(**settings: Any) -> LLM:
-    base = {"dtype": "bfloat16", "num_blocks": 256, "num_threads": 1, "max_num_seqs": 16}
-    return LLM(demo_model.PATH, **(base | {"enable_lora": True} | settings))
+    base: dict[str, Any] = {"dtype": "bfloat16", "num_blocks": 256, "num_threads": 1}
+    base |= {"max_num_seqs": 16, "enable_lora": True}
+    return LLM(demo_model.PATH, **(base | settings))
 
 
 def _tokens(

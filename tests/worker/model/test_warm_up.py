@@ -273,12 +273,11 @@ def test_adapters_are_compiled_before_they_are_served(
 ) -> None:
     path = model(make_llama)
     weights = LlamaForCausalLM.from_pretrained(path)
-    adapters = [
-        LoRARequest(f"{rank}", 1, str(peft_files.write(tmp_path / f"{rank}", weights, **options)))
-        for rank, options in enumerate(
-            [{"seed": 1, "rank": 3}, {"seed": 2, "rank": 16, "targets": peft_files.ATTENTION}]
-        )
+    folders = [
+        peft_files.write(tmp_path / "small", weights, seed=1, rank=3),
+        peft_files.write(tmp_path / "other", weights, seed=2, targets=peft_files.ATTENTION),
     ]
+    adapters = [LoRARequest(folder.name, 1, str(folder)) for folder in folders]
     serve(path, adapters=adapters, enable_lora=True, max_loras=3, **settings)
     assert launches.late == []
     assert launches.served >= LOW_RANK
