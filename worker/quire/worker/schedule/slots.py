@@ -60,10 +60,6 @@ class Slots:
         """Adapters that ranks were told to load. A counter."""
 
     @property
-    def num_active(self) -> int:
-        return len(self._active)
-
-    @property
     def num_named(self) -> int:
         """Adapters that requests at hand name."""
         return len(self._adapters)
