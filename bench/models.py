@@ -14,7 +14,6 @@ the answers that its model and adapter have had since it began. The exit status 
 
 import asyncio
 import itertools
-import json
 import os
 import random
 import shutil
@@ -29,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from bench.adapter_load import write_adapter
 from bench.report import command, percentile
 from bench.serving.gateways import Gateways
 from bench.serving.load import Request, Stream
@@ -96,7 +96,7 @@ class Files:
         self.broken = _perturbed(folder / "broken", 9, scale=float("nan"))
         rank = itertools.cycle((4, 8))
         self.adapters = {
-            name: _adapter(folder / name, seed, rank=next(rank))
+            name: write_adapter(folder / name, demo_model.PATH, seed, rank=next(rank))
             for seed, name in enumerate(("a-law1", "a-law2", "a-code1", "b-chat1"))
         }
 
@@ -170,44 +170,6 @@ def _perturbed(folder: Path, seed: int, *, scale: float = 0.02) -> Path:
         for name, value in load_file(file).items()
     }
     save_file({name: value.to(torch.float32) for name, value in tensors.items()}, file)
-    return folder
-
-
-def _adapter(folder: Path, seed: int, *, rank: int) -> Path:
-    """A random adapter of all linear layers, as PEFT writes it."""
-    config = json.loads((demo_model.PATH / "config.json").read_text())
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head = config.get("head_dim") or hidden // heads
-    q_size, kv_size = heads * head, config["num_key_value_heads"] * head
-    inner = config["intermediate_size"]
-    shapes = {
-        "self_attn.q_proj": (hidden, q_size),
-        "self_attn.k_proj": (hidden, kv_size),
-        "self_attn.v_proj": (hidden, kv_size),
-        "self_attn.o_proj": (q_size, hidden),
-        "mlp.gate_proj": (hidden, inner),
-        "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
-    }
-    generator = torch.Generator().manual_seed(100 + seed)
-    tensors = {}
-    for layer, (module, (num_in, num_out)) in itertools.product(
-        range(config["num_hidden_layers"]), shapes.items()
-    ):
-        name = f"base_model.model.model.layers.{layer}.{module}"
-        for part, shape in (("A", (rank, num_in)), ("B", (num_out, rank))):
-            tensors[f"{name}.lora_{part}.weight"] = 0.15 * torch.randn(shape, generator=generator)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    settings = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": [name.rpartition(".")[2] for name in shapes],
-        "bias": "none",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
     return folder
 
 
