@@ -42,7 +42,7 @@ def converses(monkeypatch: pytest.MonkeyPatch, model: Any) -> Callable[..., None
         (start,) = model.tokenizer.encode("<|assistant|>")
         scripts = [[*model.tokenizer.encode(text), model.eos] for text in texts]
 
-        def next_token(context: Sequence[int], *, seed: int, banned: Sequence[int] = ()) -> int:
+        def next_token(context: Sequence[int], *, banned: Sequence[int] = (), **_: object) -> int:
             num_said = list(reversed(context)).index(start)
             token: int = scripts[list(context).count(start) - 1][num_said]
             assert token not in banned

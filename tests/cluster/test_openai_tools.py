@@ -46,7 +46,7 @@ def says(monkeypatch: pytest.MonkeyPatch, model: Any) -> Any:
         (start,) = model.tokenizer.encode("<|assistant|>")
         script = [*model.tokenizer.encode(text), model.eos]
 
-        def next_token(context: Sequence[int], *, seed: int, banned: Sequence[int] = ()) -> int:
+        def next_token(context: Sequence[int], *, banned: Sequence[int] = (), **_: object) -> int:
             num_said = list(reversed(context)).index(start)
             return int(script[num_said])
 

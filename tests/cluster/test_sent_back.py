@@ -146,7 +146,7 @@ async def talk(
     script: list[int] = []
     prompts: list[str] = []
 
-    def next_token(context: Sequence[int], *, seed: int, banned: Sequence[int] = ()) -> int:
+    def next_token(context: Sequence[int], *, banned: Sequence[int] = (), **_: object) -> int:
         num_said = list(reversed(context)).index(start)
         return script[num_said] if num_said < len(script) else int(model.eos)
 

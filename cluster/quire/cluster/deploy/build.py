@@ -25,7 +25,12 @@ from quire.worker.api.errors import (
     QuireError,
 )
 from quire.worker.model.checkpoint import open_checkpoint
-from quire.worker.model.config import check_parallel, read_model_spec, resolve_max_model_len
+from quire.worker.model.config import (
+    check_adapters,
+    check_parallel,
+    read_model_spec,
+    resolve_max_model_len,
+)
 from quire.worker.model.hub import fetch_text_files, is_hub_name, pinned
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -149,6 +154,7 @@ def _check(config: ClusterConfig) -> None:
     folder = fetch_text_files(engine.model)
     model = read_model_spec(folder, model_impl=engine.model_impl)
     check_parallel(model, engine.tensor_parallel_size)
+    check_adapters(engine, model)
     resolve_max_model_len(engine, model)
     Tokenizer.load(folder, chat_template=config.chat_template)
     if not is_hub_name(engine.model):

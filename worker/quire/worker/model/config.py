@@ -153,7 +153,10 @@ def check_adapters(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError: adapters are asked for of a model whose layers are not ours."""
     if config.enable_lora and spec.through_transformers is not None:
         kind = "an encoder" if spec.is_encoder else "a model that runs through transformers"
-        raise ConfigError(f"enable_lora=True: {kind} takes no adapters; leave it out")
+        raise ConfigError(
+            f"enable_lora=True: {kind} takes no adapters; leave it out, or set it for other models "
+            "alone, in a file of settings"
+        )
 
 
 def check_parallel(spec: ModelSpec, tensor_parallel_size: int) -> None:

@@ -1,9 +1,4 @@
-"""Dense layers behind a pooling, as sentence-transformers' ``Dense`` has them. Knows no torch."""
-
-import hashlib
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal, get_args
+"""Dense layers behind a pooling, as sentence-transformers has them. Knows no torch."""
 
 import numpy as np
 from safetensors import SafetensorError
@@ -11,42 +6,7 @@ from safetensors.numpy import load_file
 
 from quire.worker.api.arrays import Floats
 from quire.worker.api.errors import CheckpointError
-from quire.worker.model.checkpoint import read_json
-from quire.worker.model.fields import Fields
-
-Activation = Literal["Identity", "Tanh", "ReLU"]
-
-
-@dataclass(frozen=True, slots=True)
-class Dense:
-    """One layer, whose weights are in a file."""
-
-    file: Path
-    num_in: int
-    num_out: int
-    activation: Activation
-    digest: str
-    """SHA-256 of the file."""
-
-
-def find_dense(folder: Path) -> Dense:
-    """The layer in ``folder``. Raises CheckpointError: it is of another kind, or not there."""
-    settings = folder / "config.json"
-    config = Fields(read_json(settings), settings)
-    function = config.raw.get("activation_function", "Tanh")
-    name = str(function).rpartition(".")[2]
-    if name not in get_args(Activation):
-        raise config.wrong("activation_function", function, " or ".join(get_args(Activation)))
-    file = folder / "model.safetensors"
-    if not file.is_file():
-        raise CheckpointError(f"{file} is missing: only safetensors files are read")
-    return Dense(
-        file=file,
-        num_in=config.count("in_features"),
-        num_out=config.count("out_features"),
-        activation=name,  # type: ignore[arg-type]  # one of its arguments
-        digest=hashlib.sha256(file.read_bytes()).hexdigest(),
-    )
+from quire.worker.model.pooling import Dense
 
 
 class DenseLayer:

@@ -1,21 +1,22 @@
 """How a checkpoint for sentence-transformers makes an embedding of a text, or scores a pair.
 
-Knows no torch.
+Knows no torch, nor NumPy.
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from quire.worker.api.errors import CheckpointError
 from quire.worker.api.scoring import LogitScore, PairScore, Scoring
 from quire.worker.model.checkpoint import read_json
-from quire.worker.model.dense import Dense, find_dense
 from quire.worker.model.fields import Fields
 
 PoolingKind = Literal["last", "mean", "cls", "classifier"]
+Activation = Literal["Identity", "Tanh", "ReLU"]
 
 _KINDS: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _FLAGS = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "lasttoken"}
@@ -24,6 +25,18 @@ _SETTINGS = "sentence_bert_config.json"
 _FUNCTION = "sbert_ce_default_activation_function"
 CLASSIFIER = "ForSequenceClassification"
 """How the names of architectures end that have a classifier behind their encoder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """One layer, whose weights are in a file."""
+
+    file: Path
+    num_in: int
+    num_out: int
+    activation: Activation
+    digest: str
+    """SHA-256 of the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +80,7 @@ def read_pooling(path: Path, *, is_encoder: bool, has_head: bool) -> Pooling | N
             case "Pooling" if number == 1:
                 kind = _kind_of(path / folder / "config.json")
             case "Dense" if kind is not None and not normalize:
-                dense.append(find_dense(path / folder))
+                dense.append(_find_dense(path / folder))
             case "Normalize" if kind is not None:
                 normalize = True
             case _:
@@ -82,6 +95,26 @@ def read_pooling(path: Path, *, is_encoder: bool, has_head: bool) -> Pooling | N
         normalize=normalize,
         dense=tuple(dense),
         max_tokens=_max_tokens(path / _SETTINGS),
+    )
+
+
+def _find_dense(folder: Path) -> Dense:
+    """The layer in ``folder``. Raises CheckpointError: it is of another kind, or not there."""
+    settings = folder / "config.json"
+    config = Fields(read_json(settings), settings)
+    function = config.raw.get("activation_function", "Tanh")
+    name = str(function).rpartition(".")[2]
+    if name not in get_args(Activation):
+        raise config.wrong("activation_function", function, " or ".join(get_args(Activation)))
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise CheckpointError(f"{file} is missing: only safetensors files are read")
+    return Dense(
+        file=file,
+        num_in=config.count("in_features"),
+        num_out=config.count("out_features"),
+        activation=name,  # type: ignore[arg-type]  # one of its arguments
+        digest=hashlib.sha256(file.read_bytes()).hexdigest(),
     )
 
 
