@@ -44,6 +44,7 @@ class FakeServer:
         self.service = self
         self.by_name = {"demo": self}
         self.explanations = SimpleNamespace()
+        self.adapters = SimpleNamespace()
         self.table = object()
         self.demand = Demand()
         self.addresses: list[str] = []

@@ -132,7 +132,7 @@ async def test_a_value_of_the_wrong_kind_is_told_which_kinds_there_are(
         (
             "GET",
             "/",
-            "GET /: Not Found; there are /v1/models, /v1/models/{model}, /v1/completions, ",
+            "GET /: Not Found; there are /v1/models, /v1/models/{model}, /v1/load_lora_adapter, ",
         ),
         ("POST", "/v1/batches", "POST /v1/batches: Not Found; there are /v1/models, "),
         ("GET", "/v1/completions", "GET /v1/completions: Method Not Allowed; use POST"),
