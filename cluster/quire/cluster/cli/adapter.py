@@ -1,9 +1,11 @@
 """``quire adapter``: lists, loads and unloads the LoRA adapters of a running cluster."""
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cluster.cli.explain import table
+from quire.cluster.cli.fields import absolute
 from quire.cluster.cli.help import DefaultsFormatter, Parser, add_server_flags, server_of
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 return 0
             if arguments.action == "load":
                 asked = pb.LoadAdapterRequest(
-                    name=name, source=arguments.source, model=arguments.model
+                    name=name, source=str(absolute(Path(arguments.source))), model=arguments.model
                 )
                 loaded = admin.LoadAdapter(asked, metadata=metadata, timeout=_LOAD_TIMEOUT_S)
                 told, incomplete = f"{name} is {loaded.adapter.digest}", loaded.incomplete

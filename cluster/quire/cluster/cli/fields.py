@@ -48,3 +48,9 @@ def _options(type_: Any, default: object) -> dict[str, Any]:
     if get_origin(plain) is Literal:
         return {"choices": get_args(plain)}
     return {"type": plain if plain in (int, float, Path) else str}
+
+
+def absolute(given: Path) -> Path:
+    """A path that exists here, for processes that run in another folder; others may mean something
+    elsewhere."""
+    return given.absolute() if given.exists() else given

@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from quire.cluster.cli.fields import absolute
 from quire.cluster.config import LoraModule
 from quire.worker.api.errors import ConfigError
 
@@ -33,7 +35,7 @@ def lora_modules(
             raise ConfigError(
                 f"--lora-modules {text}: {model!r} is not served; there are {', '.join(found)}"
             )
-        found[model].append(LoraModule(name=name, path=path))
+        found[model].append(LoraModule(name=name, path=str(absolute(Path(path)))))
     return {model: tuple(modules) for model, modules in found.items()}
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from quire.cluster.cli.cluster import add_model_flags, model_config
 from quire.cluster.cli.engine import MODEL_HELP
+from quire.cluster.cli.fields import absolute
 from quire.cluster.cli.help import SHORT_USAGE, DefaultsFormatter, Parser
 
 
@@ -86,7 +87,7 @@ def _add(arguments: argparse.Namespace) -> int:
     from quire.cluster.deploy.change import add_model
     from quire.cluster.deploy.progress import Progress
 
-    arguments.path = _path(arguments.path)
+    arguments.path = absolute(arguments.path)
     model = model_config(arguments)
 
     def change(progress: Progress) -> None:
@@ -110,7 +111,7 @@ def _replace(arguments: argparse.Namespace) -> int:
     from quire.cluster.deploy.progress import Progress
 
     def change(progress: Progress) -> None:
-        replace_model(arguments.name, arguments.model, _path(arguments.path), progress=progress)
+        replace_model(arguments.name, arguments.model, absolute(arguments.path), progress=progress)
 
     return _change(arguments, f"Replacing {arguments.model}", "Replaced", change)
 
@@ -126,8 +127,3 @@ def _change(
         change(progress)
     print(f"{done} after {progress.elapsed_s:.1f} s.")
     return 0
-
-
-def _path(given: Path) -> Path:
-    """The cluster's processes run in another folder."""
-    return given.absolute() if given.exists() else given
