@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from tests import peft_files
 from tests.gguf_files import write_model
 from tests.golden.oracle import MAX_TOKENS, config, greedy, model_class, prompts
 
-from quire.llm import LLM, SamplingParams
+from quire.llm import LLM, LoRARequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=1)
 SHORT, LONG = [1.0, 1.1, 1.3, 1.5], [1.0, 2.0, 4.0, 9.0]
@@ -152,13 +153,29 @@ def test_tokens_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     check_tokens(file, model, made)
 
 
-def check_tokens(file: Path, model: Any, case: Case) -> None:
+@pytest.mark.quick_cells("native-llama-Q4_0")
+@pytest.mark.parametrize("case", ["llama-Q4_0", "llama-Q8_0", "qwen2"])
+def test_an_adapter_changes_a_file_as_it_changes_the_model(case: str, tmp_path: Path) -> None:
+    made, file = CASES[case], tmp_path / "model.gguf"
+    model = random_model(made)
+    write_model(file, model, made.architecture, kind=made.kind, fields=made.metadata)
+    adapter = LoRARequest("a", 1, str(peft_files.write(tmp_path / "adapter", model, seed=1)))
+    peft_files.merge(model, tmp_path / "adapter")
+    check_tokens(file, model, made, adapter)
+
+
+def check_tokens(file: Path, model: Any, case: Case, adapter: LoRARequest | None = None) -> None:
     """The file's greedy tokens and their log probabilities are the model's."""
     asked = prompts(shortest=case.shortest)
     settings = {"num_blocks": 128, "max_num_seqs": 8, "num_threads": 1} | case.settings
-    with LLM(file, device="cpu", dtype="float32", **settings) as llm:
+    with LLM(
+        file, device="cpu", dtype="float32", enable_lora=adapter is not None, **settings
+    ) as llm:
         outputs = llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in asked], GREEDY, use_tqdm=False
+            [{"prompt_token_ids": prompt} for prompt in asked],
+            GREEDY,
+            use_tqdm=False,
+            lora_request=adapter,
         )
     for prompt, output in zip(asked, outputs, strict=True):
         token_ids, logprobs = greedy(model, prompt)
