@@ -65,6 +65,8 @@ def test_the_application_accepts_its_settings(
     for section in ("engine", "routing"):
         for name, value in values.get(section, {}).items():
             assert getattr(getattr(config, section), name) == value
+    modules = [{"name": each.name, "path": each.path} for each in config.lora_modules]
+    assert modules == values.get("loraModules", [])
     assert list(config.allow_origins) == values.get("gateway", {}).get("allowOrigins", [])
     scaled = of_groups.get("autoscaling", {"enabled": False})
     assert (config.autoscaling is not None) is scaled["enabled"]

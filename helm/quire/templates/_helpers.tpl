@@ -189,6 +189,7 @@ capabilities: {drop: [ALL]}
 {{- $models = append $models $own -}}
 {{- end -}}
 {{- with $models }}{{ $_ := set $settings "more_models" . }}{{ end -}}
+{{- with .Values.loraModules }}{{ $_ := set $settings "lora_modules" . }}{{ end -}}
 {{- toYaml $settings -}}
 {{- end -}}
 
