@@ -43,11 +43,16 @@ import json, sys
 from quire.cluster.deploy.local import ray_session
 with ray_session(address=sys.argv[1]):
     from ray import serve
-    from quire.cluster.deploy.app import application
+    from quire.cluster.deploy.app import application, groups
+    from quire.cluster.deploy.names import application_of, part_of
+    from quire.cluster.settings import config_from
     settings = json.loads(sys.argv[2])
+    model = config_from(settings).model_name
     serve.start(proxy_location="Disabled")
+    name = application_of("quire", part_of(model))
+    serve.run(groups(settings), name=name, route_prefix=None)
     handle = serve.run(application(settings), name="quire", route_prefix=None)
-    handle.wait_for_groups.remote().result()
+    handle.wait_for_groups.remote([model]).result()
     print("addresses", json.dumps(handle.addresses.remote().result()), flush=True)
 """
 
