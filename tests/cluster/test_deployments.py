@@ -131,7 +131,8 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
     monkeypatch.setattr(deployments, "claim_ports", lambda *_, **__: contextlib.ExitStack())
     monkeypatch.setattr(deployments, "be_watched", be_watched)
     monkeypatch.setattr(deployments, "_DEMAND_REPORT_S", 0)
-    context = SimpleNamespace(app_name="app", replica_id=SimpleNamespace(unique_id="this"))
+    this = SimpleNamespace(unique_id="this")
+    context = SimpleNamespace(app_name="app", deployment="Gateway", replica_id=this)
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)
     yield server
     REGISTRY.publish(POOL, [])

@@ -12,7 +12,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from math import inf
 from typing import Any, cast
 
@@ -173,6 +173,8 @@ class Gateway:
         self._at_end.push_async_callback(self._set.close)
         self._handles: dict[ServedModel, DeploymentHandle[Any]] = {}
         self._told: dict[str, Any] = {}
+        self._gateways: DeploymentHandle[Any] | None = None
+        """All, this one among them."""
         self._watched: asyncio.Task[None] | None = None
 
     async def reconfigure(self, told: dict[str, Any]) -> None:
@@ -180,8 +182,13 @@ class Gateway:
         clients when it is first called."""
         self._told = told
         listed, models = from_json(told), self._server.models
-        if self._watched is None and any(each.settings.engine.enable_lora for each in listed):
-            models.adapters.hear(await self._ask_for_adapters())
+        takes_adapters = any(each.settings.engine.enable_lora for each in listed)
+        if self._gateways is None:
+            # Now: if Ray has died by the time that it is needed, it could not be made.
+            context = serve.get_replica_context()
+            self._gateways = _handle(context.deployment, context.app_name).options()
+            if takes_adapters:
+                models.adapters.hear(await self._ask_for_adapters())
         await self._set.set(listed)
         if self._watched is not None:
             return
@@ -193,8 +200,9 @@ class Gateway:
             raise
         models.explanations.ask_others = self._ask_others
         models.adapters.tell_others = self._tell_of_adapters
-        learning = asyncio.create_task(self._learn_adapters(models.adapters))
-        self._at_end.callback(learning.cancel)
+        if takes_adapters:
+            learning = asyncio.create_task(self._learn_adapters(models.adapters))
+            self._at_end.callback(learning.cancel)
         self._watched = asyncio.create_task(
             be_watched(self._server.listeners, silence_timeout_s=self._config.silence_timeout_s)
         )
@@ -272,12 +280,6 @@ class Gateway:
         answer = await self._server.models.explanations.own(request, tenant=tenant)
         return answer.SerializeToString()
 
-    @cached_property
-    def _gateways(self) -> "DeploymentHandle[Gateway]":
-        """All, this one among them. Made when it is first needed, and once: Serve keeps it told."""
-        context = serve.get_replica_context()
-        return serve.get_deployment_handle(context.deployment, app_name=context.app_name)
-
     async def _ask_others(self, request: pb.ExplainRoutingRequest, tenant: str | None) -> Answers:
         said, silence = await self._broadcast("recall", request.SerializeToString(), tenant)
         return [pb.ExplainRoutingResponse.FromString(each) for each in said], silence
@@ -310,6 +312,7 @@ class Gateway:
         """Calls ``method`` of all gateways with this one's name; returns the results, and which
         of the others gave none. Bounds its time, and raises nothing."""
         name = serve.get_replica_context().replica_id.unique_id
+        assert self._gateways is not None, "`reconfigure` comes first"
         try:
             call = self._gateways.broadcast(method, name, *arguments)
             said = await call.results_async(timeout_s=_RECALL_TIMEOUT_S, return_exceptions=True)
