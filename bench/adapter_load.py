@@ -4,8 +4,8 @@
 
 Two replica groups serve random weights with ``--slots`` slots each. Requests come at random times,
 so many a second on average; first all for the model, then each for an adapter, in turns. Adapters
-are asked for with Zipf's frequencies. Printed are medians over the rounds: the time to the first
-token and tokens a second, and their ratios.
+are asked for with Zipf's frequencies, and have been before. Printed are medians over the rounds:
+the time to the first token and tokens a second, and their ratios.
 """
 
 import asyncio
@@ -75,6 +75,7 @@ def main() -> None:
         names = [each.name for each in adapters]
         with running_cluster(config) as endpoints:
             rows = []
+            asyncio.run(_run(endpoints.grpc, _requests(names, arguments.rates[0], len(names) * 3)))
             for rate in arguments.rates:
                 alone, adapted = list[Figures](), list[Figures]()
                 for number in range(arguments.rounds):
@@ -101,7 +102,7 @@ def _row(rate: float, alone: Sequence[Figures], adapted: Sequence[Figures]) -> l
     ]
 
 
-def _requests(names: Sequence[str], rate: float, count: int, *, seed: int) -> list[Request]:
+def _requests(names: Sequence[str], rate: float, count: int, *, seed: int = -1) -> list[Request]:
     draw = random.Random(seed)
     weights = [1 / (place + 1) for place in range(len(names))]
     at_s, requests = 0.0, []
