@@ -16,7 +16,7 @@ from quire.worker.api.errors import AdapterError
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_BYTES = 4 * 2**30
-"""Of both together."""
+"""The most that both files may have together."""
 _PIECE_BYTES = 2**20
 _PIECE_TIMEOUT_S = 30.0
 """Between two pieces that are received."""

@@ -121,7 +121,7 @@ def _flags(arguments: argparse.Namespace) -> Settings:
 
 
 def _merged(*each: Mapping[str, Any]) -> Settings:
-    """Of those that say the same setting, the last one holds."""
+    """All settings; where several say the same one, the last holds."""
     merged: Settings = {}
     for settings in each:
         for name, value in settings.items():

@@ -90,5 +90,5 @@ def forgotten_at_end(name: str) -> Iterator[None]:
 
 
 def _prefixes(name: str) -> tuple[bytes, bytes]:
-    """Of the keys of its gateways, and of its groups."""
+    """How the keys of a cluster's gateways and groups begin."""
     return f"{name}#".encode(), f"{name}:".encode()

@@ -15,7 +15,7 @@ class Adapter:
     source: str
     """The directory or the hub's name that it came from."""
     digest: str
-    """Of its content, by which engines, caches and groups know it."""
+    """The digest of its content, by which engines, caches and groups know it."""
     held: object = field(default=None, repr=False, compare=False)
     """Keeps its files on this node, as long as this is referred to."""
 

@@ -99,7 +99,7 @@ class ModelService:
         self.scoring = scoring
         """How it scores a document for a query, where it is made for that."""
         self.keeper = keeper
-        """Of LoRA adapters; ``None`` where the model takes none."""
+        """Keeps LoRA adapters; ``None`` where the model takes none."""
         self.tokenizer = tokenizer
         self.groups = groups
         self.table = table

@@ -51,7 +51,7 @@ class Scheduler:
         self._takes_whole = takes_whole
         self._recent = RecentOutputs()
         self.slots = Slots(max_adapters)
-        """Of adapters."""
+        """Which adapters' requests may run."""
         # Requests that wait for their adapter's turn: beside the queue, so that others go on.
         self._aside: set[Sequence] = set()
         self.running: list[Sequence] = []

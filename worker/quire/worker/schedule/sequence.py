@@ -136,6 +136,8 @@ class Sequence:
         there, before it is scheduled."""
         self.adapter_slot = -1
         """Where the ranks have its adapter; -1 while they do not, and where it has none."""
+        self.lacks_adapter = bool(request.adapter)
+        """No step may compute any of its tokens yet: others' adapters are in the slots."""
         self.lacks_mask = False
         """Whether it is not known yet which tokens its constraint allows next."""
 
@@ -199,10 +201,9 @@ class Sequence:
         """Whether the masks of its constraint take long."""
         return self.matcher is not None and self.matcher.cost.is_slow
 
-    @property
-    def lacks_adapter(self) -> bool:
-        """Whether no step may compute any of its tokens yet: others' adapters are in the slots."""
-        return self.adapter_slot < 0 and bool(self.request.adapter)
+    def take_slot(self, slot: int) -> None:
+        """Its adapter is in this slot from now on; -1: in none."""
+        self.adapter_slot, self.lacks_adapter = slot, slot < 0
 
     @property
     def sits_out(self) -> bool:

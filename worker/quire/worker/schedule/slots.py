@@ -82,7 +82,7 @@ class Slots:
                 self._activate(adapter)
         adapter.requests[seq] = None
         adapter.priorities[seq.request.priority] += 1
-        seq.adapter_slot = adapter.slot
+        seq.take_slot(adapter.slot)
 
     def remove(self, seq: Sequence) -> None:
         """``seq`` has ended."""
@@ -151,7 +151,7 @@ class Slots:
         self._active[digest] = adapter
         adapter.slot, adapter.began = slot, self._num_steps
         for seq in adapter.requests:
-            seq.adapter_slot = slot
+            seq.take_slot(slot)
         return list(adapter.requests)
 
     def _deactivate(self, adapter: _Adapter) -> list[Sequence]:
@@ -160,5 +160,5 @@ class Slots:
         self._loaded[adapter.digest] = self._loaded.pop(adapter.digest)
         adapter.slot, adapter.began = -1, next(self._entries)
         for seq in adapter.requests:
-            seq.adapter_slot = -1
+            seq.take_slot(-1)
         return list(adapter.requests)

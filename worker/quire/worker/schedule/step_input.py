@@ -163,8 +163,8 @@ def _last_tokens(ends_B: Longs, counts_B: Longs) -> Ints:
 
 
 def _adapter_slots(schedule: Schedule) -> Ints:
-    slots_B = np.array([seq.adapter_slot for seq in schedule.sequences], dtype=np.int32)
-    return slots_B if slots_B.max() >= 0 else slots_B[:0]
+    slots = [seq.adapter_slot for seq in schedule.sequences]
+    return np.array(slots if max(slots) >= 0 else (), dtype=np.int32)
 
 
 def _hidden_rows(schedule: Schedule) -> Ints | None:
