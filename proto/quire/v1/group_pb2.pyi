@@ -52,8 +52,62 @@ class ReadAdapterRequest(_message.Message):
     digest: str
     def __init__(self, digest: _Optional[str] = ...) -> None: ...
 
+class KvFormat(_message.Message):
+    __slots__ = ("num_layers", "num_kv_heads", "head_bytes", "block_size")
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    num_layers: int
+    num_kv_heads: int
+    head_bytes: int
+    block_size: int
+    def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_bytes: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
+
+class BlocksRequest(_message.Message):
+    __slots__ = ("format", "hashes", "most_useful_bytes")
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    MOST_USEFUL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    format: KvFormat
+    hashes: bytes
+    most_useful_bytes: int
+    def __init__(self, format: _Optional[_Union[KvFormat, _Mapping]] = ..., hashes: _Optional[bytes] = ..., most_useful_bytes: _Optional[int] = ...) -> None: ...
+
+class BlocksLoan(_message.Message):
+    __slots__ = ("num_blocks", "port", "ticket", "lease_s", "refusal", "hashes", "parents")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    port: int
+    ticket: bytes
+    lease_s: float
+    refusal: str
+    hashes: bytes
+    parents: bytes
+    def __init__(self, num_blocks: _Optional[int] = ..., port: _Optional[int] = ..., ticket: _Optional[bytes] = ..., lease_s: _Optional[float] = ..., refusal: _Optional[str] = ..., hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ...) -> None: ...
+
+class BlockSource(_message.Message):
+    __slots__ = ("group_id", "address", "token", "certificate", "num_blocks")
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    address: str
+    token: str
+    certificate: str
+    num_blocks: int
+    def __init__(self, group_id: _Optional[str] = ..., address: _Optional[str] = ..., token: _Optional[str] = ..., certificate: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
 class GroupDescription(_message.Message):
-    __slots__ = ("group_id", "epoch", "model", "model_fingerprint", "kv_dtype", "block_size", "max_model_len", "vocab_size", "tensor_parallel_size", "num_blocks", "max_num_seqs", "eos_token_ids", "numerics")
+    __slots__ = ("group_id", "epoch", "model", "model_fingerprint", "kv_dtype", "block_size", "max_model_len", "vocab_size", "tensor_parallel_size", "num_blocks", "max_num_seqs", "eos_token_ids", "numerics", "kv_format", "num_tiers")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +121,8 @@ class GroupDescription(_message.Message):
     MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
+    NUM_TIERS_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     epoch: int
     model: str
@@ -80,7 +136,9 @@ class GroupDescription(_message.Message):
     max_num_seqs: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     numerics: str
-    def __init__(self, group_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., numerics: _Optional[str] = ...) -> None: ...
+    kv_format: KvFormat
+    num_tiers: int
+    def __init__(self, group_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., numerics: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., num_tiers: _Optional[int] = ...) -> None: ...
 
 class GroupCommand(_message.Message):
     __slots__ = ("submit", "abort", "credit", "drain", "is_draining")
@@ -97,7 +155,7 @@ class GroupCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., drain: bool = ..., is_draining: bool = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "work", "completion", "resumed_token_ids", "token_limit", "isolated_tokens")
+    __slots__ = ("request_id", "attempt", "work", "completion", "resumed_token_ids", "token_limit", "isolated_tokens", "source")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     WORK_FIELD_NUMBER: _ClassVar[int]
@@ -105,6 +163,7 @@ class Submit(_message.Message):
     RESUMED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_LIMIT_FIELD_NUMBER: _ClassVar[int]
     ISOLATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     work: bytes
@@ -112,7 +171,8 @@ class Submit(_message.Message):
     resumed_token_ids: bytes
     token_limit: int
     isolated_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[bytes] = ..., completion: _Optional[int] = ..., resumed_token_ids: _Optional[bytes] = ..., token_limit: _Optional[int] = ..., isolated_tokens: _Optional[int] = ...) -> None: ...
+    source: BlockSource
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[bytes] = ..., completion: _Optional[int] = ..., resumed_token_ids: _Optional[bytes] = ..., token_limit: _Optional[int] = ..., isolated_tokens: _Optional[int] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ...) -> None: ...
 
 class Work(_message.Message):
     __slots__ = ("segments", "sampling", "adapter", "cache_salt", "priority", "tenant", "task")
@@ -183,7 +243,7 @@ class StepFrame(_message.Message):
     def __init__(self, step: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., phase: _Optional[_Union[StepFrame.Phase, str]] = ..., num_submits: _Optional[int] = ..., num_requests: _Optional[int] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_offset", "token_ids", "logprobs", "finish_reason", "num_cached_tokens", "error", "prompt_logprobs", "embedding")
+    __slots__ = ("request_id", "attempt", "token_offset", "token_ids", "logprobs", "finish_reason", "num_cached_tokens", "fetched", "error", "prompt_logprobs", "embedding")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -191,6 +251,7 @@ class TokenDelta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     EMBEDDING_FIELD_NUMBER: _ClassVar[int]
@@ -201,10 +262,25 @@ class TokenDelta(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
     finish_reason: _inference_pb2.FinishReason
     num_cached_tokens: int
+    fetched: Fetched
     error: GroupError
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]
     embedding: bytes
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., error: _Optional[_Union[GroupError, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., embedding: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_offset: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_inference_pb2.FinishReason, str]] = ..., num_cached_tokens: _Optional[int] = ..., fetched: _Optional[_Union[Fetched, _Mapping]] = ..., error: _Optional[_Union[GroupError, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_inference_pb2.TokenLogprobs, _Mapping]]] = ..., embedding: _Optional[bytes] = ...) -> None: ...
+
+class Fetched(_message.Message):
+    __slots__ = ("num_host_tokens", "num_disk_tokens", "num_peer_tokens", "wait_s", "error")
+    NUM_HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    num_host_tokens: int
+    num_disk_tokens: int
+    num_peer_tokens: int
+    wait_s: float
+    error: str
+    def __init__(self, num_host_tokens: _Optional[int] = ..., num_disk_tokens: _Optional[int] = ..., num_peer_tokens: _Optional[int] = ..., wait_s: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
 
 class GroupError(_message.Message):
     __slots__ = ("code", "message", "param")
@@ -237,7 +313,7 @@ class GroupError(_message.Message):
     def __init__(self, code: _Optional[_Union[GroupError.Code, str]] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "num_pending_prefill_tokens", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_prompt_tokens", "num_hit_tokens", "num_output_tokens", "num_preemptions", "num_unsent_tokens", "num_gateways", "num_drafted_tokens", "num_accepted_tokens", "adapters", "max_adapters", "num_adapters", "num_adapter_loads")
+    __slots__ = ("num_running", "num_waiting", "num_pending_prefill_tokens", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_prompt_tokens", "num_hit_tokens", "num_output_tokens", "num_preemptions", "num_unsent_tokens", "num_gateways", "num_drafted_tokens", "num_accepted_tokens", "adapters", "max_adapters", "num_adapters", "num_adapter_loads", "num_host_tokens", "num_disk_tokens", "disk_s", "num_peer_tokens", "peer_s", "num_lent_tokens", "num_corrupt_blocks", "num_failed_pulls")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PENDING_PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -256,6 +332,14 @@ class Load(_message.Message):
     MAX_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     NUM_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     NUM_ADAPTER_LOADS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PEER_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_LENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CORRUPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILED_PULLS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     num_pending_prefill_tokens: int
@@ -274,7 +358,15 @@ class Load(_message.Message):
     max_adapters: int
     num_adapters: int
     num_adapter_loads: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_prefill_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_unsent_tokens: _Optional[int] = ..., num_gateways: _Optional[int] = ..., num_drafted_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., max_adapters: _Optional[int] = ..., num_adapters: _Optional[int] = ..., num_adapter_loads: _Optional[int] = ...) -> None: ...
+    num_host_tokens: int
+    num_disk_tokens: int
+    disk_s: float
+    num_peer_tokens: int
+    peer_s: float
+    num_lent_tokens: int
+    num_corrupt_blocks: int
+    num_failed_pulls: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_prefill_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_unsent_tokens: _Optional[int] = ..., num_gateways: _Optional[int] = ..., num_drafted_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., max_adapters: _Optional[int] = ..., num_adapters: _Optional[int] = ..., num_adapter_loads: _Optional[int] = ..., num_host_tokens: _Optional[int] = ..., num_disk_tokens: _Optional[int] = ..., disk_s: _Optional[float] = ..., num_peer_tokens: _Optional[int] = ..., peer_s: _Optional[float] = ..., num_lent_tokens: _Optional[int] = ..., num_corrupt_blocks: _Optional[int] = ..., num_failed_pulls: _Optional[int] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
     __slots__ = ("epoch", "next_seq", "buckets")
@@ -301,17 +393,21 @@ class EventBatch(_message.Message):
     def __init__(self, epoch: _Optional[int] = ..., first_seq: _Optional[int] = ..., events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class BlockEvent(_message.Message):
-    __slots__ = ("stored", "removed")
+    __slots__ = ("stored", "removed", "tier")
     STORED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
+    TIER_FIELD_NUMBER: _ClassVar[int]
     stored: bytes
     removed: bytes
-    def __init__(self, stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
+    tier: int
+    def __init__(self, stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., tier: _Optional[int] = ...) -> None: ...
 
 class Snapshot(_message.Message):
-    __slots__ = ("stored", "buckets")
+    __slots__ = ("stored", "slower", "buckets")
     STORED_FIELD_NUMBER: _ClassVar[int]
+    SLOWER_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
     stored: bytes
+    slower: _containers.RepeatedScalarFieldContainer[bytes]
     buckets: bytes
-    def __init__(self, stored: _Optional[bytes] = ..., buckets: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, stored: _Optional[bytes] = ..., slower: _Optional[_Iterable[bytes]] = ..., buckets: _Optional[bytes] = ...) -> None: ...

@@ -64,6 +64,11 @@ class ReplicaGroupStub(object):
                 request_serializer=quire_dot_v1_dot_group__pb2.ReadAdapterRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_group__pb2.AdapterPiece.FromString,
                 _registered_method=True)
+        self.Blocks = channel.unary_unary(
+                '/quire.v1.ReplicaGroup/Blocks',
+                request_serializer=quire_dot_v1_dot_group__pb2.BlocksRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_group__pb2.BlocksLoan.FromString,
+                _registered_method=True)
 
 
 class ReplicaGroupServicer(object):
@@ -115,6 +120,14 @@ class ReplicaGroupServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Blocks(self, request, context):
+        """Lends cached blocks to another group. Their bytes come over a connection of their own, for which
+        the answer has the port and the ticket.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaGroupServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -147,6 +160,11 @@ def add_ReplicaGroupServicer_to_server(servicer, server):
                     servicer.ReadAdapter,
                     request_deserializer=quire_dot_v1_dot_group__pb2.ReadAdapterRequest.FromString,
                     response_serializer=quire_dot_v1_dot_group__pb2.AdapterPiece.SerializeToString,
+            ),
+            'Blocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.Blocks,
+                    request_deserializer=quire_dot_v1_dot_group__pb2.BlocksRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_group__pb2.BlocksLoan.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -311,6 +329,33 @@ class ReplicaGroup(object):
             '/quire.v1.ReplicaGroup/ReadAdapter',
             quire_dot_v1_dot_group__pb2.ReadAdapterRequest.SerializeToString,
             quire_dot_v1_dot_group__pb2.AdapterPiece.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Blocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.ReplicaGroup/Blocks',
+            quire_dot_v1_dot_group__pb2.BlocksRequest.SerializeToString,
+            quire_dot_v1_dot_group__pb2.BlocksLoan.FromString,
             options,
             channel_credentials,
             insecure,

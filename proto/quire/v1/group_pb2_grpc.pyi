@@ -121,7 +121,23 @@ _ReplicaGroupReadAdapterType = typing_extensions.TypeVar(
     ],
 )
 
-class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAttachType, _ReplicaGroupEventsType, _ReplicaGroupHoldAdapterType, _ReplicaGroupWriteAdapterType, _ReplicaGroupReadAdapterType]):
+_ReplicaGroupBlocksType = typing_extensions.TypeVar(
+    '_ReplicaGroupBlocksType',
+    grpc.UnaryUnaryMultiCallable[
+        quire.v1.group_pb2.BlocksRequest,
+        quire.v1.group_pb2.BlocksLoan,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.group_pb2.BlocksRequest,
+        quire.v1.group_pb2.BlocksLoan,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        quire.v1.group_pb2.BlocksRequest,
+        quire.v1.group_pb2.BlocksLoan,
+    ],
+)
+
+class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAttachType, _ReplicaGroupEventsType, _ReplicaGroupHoldAdapterType, _ReplicaGroupWriteAdapterType, _ReplicaGroupReadAdapterType, _ReplicaGroupBlocksType]):
     @typing.overload
     def __init__(self: ReplicaGroupStub[
         grpc.UnaryUnaryMultiCallable[
@@ -147,6 +163,10 @@ class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAt
         grpc.UnaryStreamMultiCallable[
             quire.v1.group_pb2.ReadAdapterRequest,
             quire.v1.group_pb2.AdapterPiece,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            quire.v1.group_pb2.BlocksRequest,
+            quire.v1.group_pb2.BlocksLoan,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -176,6 +196,10 @@ class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAt
             quire.v1.group_pb2.ReadAdapterRequest,
             quire.v1.group_pb2.AdapterPiece,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            quire.v1.group_pb2.BlocksRequest,
+            quire.v1.group_pb2.BlocksLoan,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Describe: _ReplicaGroupDescribeType
@@ -203,6 +227,11 @@ class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAt
     ReadAdapter: _ReplicaGroupReadAdapterType
     """The same files, for groups whose node lacks them. Errors: NOT_FOUND."""
 
+    Blocks: _ReplicaGroupBlocksType
+    """Lends cached blocks to another group. Their bytes come over a connection of their own, for which
+    the answer has the port and the ticket.
+    """
+
 ReplicaGroupAsyncStub: typing_extensions.TypeAlias = ReplicaGroupStub[
     grpc.aio.UnaryUnaryMultiCallable[
         quire.v1.group_pb2.DescribeRequest,
@@ -227,6 +256,10 @@ ReplicaGroupAsyncStub: typing_extensions.TypeAlias = ReplicaGroupStub[
     grpc.aio.UnaryStreamMultiCallable[
         quire.v1.group_pb2.ReadAdapterRequest,
         quire.v1.group_pb2.AdapterPiece,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.group_pb2.BlocksRequest,
+        quire.v1.group_pb2.BlocksLoan,
     ],
 ]
 
@@ -285,5 +318,15 @@ class ReplicaGroupServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[quire.v1.group_pb2.AdapterPiece], collections.abc.AsyncIterator[quire.v1.group_pb2.AdapterPiece]]:
         """The same files, for groups whose node lacks them. Errors: NOT_FOUND."""
+
+    @abc.abstractmethod
+    def Blocks(
+        self,
+        request: quire.v1.group_pb2.BlocksRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[quire.v1.group_pb2.BlocksLoan, collections.abc.Awaitable[quire.v1.group_pb2.BlocksLoan]]:
+        """Lends cached blocks to another group. Their bytes come over a connection of their own, for which
+        the answer has the port and the ticket.
+        """
 
 def add_ReplicaGroupServicer_to_server(servicer: ReplicaGroupServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

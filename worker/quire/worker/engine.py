@@ -311,6 +311,7 @@ class Engine:
         if self._config.enable_prefix_caching and not self._model.is_encoder:
             chain = request.chain(
                 model_fingerprint=self._model.fingerprint,
+                numerics=self._executor.numerics,
                 kv_dtype=self._model.kv_dtype,
                 block_size=self._config.block_size,
             )

@@ -217,8 +217,10 @@ class Attempts:
             if self.blame.is_convicted:
                 raise self._quarantined()
             card = self._groups.card
-            if card is not None and not token_ids and card.names_blocks_like(self._model):
+            if card is not None and not token_ids and card.differs_in_numerics_at_most(self._model):
                 # The former attempt brought no token, so a group with other numerics may continue.
+                if card != self._model:
+                    self._request = self._request.hashed_for(card)
                 self._model = card
             if card not in (None, self._model):
                 raise Unavailable("the model was replaced while the request was under way")

@@ -201,6 +201,9 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         async for piece in pieces:
             await context.write(piece)
 
+    async def Blocks(self, request: pb.BlocksRequest, context: Context) -> pb.BlocksLoan:
+        return pb.BlocksLoan(refusal="this group lends no blocks")
+
     async def _write_frames(self, attachment: GatewaySession, context: Context) -> None:
         """Sends frames until the session is closed, or the group fails or closes. Then there is a
         last one: whatever happened during the write before it, the requests are told all the same.

@@ -9,6 +9,8 @@ from quire.worker.api.errors import ConfigError
 
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 MAX_LORAS, MAX_LORA_RANK = 1024, 256
+STAGING_BYTES = 64 << 20
+"""Host memory through which blocks travel."""
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -80,6 +82,14 @@ class EngineConfig:
     waiting, or with "fcfs" the order of arrival."""
     enable_prefix_caching: bool = True
     """Reuse the KV of requests that begin alike."""
+    kv_offloading_size: float = 0.0
+    """GiB of host memory, for the whole group, that keep blocks which the KV cache evicts."""
+    kv_disk_dir: Path | None = None
+    """A folder on a local disk that keeps blocks beyond that, also over a restart."""
+    kv_disk_size: float = 16.0
+    """GiB that this engine keeps there at most."""
+    kv_transfer: bool = False
+    """Take blocks from other groups that hold them, and lend them one's own."""
     seed: int = 0
     """Seed from which requests without their own seed get one."""
     num_threads: int | None = None
@@ -102,6 +112,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "model", Path(self.model))
+        if self.kv_disk_dir is not None:
+            object.__setattr__(self, "kv_disk_dir", Path(self.kv_disk_dir))
+        for name in ("kv_offloading_size", "kv_disk_size"):
+            value = getattr(self, name)
+            _check(0 <= value < 2**20, name, value, "must be 0 or more, in GiB")
         _check(
             self.block_size in BLOCK_SIZES,
             "block_size",
@@ -198,6 +213,13 @@ class EngineConfig:
                 f"only the kernels for {_KINDS[only]} have it; set device={only!r}, or leave it out"
             )
             _check(device != other or getattr(self, name) != value, name, value, rule)
+
+    @property
+    def host_kv_bytes(self) -> int:
+        """Host memory for blocks outside the cache: those that it keeps, and those that travel."""
+        travels = self.kv_transfer or self.kv_disk_dir is not None
+        staging_bytes = STAGING_BYTES if travels or self.kv_offloading_size else 0
+        return int(self.kv_offloading_size * 2**30) + staging_bytes
 
     @property
     def num_kept_loras(self) -> int:

@@ -44,3 +44,17 @@ class EngineStats:
     """Those that requests at hand name, which take turns where they are more."""
     num_adapter_loads: int = 0
     """Counter."""
+    num_host_tokens: int = 0
+    """Counter, as are all that follow: tokens whose KV came from host memory."""
+    num_disk_tokens: int = 0
+    disk_s: float = 0.0
+    """Time that requests waited for it."""
+    num_peer_tokens: int = 0
+    """Tokens whose KV came from other groups."""
+    peer_s: float = 0.0
+    num_lent_tokens: int = 0
+    """Tokens whose KV went to other groups."""
+    num_corrupt_blocks: int = 0
+    """Blocks whose bytes were not what they should have been, and that were thrown away."""
+    num_failed_pulls: int = 0
+    """Pulls that ended before their last block."""

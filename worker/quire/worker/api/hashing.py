@@ -185,12 +185,14 @@ class HashChain:
 def root_hash(
     *,
     model_fingerprint: str,
+    numerics: str = "",
     kv_dtype: str,
     block_size: int,
     adapter: str = "",
     cache_salt: str = "",
 ) -> BlockHash:
-    """The hash from which every chain of one model, tenant and adapter begins.
+    """The hash from which every chain of one model, tenant and adapter begins. Besides the tokens,
+    it covers all that the bytes of a block depend on.
 
     The fields are encoded with their names, so that no salt can equal an adapter's name.
     """
@@ -200,6 +202,7 @@ def root_hash(
         "cache_salt": cache_salt,
         "kv_dtype": kv_dtype,
         "model": model_fingerprint,
+        "numerics": numerics,
     }
     return BlockHash(hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest())
 

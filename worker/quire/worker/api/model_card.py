@@ -25,6 +25,6 @@ class ModelCard:
         """``description`` has these fields, and may have others: a `GroupDescription`."""
         return cls(**{field.name: getattr(description, field.name) for field in fields(cls)})
 
-    def names_blocks_like(self, other: "ModelCard | None") -> bool:
-        """Whether they differ in the bits of their outputs at most."""
+    def differs_in_numerics_at_most(self, other: "ModelCard | None") -> bool:
+        """Whether they are the same but for the bits of their outputs and of their KV."""
         return other is not None and replace(self, numerics=other.numerics) == other

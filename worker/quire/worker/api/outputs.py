@@ -25,6 +25,18 @@ class TokenLogprobs:
     not among them."""
 
 
+class Fetched(NamedTuple):
+    """Tokens whose KV a request found outside the KV cache."""
+
+    num_host_tokens: int = 0
+    num_disk_tokens: int = 0
+    num_peer_tokens: int = 0
+    wait_s: float = 0.0
+    """How long it waited for disk and other groups."""
+    error: str = ""
+    """Why blocks that were to come from its source did not; empty where all did."""
+
+
 class TokenDelta(NamedTuple):
     """The output of one step for one request."""
 
@@ -45,6 +57,9 @@ class TokenDelta(NamedTuple):
     hidden: Floats | None = None
     """A row for each token, where the request asked for hidden states. The one row of an embedding,
     with no token."""
+    fetched: Fetched | None = None
+    """With its first output: what of the cached tokens came from elsewhere; ``None`` where none did
+    or were to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import numpy as np
 
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import BlockHashes, Feature, HashChain, TokenIds, root_hash
+from quire.worker.api.kv_format import PeerSource
 from quire.worker.api.model_card import ModelCard
 from quire.worker.api.sampling_params import SamplingParams
 
@@ -144,6 +145,8 @@ class Prepared(Terms):
     outputs: frozenset[Output] = frozenset()
     features: tuple[Feature, ...] = ()
     """Content that some of the prompt's tokens stand for, in order."""
+    source: PeerSource | None = None
+    """Another group that holds blocks of it, which may be fetched instead of computed."""
     adapter: str = ""
     """The digest of the content of the adapter to use; empty is the model alone."""
     cache_salt: str = ""
@@ -163,10 +166,13 @@ class Prepared(Terms):
         """Memory that its prompt takes up."""
         return self.prompt_token_ids.nbytes + len(self.hashes.data)
 
-    def chain(self, *, model_fingerprint: str, kv_dtype: str, block_size: int) -> HashChain:
+    def chain(
+        self, *, model_fingerprint: str, numerics: str, kv_dtype: str, block_size: int
+    ) -> HashChain:
         """Names its blocks for a model. Nothing else names those of a request."""
         root = root_hash(
             model_fingerprint=model_fingerprint,
+            numerics=numerics,
             kv_dtype=kv_dtype,
             block_size=block_size,
             adapter=self.adapter,
@@ -178,6 +184,7 @@ class Prepared(Terms):
         """The same for ``card``'s model, with the names of the prompt's full blocks."""
         chain = self.chain(
             model_fingerprint=card.model_fingerprint,
+            numerics=card.numerics,
             kv_dtype=card.kv_dtype,
             block_size=card.block_size,
         )

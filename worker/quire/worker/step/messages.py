@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from quire.worker.api.arrays import Floats, Ints, Longs
+from quire.worker.api.kv_format import Bytes, KvFormat
 from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.step.sampling_batch import Adjustments, SamplingBatch
 
@@ -64,9 +65,9 @@ class StepInput:
     """The samples whose hidden states are wanted, ascending; ``None`` where there are none."""
     copies_X22: Ints | None = None
     """Blocks that every rank copies before it computes: each one's source and target, and of these
-    the tier and the block's place there. Tier 0 is the cache that rows read and write. One copy
-    after the other, but of neighbours between the same two tiers none may read what another
-    writes."""
+    the tier and the block's place there. Tier 0 is the cache that rows read and write, tier 1 the
+    memory of `Executor.host_blocks_XC`. One copy after the other, but of neighbours between the
+    same two tiers none may read what another writes. A step may have copies and no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,15 @@ class Executor(Protocol):
     def numerics(self) -> str:
         """Everything that decides the bits of outputs besides the weights; see
         `quire.worker.model.numerics`."""
+
+    @property
+    def kv_format(self) -> KvFormat:
+        """How blocks lie in `host_blocks_XC`."""
+
+    @property
+    def host_blocks_XC(self) -> Bytes | None:
+        """Memory for blocks outside the cache, which this process and all ranks share: tier 1 of
+        `StepInput.copies_X22`. ``None`` where `EngineConfig.host_kv_bytes` is 0."""
 
     def submit(self, step: StepInput) -> None:
         """Gives all ranks a step to run. At most ``1 + num_ahead`` are under way.

@@ -1,0 +1,119 @@
+"""Blocks on their way into a group's host memory, from its disk or from another group.
+
+An engine wants some blocks of one chain and makes a `Pull`. A *fetcher* brings them, in order, in a
+thread of its own: it takes a slot of host memory, fills it, and says which block lies there. The
+engine copies it into the cache with its next step and grants the slot again. So a pull of any
+length needs only a few slots, and waits where the engine has no room.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from quire.worker.api.hashing import BlockHashes
+from quire.worker.api.kv_format import Bytes, KvFormat, PeerSource
+
+
+@dataclass(frozen=True, slots=True)
+class Landed:
+    """A block that has arrived whole, and whose bytes were checked."""
+
+    index: int
+    """Which of the pull's blocks it is."""
+    slot: int
+    """Where in host memory."""
+    checksum: bytes
+    """XXH3 of its bytes, 128 bits, as its source told."""
+
+
+Source = PeerSource | None
+"""Where a pull's blocks come from; ``None`` is the group's own disk."""
+
+
+class Pull:
+    """One chain's blocks that an engine waits for. Safe for threads: the engine's, the fetcher's.
+
+    Indices count from the first block of ``hashes``, and blocks land in their order.
+    """
+
+    def __init__(
+        self,
+        hashes: BlockHashes,
+        *,
+        format: KvFormat,
+        host_blocks_XC: Bytes,
+        source: Source,
+        on_change: Callable[[], None],
+    ) -> None:
+        """``on_change`` is called, in the fetcher's thread, when there is something to `take`."""
+        self.hashes = hashes
+        self.format = format
+        self.host_blocks_XC = host_blocks_XC
+        self.source = source
+        self.error = ""
+        """Why it ended early, with the source's name; for logs and explanations."""
+        self.num_bytes = 0
+        """Received, checked or not."""
+        self._on_change = on_change
+        self._changed = threading.Condition()
+        self._granted: deque[int] = deque()
+        self._landed: list[Landed] = []
+        self._is_cancelled = False
+        self._is_over = False
+
+    # For the fetcher.
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Nobody waits for it any more: call `end`."""
+        return self._is_cancelled
+
+    def next_slot(self, timeout_s: float) -> int | None:
+        """A slot to fill; ``None`` after ``timeout_s``, and once it is cancelled."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._granted or self._is_cancelled, timeout_s)
+            return self._granted.popleft() if self._granted and not self._is_cancelled else None
+
+    def landed(self, index: int, slot: int, checksum: bytes) -> None:
+        """The block's bytes are in the slot, and have this checksum."""
+        with self._changed:
+            self._landed.append(Landed(index, slot, checksum))
+        self._on_change()
+
+    def end(self, error: str = "") -> None:
+        """No more blocks come, and nothing writes to a slot any more. Must be called once, however
+        it ends; ``error`` says why before the last block."""
+        with self._changed:
+            self.error = error
+            self._is_over = True
+        self._on_change()
+
+    # For the engine.
+
+    @property
+    def is_over(self) -> bool:
+        """The fetcher writes to no slot any more. There may still be something to `take`."""
+        return self._is_over
+
+    def grant(self, slots: Sequence[int]) -> None:
+        """Lets the fetcher fill more slots."""
+        with self._changed:
+            self._granted.extend(slots)
+            self._changed.notify()
+
+    def take(self) -> list[Landed]:
+        """Blocks that have landed since the last call."""
+        with self._changed:
+            landed, self._landed = self._landed, []
+            return landed
+
+    def cancel(self) -> None:
+        """No more is wanted; `is_over` tells when the slots are free."""
+        with self._changed:
+            self._is_cancelled = True
+            self._changed.notify()
+
+
+Fetch = Callable[[Pull], None]
+"""Has a fetcher bring a pull's blocks, and returns at once. Called from the engine's thread."""
