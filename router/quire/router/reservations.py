@@ -59,8 +59,8 @@ class Group:
     """Mean of its recent forecasts' errors, as shares of the waits."""
     position: int = 0
     """Among the members."""
-    slot: Slot | None = None
-    """Its slot in the directory, once it has one."""
+    slots: tuple[Slot, ...] = ()
+    """Those of its tiers in the directory, once it has some."""
     loads: Loads | None = None
     """Where its state is kept up to date, while it is a member."""
     state: GroupState = field(init=False)

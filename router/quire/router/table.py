@@ -240,8 +240,8 @@ class RoutingTable:
             if group is None:
                 return Applied(0)
             answer = self._directory.apply(group_id, batch, now_s=self._clock())
-            if group.slot is None:
-                self._members.heard(group, self._directory.slot(group_id))
+            if (slots := self._directory.slots(group_id)) != group.slots:
+                self._members.heard(group, slots)
             return answer
 
     def events_position(self, group_id: GroupId) -> Position:
