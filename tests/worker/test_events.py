@@ -94,7 +94,7 @@ def test_events_are_numbered_without_a_gap_and_empty_ones_are_none(log: EventLog
     assert log.next_seq == 5
 
 
-def test_model_type_block_size_adapter_and_salt_each_make_a_chain_of_its_own() -> None:
+def test_model_numerics_type_block_size_adapter_and_salt_each_make_a_chain_of_its_own() -> None:
     def root(**changes: object) -> BlockHash:
         fields: dict[str, object] = {"model_fingerprint": "m", "kv_dtype": "f", "block_size": 16}
         return root_hash(**{**fields, **changes})  # type: ignore[arg-type]
@@ -102,6 +102,7 @@ def test_model_type_block_size_adapter_and_salt_each_make_a_chain_of_its_own() -
     changes: list[dict[str, object]] = [
         {},
         {"model_fingerprint": "x"},
+        {"numerics": "x"},
         {"kv_dtype": "x"},
         {"block_size": 32},
         {"adapter": "x"},
