@@ -22,7 +22,12 @@ async def kept_s(cluster: Any, path: str, body: dict[str, Any]) -> float:
     seen: list[Prepared] = []
     engine_loop = cluster.groups["g0"].engine_loop
     submit = engine_loop.submit
-    engine_loop.submit = lambda request, sink: (seen.append(request), submit(request, sink))
+
+    def see(request: Prepared, sink: Any) -> None:
+        seen.append(request)
+        submit(request, sink)
+
+    engine_loop.submit = see
     async with httpx.AsyncClient(timeout=None, base_url=cluster.http_url) as client:
         answer = await client.post(path, json=body)
     engine_loop.submit = submit

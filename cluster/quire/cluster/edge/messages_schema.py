@@ -144,7 +144,7 @@ class MessagesBody(MessagesFields, GenerationBody):
     def keep_s(self) -> float:
         """The longest time of the marks. All of the prompt is kept for it, not the part before the
         mark alone."""
-        marks = [("cache_control", self.cache_control)]
+        marks: list[tuple[str, object]] = [("cache_control", self.cache_control)]
         marks += [
             (f"tools[{index}].cache_control", tool.get("cache_control"))
             for index, tool in enumerate(self.tools or ())

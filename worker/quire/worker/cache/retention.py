@@ -21,8 +21,8 @@ class Retention:
         self._most = max(1, int(SHARE * num_blocks))
         self._most_of_all = max(1, int(_TOTAL_SHARE * num_blocks))
         self._until_s: dict[int, tuple[float, str]] = {}
-        # Of each tenant by end, then by when it was asked for; entries that a later one replaced are
-        # skipped.
+        # Each tenant's, by end and then by when it was asked for; entries that a later one replaced
+        # are skipped.
         self._ends: dict[str, list[tuple[float, int, int]]] = {}
         self._num_asked = 0
         self._num_kept = Counter[str]()
