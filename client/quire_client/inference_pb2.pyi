@@ -94,7 +94,7 @@ class Ranked(_message.Message):
     def __init__(self, index: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "cache_salt", "priority", "explain_routing")
+    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "cache_salt", "priority", "cache_key", "keep_s", "explain_routing")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,8 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
+    KEEP_S_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_ROUTING_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
@@ -110,8 +112,10 @@ class GenerateRequest(_message.Message):
     sampling: SamplingParams
     cache_salt: str
     priority: int
+    cache_key: str
+    keep_s: float
     explain_routing: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., explain_routing: bool = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., cache_key: _Optional[str] = ..., keep_s: _Optional[float] = ..., explain_routing: bool = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)

@@ -100,9 +100,11 @@ TRAVELS: dict[str, st.SearchStrategy[Any]] = {
     "priority": st.integers(-(2**31), 2**31 - 1),
     "tenant": st.text(max_size=9),
     "task": st.sampled_from(get_args(Task)),
+    "keep_s": st.floats(0, 1e6, width=32),
 }
 STAYS = {
     *("client_id", "explain_routing", "shown_token_ids", "hashes", "model", "is_checked"),
+    *("cache_key", "source"),
     *("arrival_s", "deadline_s", "outputs"),
 }
 

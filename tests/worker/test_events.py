@@ -134,7 +134,7 @@ def test_a_log_of_no_or_too_many_tiers_is_refused(num_tiers: int) -> None:
         EventLog(epoch=1, num_tiers=num_tiers)
 
 
-def test_model_type_block_size_adapter_and_salt_each_make_a_chain_of_its_own() -> None:
+def test_model_numerics_type_block_size_adapter_and_salt_each_make_a_chain_of_its_own() -> None:
     def root(**changes: object) -> BlockHash:
         fields: dict[str, object] = {"model_fingerprint": "m", "kv_dtype": "f", "block_size": 16}
         return root_hash(**{**fields, **changes})  # type: ignore[arg-type]
@@ -142,6 +142,7 @@ def test_model_type_block_size_adapter_and_salt_each_make_a_chain_of_its_own() -
     changes: list[dict[str, object]] = [
         {},
         {"model_fingerprint": "x"},
+        {"numerics": "x"},
         {"kv_dtype": "x"},
         {"block_size": 32},
         {"adapter": "x"},

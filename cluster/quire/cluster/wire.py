@@ -109,6 +109,7 @@ def work_of(request: Prepared) -> bytes:
         priority=request.priority,
         tenant=request.tenant,
         task=_TASKS[request.task],
+        keep_s=request.keep_s,
     ).SerializeToString()
 
 
@@ -134,6 +135,7 @@ def prepared_of(submit: group_pb.Submit, *, request_id: str) -> Prepared:
         adapter=work.adapter,
         cache_salt=work.cache_salt,
         priority=work.priority,
+        keep_s=work.keep_s,
         tenant=work.tenant,
         task=_task_of(work.task),
         is_checked=True,

@@ -232,6 +232,7 @@ class Attempts:
                     num_prompt_tokens=num_prompt_tokens,
                     exclude=lacking | self._avoided,
                     adapter=self._request.adapter,
+                    cache_key=self._request.cache_key,
                     client_id=self._request.client_id,
                     tenant=self._request.tenant,
                     moved_because=str(self._error or ""),

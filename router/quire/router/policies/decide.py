@@ -110,7 +110,9 @@ def distance_from(request: RouteRequest, *, is_cold: bool = False) -> Callable[[
     ``is_cold``: no group has loaded the request's adapter, whose name then stands for the prefix's.
     """
     name = request.hashes[0] if request.hashes else request.ordinal.to_bytes(8, "little")
-    if is_cold:
+    if request.cache_key:
+        name = hashlib.blake2b(request.cache_key.encode()).digest()
+    elif is_cold:
         name = request.adapter.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
     begun = hashlib.blake2b(key=name, digest_size=8)
 

@@ -44,6 +44,8 @@ class RouteRequest:
     """Hashes of the prompt's full blocks."""
     num_prompt_tokens: int
     block_size: int
+    cache_key: str = ""
+    """Stands for the prefix's name where groups are chosen by it; empty is that name."""
     adapter: str = ""
     """The digest of the adapter that it wants; empty is the model alone."""
     exclude: frozenset[GroupId] = frozenset()
