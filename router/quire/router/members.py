@@ -43,12 +43,14 @@ class Members:
         for position, group in enumerate(groups.values()):
             group.position, group.loads = position, self.loads
             self.loads.put_speeds(position, group.speeds)
-            self.heard(group, group.slots)
+            group.put_fetch_costs()
+            self.heard(group.group_id, group.slots)
         return left
 
-    def heard(self, group: Group, slots: tuple[Slot, ...]) -> None:
+    def heard(self, group_id: GroupId, slots: tuple[Slot, ...]) -> None:
         """The directory knows the group's tiers as ``slots``, if it does."""
-        if not slots:
+        group = self.groups.get(group_id)
+        if group is None or not slots:
             return
         group.slots = slots
         if more := len(slots) - len(self._slots):
