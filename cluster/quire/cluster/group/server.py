@@ -19,7 +19,7 @@ from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.placement import OnStep, start_ranks
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.links.group_link import GroupContact
-from quire.cluster.tls import own_certificate
+from quire.cluster.tls import own_tls
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.engine_stats import EngineStats
 from quire.worker.api.errors import QueueFull, QuireError
@@ -72,8 +72,9 @@ class GroupServer:
         if config.tls_certificate is None:
             port = self._server.add_insecure_port(f"{config.group_host}:0")
         else:
-            credentials, certificate = own_certificate()
-            port = self._server.add_secure_port(f"{config.group_host}:0", credentials)
+            tls = own_tls()
+            certificate = tls.certificate
+            port = self._server.add_secure_port(f"{config.group_host}:0", tls.grpc_credentials)
         address = f"{config.group_host}:{port}"
         self.contact = GroupContact(address=address, token=token, certificate=certificate)
         """For gateways."""
