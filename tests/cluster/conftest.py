@@ -171,16 +171,15 @@ class HashModel:
 class HashExecutor(DirectExecutor):
     """Runs steps of `HashModel`; ``step_s`` makes them take their time."""
 
-    def __init__(self, model: HashModel, *, num_blocks: int) -> None:
-        super().__init__()
-        self.num_blocks = num_blocks
+    def __init__(self, model: HashModel, *, num_blocks: int, host_kv_bytes: int = 0) -> None:
+        super().__init__(num_blocks=num_blocks, block_size=BLOCK_SIZE, host_kv_bytes=host_kv_bytes)
         self.step_s = 0.0
         self.fails = False
         self.breaks_at: int | None = None
         """A token behind which the logits are NaN."""
         self.num_steps = 0
         self._model = model
-        self._slots = np.zeros(num_blocks * BLOCK_SIZE, dtype=np.int64)
+        self._slots = self.kv_NLW.reshape(-1)
         self._adapters = {-1: ""}
 
     def execute(self, step: StepInput) -> StepOutput:

@@ -82,14 +82,15 @@ class StepCost:
 class HashExecutor(DirectExecutor):
     """The ranks: a KV cache of tokens."""
 
-    def __init__(self, model: HashModel, *, num_blocks: int, block_size: int) -> None:
-        super().__init__()
-        self.num_blocks = num_blocks
+    def __init__(
+        self, model: HashModel, *, num_blocks: int, block_size: int, host_kv_bytes: int = 0
+    ) -> None:
+        super().__init__(num_blocks=num_blocks, block_size=block_size, host_kv_bytes=host_kv_bytes)
         self.failure: str | None = None
         """Where set, the next step raises it as a `RankFailure`."""
         self._block_size = block_size
         self._model = model
-        self._slots = np.zeros(num_blocks * block_size, dtype=np.int64)
+        self._slots = self.kv_NLW.reshape(-1)
 
     def execute(self, step: StepInput) -> StepOutput:
         if POISON in step.token_ids_T:

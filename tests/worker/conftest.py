@@ -41,20 +41,27 @@ def next_token(
     raise AssertionError("every token is banned")
 
 
+def owner(adapter: str) -> int:
+    """A number for each adapter, the same in any process."""
+    return int.from_bytes(hashlib.blake2b(adapter.encode(), digest_size=7).digest(), "little")
+
+
 class PagedExecutor(DirectExecutor):
     """Executes steps as ranks would, and checks what the contract says of a `StepInput`."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, num_ahead: int) -> None:
-        super().__init__()
-        self.num_blocks = num_blocks
+    def __init__(
+        self, *, num_blocks: int, block_size: int, num_ahead: int, host_kv_bytes: int = 0
+    ) -> None:
+        super().__init__(
+            num_blocks=num_blocks, block_size=block_size, num_words=3, host_kv_bytes=host_kv_bytes
+        )
         self.num_ahead = num_ahead
         self.steps: list[StepInput] = []
         self.fails = False
         self.on_execute: Callable[[StepInput], None] = lambda step: None
         self._block_size = block_size
-        self._tokens = np.full(num_blocks * block_size, -1)
-        self._positions = np.full(num_blocks * block_size, -1)
-        self._owners = np.full(num_blocks * block_size, "", dtype=object)
+        self.kv_NLW[...] = -1
+        self._tokens, self._positions, self._owners = self.kv_NLW.reshape(-1, 3).T
         self.adapters: dict[int, str] = {}
         """By slot."""
         self._sampled: Longs = np.empty(0, np.int64)
@@ -77,7 +84,8 @@ class PagedExecutor(DirectExecutor):
         self._tokens[step.slot_mapping_T] = step.token_ids_T
         self._positions[step.slot_mapping_T] = step.positions_T
         num_tokens_B = np.diff(step.query_starts_B1)
-        self._owners[step.slot_mapping_T] = np.array(adapters, dtype=object).repeat(num_tokens_B)
+        owners_B = np.array([owner(adapter) for adapter in adapters], np.int64)
+        self._owners[step.slot_mapping_T] = owners_B.repeat(num_tokens_B)
         contexts = [self._read(step, row, adapter) for row, adapter in enumerate(adapters)]
 
         sampling = step.sampling
@@ -114,7 +122,9 @@ class PagedExecutor(DirectExecutor):
         slots = table[positions // self._block_size] * self._block_size
         slots += positions % self._block_size
         assert (self._positions[slots] == positions).all(), f"row {row} reads foreign KV"
-        assert (self._owners[slots] == adapter).all(), f"row {row} reads another adapter's KV"
+        assert (self._owners[slots] == owner(adapter)).all(), (
+            f"row {row} reads another adapter's KV"
+        )
         begin, end = step.query_starts_B1[row], step.query_starts_B1[row + 1]
         assert (step.positions_T[begin:end] == positions[seq_len - (end - begin) :]).all()
         context: list[int] = self._tokens[slots].tolist()

@@ -31,6 +31,10 @@ class AttentionBackend(Protocol):
     def name(self) -> str:
         """ "cpu", "cpu-native" or "triton"."""
 
+    def is_head_major(self, dtype: torch.dtype, head_size: int) -> bool:
+        """Whether a block of the cache has one KV head's tokens after the other's; else it has one
+        token's heads after the other's. For queries of ``dtype``, whatever the cache's is."""
+
     def write_kv(
         self,
         k_TKD: Tensor,

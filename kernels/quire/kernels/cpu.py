@@ -60,6 +60,9 @@ class CpuBackend:
         """``quantization``: what linear layers make of their weights; ``None`` leaves them."""
         self.quantization = quantization
 
+    def is_head_major(self, dtype: torch.dtype, head_size: int) -> bool:
+        return False
+
     def write_kv(
         self,
         k_TKD: Tensor,

@@ -47,6 +47,9 @@ class NativeBackend(CpuBackend):
         self._library = library
         self._arena = Arena(library)
 
+    def is_head_major(self, dtype: torch.dtype, head_size: int) -> bool:
+        return _can_attend(dtype, head_size)
+
     def pack_linear(
         self,
         weight_OI: Tensor | GroupedWeight,

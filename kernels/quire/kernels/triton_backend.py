@@ -43,6 +43,9 @@ class TritonBackend:
         self._experts: dict[int, tuple[ExpertWeights, ExpertWeights]] = {}
         """What the experts multiply with, first and last, by their operation's id."""
 
+    def is_head_major(self, dtype: torch.dtype, head_size: int) -> bool:
+        return False
+
     def write_kv(
         self,
         k_TKD: Tensor,

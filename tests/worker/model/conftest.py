@@ -10,6 +10,7 @@ import pytest
 from tests.steps import adjusting
 
 from quire.worker.api.config import EngineConfig
+from quire.worker.cache.host_memory import map_host_blocks
 from quire.worker.step.messages import Executor, StepInput
 from quire.worker.step.sampling_batch import Edits, SamplingBatch
 
@@ -142,7 +143,8 @@ def runner_of(config_of: Callable[..., EngineConfig]) -> Callable[..., Any]:
 
         config = config_of(model, **fields)
         runner = ModelRunner(config, device=torch.device("cpu"), tp=TensorParallel())
-        runner.allocate(runner.num_blocks_that_fit())
+        host_blocks_XC = map_host_blocks(runner.kv_format, num_slots=runner.num_host_blocks)
+        runner.allocate(runner.num_blocks_that_fit(), host_blocks_XC)
         return runner
 
     return make

@@ -55,9 +55,7 @@ def test_a_copy_of_a_cached_block_gives_the_same_tokens(
 def test_blocks_go_to_a_tier_of_the_host_and_come_back(
     options: dict[str, Any], tiny_llama: Path, runner_of: Any, driver: Any, row: Any
 ) -> None:
-    runner = runner_of(tiny_llama, **options)
-    tier = runner.add_tier(num_blocks=2, device=torch.device("cpu"))
-    assert tier == 1
+    runner = runner_of(tiny_llama, kv_transfer=True, **options)
     runner.execute(driver.step([row(PROMPT[:36], BLOCKS)]))
     runner.execute(driver.step([row(PROMPT[::-1], [9, 10, 11])]))
     last = driver.step([row(PROMPT, BLOCKS, done=36)], num_logprobs=5)

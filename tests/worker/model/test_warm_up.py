@@ -38,6 +38,7 @@ from quire.kernels.shared_prefix import SharedArrays, find_shared
 from quire.kernels.triton_all_reduce import MAX_BYTES, Peers
 from quire.kernels.triton_backend import TritonBackend
 from quire.llm import LLM, LoRARequest, SamplingParams
+from quire.worker.api.kv_format import Bytes
 from quire.worker.model import load, tensor_parallel
 from quire.worker.model.symmetric import FixedOrder
 from quire.worker.runner import model_runner
@@ -129,8 +130,8 @@ class Runner(model_runner.ModelRunner):
                 with_adapters=config.enable_lora,
             )
 
-    def allocate(self, num_blocks: int) -> None:
-        super().allocate(num_blocks)
+    def allocate(self, num_blocks: int, host_blocks_XC: Bytes | None = None) -> None:
+        super().allocate(num_blocks, host_blocks_XC)
         self.warm_up()
         self.launches.serve()
 

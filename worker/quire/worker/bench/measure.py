@@ -71,6 +71,8 @@ class ExecutorView:
         self._executor = executor
         self.num_blocks = num_blocks
         self.numerics = executor.numerics
+        self.kv_format = executor.kv_format
+        self.host_blocks_XC = executor.host_blocks_XC
         self.num_prefill_tokens = 0
         self.num_attended = 0
         self.num_decodes = 0

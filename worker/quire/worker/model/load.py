@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from quire.kernels.attention_options import AttentionOptions
-from quire.kernels.backend import backend_for
+from quire.kernels.backend import AttentionBackend, backend_for
 from quire.kernels.ops import ProgramRunner
 from quire.worker.api.config import EngineConfig
 from quire.worker.model.checkpoint import (
@@ -31,6 +31,8 @@ class Loaded:
     attentions: tuple[Attention, ...]
     """Each layer's, in the order of the KV cache."""
     options: tuple[AttentionOptions, ...]
+    is_head_major: bool
+    """How a block of the KV cache lies: see `AttentionBackend.is_head_major`."""
 
 
 def load_model(
@@ -64,7 +66,7 @@ def load_model(
         )
         weights.refuse_unread(spec)
     runner = backend.prepare(program)
-    return Loaded(runner=runner, attentions=spec.attentions, options=options)
+    return _loaded(runner, spec.attentions, options, backend=backend, dtype=dtype)
 
 
 def _checkpoint(model: Path, spec: ModelSpec) -> Checkpoint:
@@ -128,4 +130,20 @@ def _through_transformers(
     on_cpu = torch.device("cpu")
     with Weights.open(checkpoint, dtype=dtype, device=on_cpu, stored=spec.stored) as weights:
         runner = ThroughTransformers(weights, spec, found, options, device=device, backend=backend)
-    return Loaded(runner=runner, attentions=tuple(found.attentions), options=options)
+    return _loaded(runner, tuple(found.attentions), options, backend=backend, dtype=dtype)
+
+
+def _loaded(
+    runner: ProgramRunner,
+    attentions: tuple[Attention, ...],
+    options: tuple[AttentionOptions, ...],
+    *,
+    backend: AttentionBackend,
+    dtype: torch.dtype,
+) -> Loaded:
+    return Loaded(
+        runner=runner,
+        attentions=attentions,
+        options=options,
+        is_head_major=backend.is_head_major(dtype, attentions[0].cached_size),
+    )

@@ -70,6 +70,11 @@ class Attention:
     """Queries times ``1 + position_scale * log(1 + floor(position / position_period))``."""
     position_period: int = 0
 
+    @property
+    def cached_size(self) -> int:
+        """Channels of K, and of V, in the KV cache: K and V of two sizes have the greater one."""
+        return max(self.key_size, self.value_size)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mlp:

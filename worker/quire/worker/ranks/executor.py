@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import RankFailure
+from quire.worker.cache.host_memory import map_host_blocks
 from quire.worker.model.config import check_parallel, read_model_spec
 from quire.worker.model.facts import ModelFacts, model_facts
 from quire.worker.ranks.lockstep import LockstepExecutor
@@ -53,7 +54,9 @@ class InProcessExecutor:
         device = pick_device(config, rank=0)
         runner = ModelRunner(config, device=device, tp=TensorParallel())
         self._num_blocks = runner.num_blocks_that_fit()
-        runner.allocate(self._num_blocks)
+        self.kv_format = runner.kv_format
+        self.host_blocks_XC = map_host_blocks(runner.kv_format, num_slots=runner.num_host_blocks)
+        runner.allocate(self._num_blocks, self.host_blocks_XC)
         self.numerics = runner.numerics
         self._runner: ModelRunner | None = runner
         self.num_ahead = config.num_ahead(is_gpu=device.type == "cuda")

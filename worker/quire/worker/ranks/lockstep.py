@@ -7,6 +7,7 @@ Ranks hold no requests, so on the first sign of trouble all are ended, and the g
 a whole.
 """
 
+import os
 import select
 import socket
 import struct
@@ -20,9 +21,11 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import CheckpointError, ConfigError, RankFailure
+from quire.worker.api.kv_format import Bytes, KvFormat
+from quire.worker.cache.host_memory import host_bytes, host_offset, map_host_blocks
 from quire.worker.model.config import read_model_spec, resolve_max_model_len
 from quire.worker.model.hub import fetch_checkpoint
-from quire.worker.ranks.messages import Failed, Loaded, RankStart, Ready, Store
+from quire.worker.ranks.messages import Allocate, Failed, Loaded, RankStart, Ready, Store
 from quire.worker.step.codec import StepSlots, all_slots_bytes, pack, slot_bytes, unpack
 from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.step.sampling_batch import Adjustments
@@ -78,7 +81,7 @@ class Launcher(Protocol):
 
     def start(self, config: EngineConfig, *, shared_bytes: int) -> tuple[Sequence[Rank], Store]:
         """Starts all ranks, with that much shared memory of zeros, and returns them by number when
-        all are connected; and where they find each other."""
+        all are connected; and where they find each other. The memory may grow later."""
 
     def stop(self) -> None:
         """Ends the ranks and closes their connections. It is called once."""
@@ -90,6 +93,8 @@ class LockstepExecutor:
 
     num_ahead: int
     numerics: str
+    kv_format: KvFormat
+    host_blocks_XC: Bytes | None
 
     def __init__(self, config: EngineConfig, launcher: Launcher) -> None:
         """
@@ -167,6 +172,12 @@ class LockstepExecutor:
                 f"enable_lora=True: the ranks of a group are on {launcher.num_nodes} nodes, and an "
                 "adapter is kept on one; give each group ranks of one node, or leave it out"
             )
+        if config.host_kv_bytes and launcher.num_nodes > 1:
+            raise ConfigError(
+                f"{_host_settings(config)}: the ranks of a group are on {launcher.num_nodes} "
+                "nodes, and blocks leave the KV cache through memory of one; give each group ranks "
+                "of one node, or leave it out"
+            )
         model = read_model_spec(fetch_checkpoint(config.model), model_impl=config.model_impl)
         size = slot_bytes(config, max_model_len=resolve_max_model_len(config, model))
         offset = COLLECTIVES_BYTES_PER_RANK * config.tensor_parallel_size
@@ -191,11 +202,25 @@ class LockstepExecutor:
         loaded = self._receive_all(Loaded)
         self._num_blocks = min(message.num_blocks for message in loaded)
         self.num_ahead = config.num_ahead(is_gpu=loaded[0].is_gpu)
+        self.kv_format = loaded[0].kv_format
+        allocate = self._make_host_blocks(loaded[0], launcher, offset=host_offset(shared_bytes))
         # One, but where ranks are on nodes of different kinds.
         self.numerics = " and ".join(sorted({message.numerics for message in loaded}))
         for rank in self._ranks:
-            self._send(rank, pack(self._num_blocks))
+            self._send(rank, pack(allocate))
         self._receive_all(Ready)
+
+    def _make_host_blocks(self, loaded: Loaded, launcher: Launcher, *, offset: int) -> Allocate:
+        fd, num_slots = launcher.shared_fd, loaded.num_host_blocks
+        self.host_blocks_XC = None
+        if num_slots:
+            assert fd is not None, "several nodes were refused"
+            os.ftruncate(fd, offset + host_bytes(loaded.kv_format, num_slots=num_slots))
+            # Here first: the ranks then find the pages that were touched.
+            self.host_blocks_XC = map_host_blocks(
+                loaded.kv_format, num_slots=num_slots, fd=fd, offset=offset
+            )
+        return Allocate(num_blocks=self._num_blocks, num_host_blocks=num_slots, host_offset=offset)
 
     def _check_open(self) -> None:
         if self._failure is not None or not self._stop.alive:
@@ -296,6 +321,14 @@ class LockstepExecutor:
         if note is not None:
             error.add_note(note)
         raise error
+
+
+def _host_settings(config: EngineConfig) -> str:
+    """Those that need host memory, such as "kv_transfer=True"."""
+    values = {
+        name: getattr(config, name) for name in ("kv_offloading_size", "kv_disk_dir", "kv_transfer")
+    }
+    return ", ".join(f"{name}={value!r}" for name, value in values.items() if value)
 
 
 def bound_waits(connection: Connection, timeout_s: float) -> None:

@@ -1,6 +1,6 @@
 """Messages between an executor and a rank over their connection.
 
-executor → rank    `RankStart`; then the number of blocks; then a message per step
+executor → rank    `RankStart`; then `Allocate`; then a message per step
 rank → executor    `Loaded`; then `Ready`; then, from rank 0, a message per step
                    `Failed`, at any time, and the rank ends
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.worker.api.config import EngineConfig
+from quire.worker.api.kv_format import KvFormat
 
 Store = Path | tuple[str, int]
 """Where the ranks find each other: an empty file on their node, or an address at which rank 0
@@ -38,6 +39,18 @@ class Loaded:
     num_blocks: int
     is_gpu: bool
     numerics: str
+    kv_format: KvFormat
+    num_host_blocks: int
+    """Slots of host memory that are wanted; all ranks of one node want as many."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Allocate:
+    """What all ranks have room for, and where in shared memory the slots of host memory begin."""
+
+    num_blocks: int
+    num_host_blocks: int
+    host_offset: int
 
 
 @dataclass(frozen=True, slots=True)

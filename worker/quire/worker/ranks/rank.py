@@ -24,7 +24,8 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.worker.api.errors import CheckpointError, ConfigError
-from quire.worker.ranks.messages import Failed, Loaded, RankStart, Ready
+from quire.worker.cache.host_memory import map_host_blocks
+from quire.worker.ranks.messages import Allocate, Failed, Loaded, RankStart, Ready
 from quire.worker.step.codec import StepSlots, pack, unpack
 
 if TYPE_CHECKING:  # Slow to import, and a rank first sees to it that it does not outlive others.
@@ -102,8 +103,24 @@ def _run(connection: Connection, shared_fd: int | None, listener: socket.socket 
     runner = ModelRunner(config, device=device, tp=tp)
     num_blocks = runner.num_blocks_that_fit()
     is_gpu = device.type == "cuda"
-    connection.send(Loaded(num_blocks=num_blocks, is_gpu=is_gpu, numerics=runner.numerics))
-    runner.allocate(connection.recv())
+    connection.send(
+        Loaded(
+            num_blocks=num_blocks,
+            is_gpu=is_gpu,
+            numerics=runner.numerics,
+            kv_format=runner.kv_format,
+            num_host_blocks=runner.num_host_blocks,
+        )
+    )
+    allocate = connection.recv()
+    assert isinstance(allocate, Allocate)
+    host_blocks_XC = map_host_blocks(
+        runner.kv_format,
+        num_slots=allocate.num_host_blocks,
+        fd=shared_fd,
+        offset=allocate.host_offset,
+    )
+    runner.allocate(allocate.num_blocks, host_blocks_XC)
     gc.collect()
     gc.freeze()  # A full collection looked through all that was loaded, while every rank waited.
     connection.send(Ready())

@@ -6,17 +6,15 @@ fewest. Where memory is committed on first touch (CPU), a block costs nothing un
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from quire.kernels.ops import KvCache
 from quire.kernels.quantization import SCALE_BYTES
-from quire.worker.api.arrays import Ints
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
+from quire.worker.api.kv_format import KvFormat
 from quire.worker.model.spec import Attention
 
 CPU_SHARE = 0.4
@@ -64,8 +62,18 @@ def kv_layout(
         num_layers=len(attentions),
         block_size=config.block_size,
         num_kv_heads=max(1, attention.num_kv_heads // config.tensor_parallel_size),
-        head_size=max(attention.key_size, attention.value_size),
+        head_size=attention.cached_size,
         dtype=_STORED.get(config.kv_cache_dtype, dtype),
+    )
+
+
+def kv_format(layout: KvLayout, attention: Attention) -> KvFormat:
+    """How a block lies outside the cache, with the KV heads of all ranks."""
+    return KvFormat(
+        num_layers=layout.num_layers,
+        num_kv_heads=attention.num_kv_heads,
+        head_bytes=layout.block_size * layout.width * layout.dtype.itemsize,
+        block_size=layout.block_size,
     )
 
 
@@ -147,16 +155,6 @@ def allocate(layout: KvLayout, *, num_blocks: int, device: torch.device) -> KvCa
         )
         for _ in range(layout.num_layers)
     ]
-
-
-def copy_blocks(tiers: Sequence[KvCache], copies_X22: Ints) -> None:
-    """Copies blocks within a tier or between two, as `StepInput.copies_X22` says."""
-    for (source, target), group in groupby(copies_X22, key=lambda copy: tuple(copy[:, 0])):
-        from_X, to_X = torch.from_numpy(np.stack([copy[:, 1] for copy in group], axis=1)).long()
-        for each in zip(tiers[source], tiers[target], strict=True):
-            for old, new in zip(*each, strict=True):
-                blocks = old.view(torch.uint8)[from_X.to(old.device)].to(new.device)
-                new.view(torch.uint8)[to_X.to(new.device)] = blocks
 
 
 def _meminfo_available(meminfo: Path) -> int:

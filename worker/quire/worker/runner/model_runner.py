@@ -22,6 +22,8 @@ from quire.kernels.shared_prefix import (
 from quire.worker.api.arrays import Ints, Longs
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
+from quire.worker.api.kv_format import Bytes
+from quire.worker.cache.host_memory import num_host_blocks
 from quire.worker.model.config import (
     check_adapters,
     check_parallel,
@@ -37,6 +39,7 @@ from quire.worker.model.numerics import numerics
 from quire.worker.model.tensor_parallel import TensorParallel
 from quire.worker.runner import kv_cache
 from quire.worker.runner.adapters import RankAdapters
+from quire.worker.runner.block_copies import BlockCopies, CacheLayout
 from quire.worker.runner.decode_graphs import Bucket, CudaCapture, DecodeGraphs, make_buckets
 from quire.worker.runner.gpu_profile import (
     graph_bytes,
@@ -48,7 +51,7 @@ from quire.worker.runner.gpu_profile import (
 from quire.worker.sampling.device import DeviceSampler
 from quire.worker.sampling.draw import sample
 from quire.worker.sampling.head import HeadRows, edits_of, head_rows, sample_beside
-from quire.worker.step.late_tokens import Done, LateTokens, Pending
+from quire.worker.step.late_tokens import Done, LateTokens, NoTokens, Pending
 from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.step.sampling_batch import Adjustments
 from quire.worker.step.staging import Array, stage
@@ -99,6 +102,11 @@ class ModelRunner:
         self._sees_all = not any(each.window for each in loaded.options)
         """Whether a query in any layer sees all tokens before it."""
         self._layout = kv_cache.kv_layout(config, loaded.attentions, dtype=dtype)
+        self.kv_format = kv_cache.kv_format(self._layout, loaded.attentions[0])
+        self.num_host_blocks = 0 if spec.is_encoder else num_host_blocks(config, self.kv_format)
+        """Slots of host memory that `allocate` wants."""
+        self._is_head_major = loaded.is_head_major
+        self._shard = shard
         self._group = loaded.attentions[0].num_heads // tp.size // self._layout.num_kv_heads
         is_described = spec.through_transformers is None
         if not is_described:
@@ -111,7 +119,7 @@ class ModelRunner:
         """What decides the bits of outputs besides the weights."""
         self._vocab_size = spec.vocab_size if tp.rank == 0 else None
         self._kv: KvCache = []
-        self._tiers: list[KvCache] = []
+        self._copies: BlockCopies | None = None
         self._graphs: DecodeGraphs | None = None
         self._buckets: list[Bucket] = []
         self._device_sampler: DeviceSampler | None = None
@@ -162,8 +170,8 @@ class ModelRunner:
                 share_bytes = kv_cache.cpu_share_bytes(config)
         return kv_cache.plan_num_blocks(config, self._layout, share_bytes=share_bytes)
 
-    def allocate(self, num_blocks: int) -> None:
-        """Makes the KV cache.
+    def allocate(self, num_blocks: int, host_blocks_XC: Bytes | None = None) -> None:
+        """Makes the KV cache. ``host_blocks_XC`` is memory that all ranks of the node share.
 
         Raises:
             ConfigError: It could not hold one sequence of the greatest length.
@@ -175,19 +183,18 @@ class ModelRunner:
         self._kv = kv_cache.allocate(
             self._layout, num_blocks=num_blocks + bool(self._buckets), device=self._device
         )
-        self._tiers = [self._kv]
+        self._copies = BlockCopies(
+            self._kv,
+            layout=CacheLayout(format=self.kv_format, is_head_major=self._is_head_major),
+            shard=self._shard,
+            host_blocks_XC=host_blocks_XC,
+        )
         if self._buckets:
             self._graphs = self._decode_graphs(self._kv)
             for bucket in reversed(self._graphs.buckets):
                 self._graphs.capture(bucket)
         if self._device.type == "cuda":
             self.warm_up()
-
-    def add_tier(self, *, num_blocks: int, device: torch.device) -> int:
-        """Makes room for more blocks, which `StepInput.copies_X22` reach; returns its number."""
-        more = kv_cache.allocate(self._layout, num_blocks=num_blocks, device=device)
-        self._tiers.append(more)
-        return len(self._tiers) - 1
 
     def warm_up(self) -> None:
         """Launches every kernel that serving may need, so that none is compiled while requests
@@ -249,7 +256,10 @@ class ModelRunner:
             assert self._adapters is not None, "the engine refuses adapters"
             self._adapters.load(step.adapter_loads)
         if step.copies_X22 is not None:
-            kv_cache.copy_blocks(self._tiers, step.copies_X22)
+            assert self._copies is not None, "`allocate` comes first"
+            self._copies.run(step.copies_X22)
+        if not len(step.token_ids_T):
+            return self._meet()
         if self._is_encoder:
             return self._encode(step)
         rows = None
@@ -272,6 +282,11 @@ class ModelRunner:
             values_HC = None if hidden is None else hidden.values_HC
             return self._device_sampler.sample(logits_SV, sampling, values_HC)
         return _done(sample(logits_SV, sampling, in_place=True), hidden)
+
+    def _meet(self) -> Pending | None:
+        """Rank 0's answer to a step without tokens, once all ranks have made its copies."""
+        self._tp.all_reduce(torch.zeros(1, device=self._device))
+        return None if self._tp.rank else NoTokens(self._device)
 
     def _encode(self, step: StepInput) -> Pending:
         hidden = self._wanted_hidden(step, None)

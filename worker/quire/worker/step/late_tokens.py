@@ -6,6 +6,7 @@ On a GPU the next step is launched while one runs: the tokens between them stay 
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,23 @@ class Done:
 
     def wait(self) -> StepOutput:
         return self.output
+
+
+class NoTokens:
+    """A `Pending` of a step that copies blocks and computes nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.token_ids_S = torch.empty(0, dtype=torch.int64, device=device)
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> StepOutput:
+        """The empty output, once the copies are made."""
+        if self._event is not None:
+            self._event.synchronize()
+        return StepOutput(np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

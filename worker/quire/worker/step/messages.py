@@ -107,7 +107,8 @@ class Executor(Protocol):
     @property
     def host_blocks_XC(self) -> Bytes | None:
         """Memory for blocks outside the cache, which this process and all ranks share: tier 1 of
-        `StepInput.copies_X22`. ``None`` where `EngineConfig.host_kv_bytes` is 0."""
+        `StepInput.copies_X22`. ``None`` where `EngineConfig.host_kv_bytes` is 0, and of encoders.
+        Its first `STAGING_BYTES` are touched, so that they are fast from the start."""
 
     def submit(self, step: StepInput) -> None:
         """Gives all ranks a step to run. At most ``1 + num_ahead`` are under way.

@@ -202,7 +202,7 @@ class _Step:
     ) -> Tensor:
         batch, (k_cache, v_cache) = self.batch, self.kv[layer]
         # K and V of two sizes have the greater one in the cache; zeros change no score.
-        size = max(attention.key_size, attention.value_size)
+        size = attention.cached_size
         q_THD, k_TKD, v_TKD = (
             pad(x[0].transpose(0, 1), (0, size - x.shape[3]))
             if x.shape[3] < size

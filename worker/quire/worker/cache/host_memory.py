@@ -1,0 +1,63 @@
+"""Host memory for blocks outside the KV cache: one array, which the engine's process and all ranks
+of its node map.
+
+A page of it costs memory once it is touched, and the first touch is ten times as slow as later
+ones. So the part through which blocks travel is touched at the start.
+"""
+
+import mmap
+from contextlib import suppress
+
+import numpy as np
+
+from quire.worker.api.config import STAGING_BYTES, EngineConfig
+from quire.worker.api.kv_format import Bytes, KvFormat
+
+# X blocks outside the cache   C bytes of one of them
+
+MIN_SLOTS = 32
+"""Blocks that have room where there is host memory at all."""
+
+
+def num_host_blocks(config: EngineConfig, format: KvFormat) -> int:
+    """Slots of host memory, each for one block; 0 where ``config`` asks for none."""
+    if not config.host_kv_bytes:
+        return 0
+    return max(MIN_SLOTS, config.host_kv_bytes // format.block_bytes)
+
+
+def host_bytes(format: KvFormat, *, num_slots: int) -> int:
+    """Bytes of the memory that `map_host_blocks` maps."""
+    return _whole_pages(num_slots * format.block_bytes)
+
+
+def map_host_blocks(
+    format: KvFormat, *, num_slots: int, fd: int | None = None, offset: int = 0
+) -> Bytes | None:
+    """``[X, C]``, mapped as long as somebody has it; ``None`` where there are no slots.
+
+    ``fd`` is a file that has `host_bytes` from ``offset`` on, a multiple of the page size; without
+    one, the memory is this process's alone. To be called before anything is written there: the
+    first `STAGING_BYTES` are touched.
+    """
+    if not num_slots:
+        return None
+    size = host_bytes(format, num_slots=num_slots)
+    if fd is None:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    else:
+        memory = mmap.mmap(fd, size, offset=offset)
+    with suppress(OSError):  # A kernel may have none.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    bytes_all = np.frombuffer(memory, np.uint8)
+    bytes_all[: STAGING_BYTES : mmap.PAGESIZE] = 0
+    return bytes_all[: num_slots * format.block_bytes].reshape(num_slots, format.block_bytes)
+
+
+def host_offset(shared_bytes: int) -> int:
+    """Where host memory begins behind so many bytes of a file."""
+    return _whole_pages(shared_bytes)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

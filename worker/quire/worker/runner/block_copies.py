@@ -1,0 +1,137 @@
+"""Copies of whole blocks, within one rank's KV cache and between it and host memory.
+
+A cache is one tensor for K and V of each layer, with this rank's heads; host memory has a block's
+bytes in one piece, with all heads (`quire.worker.api.kv_format`). A rank writes and reads its own
+heads there. Where several ranks have the same head, the first of them writes it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.ops import KvCache
+from quire.worker.api.arrays import Ints
+from quire.worker.api.kv_format import Bytes, KvFormat
+from quire.worker.model.loader import Shard
+from quire.worker.step.staging import stage
+
+# X copies, or blocks in host memory   C bytes of a block   N blocks of the cache   K heads of this
+# rank   A = 2 * layers, K and V of each   T tokens   W words of a token in one head
+
+CACHE, HOST = 0, 1
+"""Tiers, as `StepInput.copies_X22` names them."""
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheLayout:
+    """How the cache's blocks lie, and those outside."""
+
+    format: KvFormat
+    is_head_major: bool
+    """See `quire.kernels.backend.AttentionBackend.is_head_major`."""
+
+
+class BlockCopies:
+    """Makes the copies of steps, on one rank. On a GPU they are queued on the current stream."""
+
+    def __init__(
+        self,
+        kv: KvCache,
+        *,
+        layout: CacheLayout,
+        shard: Shard,
+        host_blocks_XC: Bytes | None,
+    ) -> None:
+        """On a GPU, host memory is pinned here, for as long as the process runs."""
+        first, end = shard.kv_heads(layout.format.num_kv_heads)
+        before = Shard(rank=max(0, shard.rank - 1), size=shard.size)
+        self._writes = shard.rank == 0 or before.kv_heads(layout.format.num_kv_heads)[0] != first
+        caches = [cache for layer in kv for cache in layer]
+        self._device = caches[0].device
+        self._caches = [_by_heads(cache, is_head_major=layout.is_head_major) for cache in caches]
+        self._sizes = [len(caches[0])]
+        if host_blocks_XC is not None:
+            self._sizes.append(len(host_blocks_XC))
+            words = self._caches[0]
+            host_XC = _on_device(host_blocks_XC, self._device).view(words.dtype)
+            shape = (len(caches), layout.format.num_kv_heads, *words.shape[2:])
+            self._host_XAKTW = host_XC.view(-1, *shape)[:, :, first:end]
+
+    def run(self, copies_X22: Ints) -> None:
+        """
+        Raises:
+            IndexError: There is no such tier, or no such block in it.
+            ValueError: A copy is from host memory to host memory, which no step needs.
+        """
+        for tiers, places_X2 in _runs(copies_X22):
+            for tier, place in zip(tiers, places_X2.T, strict=True):
+                self._check(tier, place)
+            if tiers == (HOST, HOST):
+                raise ValueError("copies within host memory: there are none")
+            if tiers == (CACHE, HOST) and not self._writes:
+                continue
+            from_X, to_X = stage(list(places_X2.T.astype(np.int64)), self._device)
+            for number, cache_NKTW in enumerate(self._caches):
+                source = self._host_XAKTW[:, number] if tiers[0] == HOST else cache_NKTW
+                target = self._host_XAKTW[:, number] if tiers[1] == HOST else cache_NKTW
+                target[to_X] = source[from_X]
+
+    def _check(self, tier: int, places_X: Ints) -> None:
+        if not 0 <= tier < len(self._sizes):
+            raise IndexError(f"tier {tier}: must be below {len(self._sizes)}")
+        least, most = int(places_X.min()), int(places_X.max())
+        if least < 0 or most >= self._sizes[tier]:
+            place = least if least < 0 else most
+            raise IndexError(f"block {place} of tier {tier}: must be below {self._sizes[tier]}")
+
+
+def _runs(copies_X22: Ints) -> Iterator[tuple[tuple[int, int], Ints]]:
+    """Neighbours between the same two tiers: these, and the blocks from and to which."""
+    tiers_X2 = copies_X22[:, :, 0]
+    bounds = np.flatnonzero((tiers_X2[1:] != tiers_X2[:-1]).any(axis=1)) + 1
+    for run_X22 in np.split(copies_X22, bounds):
+        if len(run_X22):
+            source, target = run_X22[0, :, 0].tolist()
+            yield (source, target), run_X22[:, :, 1]
+
+
+def _by_heads(cache: Tensor, *, is_head_major: bool) -> Tensor:
+    """A view ``[N, K, T, W]`` of one cache, in the widest words that a token's head has."""
+    num_blocks, num_tokens, num_heads, width = cache.shape
+    num_bytes = width * cache.element_size()
+    word = next(size for size in _WORDS if num_bytes % size == 0)
+    words = cache.view(torch.uint8).view(_WORDS[word])
+    if is_head_major:
+        return words.view(num_blocks, num_heads, num_tokens, num_bytes // word)
+    return words.transpose(1, 2)
+
+
+def _on_device(host_blocks_XC: Bytes, device: torch.device) -> Tensor:
+    """The same memory as the device reaches it."""
+    if device.type != "cuda":
+        return torch.from_numpy(host_blocks_XC)
+    runtime: Any = torch.cuda
+    address = host_blocks_XC.ctypes.data
+    torch.cuda.check_error(runtime.cudart().cudaHostRegister(address, host_blocks_XC.nbytes, 0))
+    # Kernels read and write pinned memory under its own address, so that one call copies scattered
+    # blocks of one layer, where the runtime's copies would take one for each piece.
+    return torch.as_tensor(_Pinned(host_blocks_XC), device=device)
+
+
+class _Pinned:
+    """Pinned memory, as torch takes over another library's array on a GPU."""
+
+    def __init__(self, host_blocks_XC: Bytes) -> None:
+        self._host_blocks_XC = host_blocks_XC  # Keeps the memory mapped.
+        self.__cuda_array_interface__ = {
+            "shape": host_blocks_XC.shape,
+            "typestr": "|u1",
+            "data": (host_blocks_XC.ctypes.data, False),
+            "version": 3,
+        }
