@@ -23,7 +23,7 @@ from quire.router.accuracy import Accuracy, ComputedShare
 from quire.router.config import RoutingConfig
 from quire.router.decision_log import DecisionLog, Explanation
 from quire.router.errors import NoGroupAvailable, UnknownDecision
-from quire.router.lenders import Lenders
+from quire.router.lenders import Lenders, Source
 from quire.router.members import Members
 from quire.router.policies.catalog import POLICIES
 from quire.router.policies.decide import decide
@@ -109,13 +109,15 @@ class RoutingTable:
         client_id: str = "",
         tenant: str = "",
         moved_because: str = "",
+        former: Source | None = None,
         is_submitted: bool = True,
     ) -> Decision:
         """Chooses a group and counts the request as its load until `completed`.
 
         Routing a request again, after its group failed, first takes it back from that group;
         ``moved_because`` says why for its explanation, in which ``client_id`` is the name that the
-        client gave the request, and which only ``tenant`` may see. ``is_submitted``: it is one of
+        client gave the request, and which only ``tenant`` may see. ``former``: the group that ran
+        it until now, and the blocks that it has of it, output's too. ``is_submitted``: it is one of
         those that `GroupLoad.num_shown` counts, as all are that gateways send.
 
         Raises:
@@ -128,7 +130,7 @@ class RoutingTable:
             now_s = self._clock()
             lengths = self._directory.prefix_lengths(hashes)
             held = members.by_slot(lengths)
-            elsewhere = self._elsewhere(lengths, now_s)
+            elsewhere = self._elsewhere(lengths, former, now_s)
             request = RouteRequest(
                 hashes=hashes,
                 num_prompt_tokens=num_prompt_tokens,
@@ -330,14 +332,18 @@ class RoutingTable:
                 directory=self._directory.stats(),
             )
 
-    def _elsewhere(self, lengths: Lengths, now_s: float) -> Elsewhere | None:
+    def _elsewhere(self, lengths: Lengths, former: Source | None, now_s: float) -> Elsewhere | None:
         """Where blocks of a prompt lie besides the groups' KV caches."""
         members, lenders = self._members, self._lenders
         if self._are_lenders_stale:
             # Not whenever a group is heard of, which hundreds are at about the same time.
             lenders.update(self._exchanging, members.groups, self._directory.slots)
             self._are_lenders_stale = False
-        source = lenders.best(lengths, now_s=now_s) if lenders.names else None
+        source = None
+        if lenders.names:
+            source = lenders.best(lengths, now_s=now_s)
+            if former is not None and former.group in lenders.names:
+                source = former
         if source is None and members.num_tiers == 1:
             return None
         group, num_lent = source or (None, 0)

@@ -22,6 +22,7 @@ from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.cluster.wire import tokens_to_bytes
 from quire.router.errors import NoGroupAvailable
+from quire.router.lenders import Source
 from quire.router.policies.policy import Decision
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
@@ -225,6 +226,7 @@ class Attempts:
             if card not in (None, self._model):
                 raise Unavailable("the model was replaced while the request was under way")
             lacking = self._groups.lacking(self._request.adapter)
+            former = self._former(num_prompt_tokens)
             try:
                 self._decision = self._table.route(
                     self._request.request_id,
@@ -236,11 +238,12 @@ class Attempts:
                     client_id=self._request.client_id,
                     tenant=self._request.tenant,
                     moved_because=str(self._error or ""),
+                    former=former,
                 )
                 self.num_attempts += 1
                 self._stream = self._groups.submit(
                     self._decision.group,
-                    self._submission(token_ids),
+                    self._submission(token_ids, former),
                     on_cleared=self._end_turn,
                 )
             except NoGroupAvailable as error:
@@ -291,7 +294,20 @@ class Attempts:
             await self._groups.wait_for_change(timeout_s=timeout_s)
         self._avoided.clear()
 
-    def _submission(self, token_ids: Sequence[int]) -> pb.Submit:
+    def _former(self, num_tokens: int) -> Source | None:
+        """The group of the last attempt, if it ran this, and so has all but the last token."""
+        if self._stream is None or not self._stream.num_tokens:
+            return None
+        return Source(self.decision.group, (num_tokens - 1) // self._table.block_size)
+
+    def _submission(self, token_ids: Sequence[int], former: Source | None) -> pb.Submit:
+        decision, source = self.decision, None
+        known = [former] if former is not None else []
+        if decision.source is not None:
+            known.append(Source(decision.source, decision.num_source_blocks))
+        for group, num_blocks in known:
+            if source is None and group != decision.group:
+                source = self._groups.source(group, taker=decision.group, num_blocks=num_blocks)
         isolated_tokens = self._config.isolated_tokens if self._is_isolated else 0
         return pb.Submit(
             request_id=self._request.request_id,
@@ -300,6 +316,7 @@ class Attempts:
             completion=self._request.completion,
             resumed_token_ids=tokens_to_bytes(token_ids),
             isolated_tokens=isolated_tokens,
+            source=source,
         )
 
     def _quarantined(self) -> Quarantined:

@@ -278,6 +278,12 @@ class Decision:
         return 0.0 if self.fetches is None else float(self.fetches.costs[self.index])
 
     @property
+    def fetch_s(self) -> float | None:
+        """The same in seconds, a part of ``forecast_s``; None where that is."""
+        wait = self.groups[self.index].wait
+        return None if wait is None else wait[1] * self.fetch_cost
+
+    @property
     def candidates(self) -> tuple[Candidate, ...]:
         hits, fetched = self.cached, np.zeros(len(self.cached))
         if self.fetches is not None:
