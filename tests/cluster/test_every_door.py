@@ -28,7 +28,7 @@ from quire.cluster.edge.listener import HttpListener
 from quire.cluster.edge.reflection import V1
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact, grpc_connect
-from quire.cluster.tls import own_certificate
+from quire.cluster.tls import own_tls
 from quire.router.prefix_index.directory import GroupId
 from quire.router.registry import Member
 from quire.v1 import group_pb2, inference_pb2, inference_pb2_grpc
@@ -208,7 +208,7 @@ async def test_a_group_behind_tls_is_reached_by_its_own_certificate_alone(
     question = group_pb2.DescribeRequest()
     async with group(locked) as server:
         contact = server.contact
-        _, another = own_certificate()
+        another = own_tls().certificate
         for certificate in ("", another):
             wrong = GroupContact(
                 address=contact.address, token=contact.token, certificate=certificate

@@ -328,9 +328,11 @@ async def test_a_group_that_skips_tokens_is_not_believed(start_cluster: Any) -> 
         async def Events(self, request: Any, context: Any) -> Any:
             yield group_pb2.EventBatch(epoch=1)
 
-        HoldAdapter: Any = None  # Not called, as the next two.
+        HoldAdapter: Any = None  # Not called, as those that follow.
         WriteAdapter: Any = None
         ReadAdapter: Any = None
+        Blocks: Any = None
+        Warm: Any = None
 
     async with start_cluster(num_groups=1, group_wait_s=0.3) as cluster:
         server = grpc.aio.server()

@@ -39,6 +39,42 @@ def test_autoscaling_is_read_by_name() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
+        ({}, False),
+        ({"num_groups": 2}, True),
+        ({"autoscaling": {"max_groups": 4}}, True),
+        ({"num_groups": 2, "engine": {"kv_transfer": False}}, False),
+        ({"engine": {"kv_transfer": True}}, True),
+        ({"num_groups": 2, "engine": {"enable_prefix_caching": False}}, False),
+        (
+            {"num_groups": 2, "nodes_per_group": 2, "engine": {"tensor_parallel_size": 2}},
+            False,
+        ),
+    ],
+)
+def test_groups_exchange_blocks_where_there_may_be_several(
+    given: dict[str, object], expected: bool
+) -> None:
+    assert config_from(given).transfers_kv == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "nodes_per_group=2: must be 1 with engine.kv_transfer"),
+        ({"enable_prefix_caching": False}, "needs engine.enable_prefix_caching"),
+    ],
+)
+def test_where_groups_cannot_exchange_blocks_asking_for_it_is_refused(
+    engine: dict[str, object], message: str
+) -> None:
+    nodes = 2 if "tensor_parallel_size" in engine else 1
+    with pytest.raises(ConfigError, match=message):
+        config_from({"nodes_per_group": nodes, "engine": {"kv_transfer": True, **engine}})
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
         ({}, inf),
         ({"autoscaling": {"max_groups": 4}}, inf),
         ({"max_queue_wait_s": 0.7}, 0.7),

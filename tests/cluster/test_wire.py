@@ -9,9 +9,14 @@ from hypothesis import strategies as st
 from quire.cluster.wire import (
     events_from_proto,
     events_to_proto,
+    fetched_from_proto,
+    fetched_to_proto,
+    format_from_proto,
+    format_to_proto,
     params_from_proto,
     params_to_proto,
     prepared_of,
+    source_to_proto,
     tokens_from_bytes,
     tokens_to_bytes,
     work_of,
@@ -21,6 +26,8 @@ from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.events import BlocksRemoved, BlocksStored, Digest, EventBatch
 from quire.worker.api.hashing import BlockHash, BlockHashes, Feature, TokenIds, as_token_ids
+from quire.worker.api.kv_format import KvFormat, PeerSource
+from quire.worker.api.outputs import Fetched
 from quire.worker.api.request import Prepared, Task
 from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
 from quire.worker.api.structured import Constraint, ConstraintKind
@@ -111,7 +118,7 @@ def test_every_field_of_a_request_travels_or_stays_with_the_gateway() -> None:
     assert (
         SAMPLING.keys() == names(SamplingParams) == {*pb.SamplingParams.DESCRIPTOR.fields_by_name}
     )
-    of_the_attempt = {"request_id", "completion", "resumed_token_ids"}
+    of_the_attempt = {"request_id", "completion", "resumed_token_ids", "source"}
     assert TRAVELS.keys() | of_the_attempt | STAYS == names(Prepared)
     sent = {*group_pb2.Work.DESCRIPTOR.fields_by_name} - {"segments"}
     assert TRAVELS.keys() - {"prompt_token_ids", "features"} == sent
@@ -124,8 +131,20 @@ def test_sampling_survives_the_wire(values: dict[str, Any]) -> None:
     assert params_from_proto(pb.SamplingParams.FromString(data)) == params
 
 
-@given(st.fixed_dictionaries(TRAVELS), token_ids)
-def test_a_request_survives_the_wire(values: dict[str, Any], resumed: TokenIds) -> None:
+SOURCES = st.builds(
+    PeerSource,
+    group_id=st.text(max_size=5),
+    address=st.text(max_size=5),
+    token=st.text(max_size=5),
+    certificate=st.text(max_size=5),
+    num_blocks=st.integers(0, 2**32 - 1),
+)
+
+
+@given(st.fixed_dictionaries(TRAVELS), token_ids, st.none() | SOURCES)
+def test_a_request_survives_the_wire(
+    values: dict[str, Any], resumed: TokenIds, source: PeerSource | None
+) -> None:
     request = Prepared(**values, request_id="r", client_id="c", explain_routing=True)
     work = work_of(request)
     for completion in request.completions():
@@ -133,12 +152,21 @@ def test_a_request_survives_the_wire(values: dict[str, Any], resumed: TokenIds) 
             work=work,
             completion=completion.completion,
             resumed_token_ids=tokens_to_bytes(resumed),
+            source=source_to_proto(source) if source else None,
         )
         came = prepared_of(submit, request_id="mine")
         for name in values:
             assert_same(getattr(came, name), getattr(completion, name))
         assert_same(came.resumed_token_ids, resumed)
+        assert came.source == source
         assert (came.request_id, came.client_id, came.is_checked) == ("mine", "", True)
+
+
+def test_formats_and_what_was_fetched_survive_the_wire() -> None:
+    format = KvFormat(num_layers=1, num_kv_heads=2, head_bytes=3, block_size=4)
+    assert format_from_proto(format_to_proto(format)) == format
+    fetched = Fetched(1, 2, 3, 0.5, "a reason")
+    assert fetched_from_proto(fetched_to_proto(fetched)) == fetched
 
 
 def test_what_is_no_work_is_refused() -> None:

@@ -62,6 +62,12 @@ class GroupLinkOver:
     def ReadAdapter(self, request: Message) -> Call:
         return self._connection.server_stream("ReadAdapter", request)
 
+    async def Blocks(self, request: Message, *, timeout: float) -> Any:
+        return await self._connection.unary("Blocks", request, timeout=timeout)
+
+    async def Warm(self, request: Message, *, timeout: float) -> Any:
+        return await self._connection.unary("Warm", request, timeout=timeout)
+
     async def WriteAdapter(self, request_iterator: Any, *, timeout: float) -> Any:
         raise NotImplementedError  # All groups have one store.
 

@@ -102,6 +102,16 @@ class ModelConfig:
                 f"nodes_per_group={self.nodes_per_group}: must be 1 with engine.enable_lora, since "
                 "each rank reads adapters from its own node"
             )
+        if self.engine.kv_transfer and self.nodes_per_group > 1:
+            raise ConfigError(
+                f"nodes_per_group={self.nodes_per_group}: must be 1 with engine.kv_transfer, since "
+                "the ranks of a group share the memory that blocks travel through"
+            )
+        if self.engine.kv_transfer and not self.engine.enable_prefix_caching:
+            raise ConfigError(
+                "engine.kv_transfer: needs engine.enable_prefix_caching, since only cached blocks "
+                "are lent"
+            )
         check_parsers(self.tool_call_parser, self.reasoning_parser)
         self.admission()  # Checks its own part.
 
@@ -113,6 +123,14 @@ class ModelConfig:
     @property
     def max_groups(self) -> int:
         return self.num_groups if self.autoscaling is None else self.autoscaling.max_groups
+
+    @property
+    def transfers_kv(self) -> bool:
+        """Whether groups take blocks from each other, where the model has any."""
+        if self.engine.kv_transfer is None:
+            may = self.nodes_per_group == 1 and self.engine.enable_prefix_caching
+            return may and self.max_groups > 1
+        return self.engine.kv_transfer
 
     def admission(self) -> AdmissionConfig:
         """At each gateway."""

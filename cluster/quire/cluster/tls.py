@@ -8,7 +8,9 @@ import asyncio
 import datetime
 import logging
 import ssl
+import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -90,9 +92,25 @@ class ServerTls:
         return self._certificate.stat().st_mtime, self._key.stat().st_mtime
 
 
-def own_certificate() -> tuple[grpc.ServerCredentials, str]:
-    """A new key, for a server that lasts as long as its process, and its self-signed certificate as
-    PEM, which clients must be told: no authority has signed it."""
+@dataclass(frozen=True, kw_only=True)
+class OwnTls:
+    """A new key, for servers that last as long as their process."""
+
+    grpc_credentials: grpc.ServerCredentials
+    context: ssl.SSLContext
+    """For servers without gRPC."""
+    certificate: str
+    """PEM, which clients must be told: no authority has signed it."""
+
+
+def trusting_only(certificate: str) -> ssl.SSLContext:
+    """For a client of who has told it this certificate of its own, PEM."""
+    context = ssl.create_default_context(cadata=certificate)
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    return context
+
+
+def own_tls() -> OwnTls:
     # Here and not above: only groups behind TLS need it.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -119,5 +137,13 @@ def own_certificate() -> tuple[grpc.ServerCredentials, str]:
         serialization.NoEncryption(),
     )
     certificate_pem = certificate.public_bytes(serialization.Encoding.PEM)
-    credentials = grpc.ssl_server_credentials([(key_pem, certificate_pem)])
-    return credentials, certificate_pem.decode()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    with tempfile.NamedTemporaryFile() as file:  # It reads files alone; this one is the owner's.
+        file.write(key_pem + certificate_pem)
+        file.flush()
+        context.load_cert_chain(file.name)
+    return OwnTls(
+        grpc_credentials=grpc.ssl_server_credentials([(key_pem, certificate_pem)]),
+        context=context,
+        certificate=certificate_pem.decode(),
+    )

@@ -5,10 +5,11 @@ field would cost a Python object for each of them.
 """
 
 from collections.abc import Iterable, MutableMapping, MutableSequence, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from quire.v1 import group_pb2 as group_pb
 from quire.v1 import inference_pb2 as pb
@@ -24,7 +25,8 @@ from quire.worker.api.events import (
     EventBatch,
 )
 from quire.worker.api.hashing import BlockHashes, Feature, TokenIds
-from quire.worker.api.outputs import FinishReason, TokenLogprobs
+from quire.worker.api.kv_format import KvFormat, PeerSource
+from quire.worker.api.outputs import Fetched, FinishReason, TokenLogprobs
 from quire.worker.api.request import Prepared, Task
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.api.structured import Constraint
@@ -136,7 +138,37 @@ def prepared_of(submit: group_pb.Submit, *, request_id: str) -> Prepared:
         tenant=work.tenant,
         task=_task_of(work.task),
         is_checked=True,
+        source=source_from_proto(submit.source) if submit.HasField("source") else None,
     )
+
+
+def source_to_proto(source: PeerSource) -> group_pb.BlockSource:
+    return group_pb.BlockSource(**asdict(source))
+
+
+def source_from_proto(message: group_pb.BlockSource) -> PeerSource:
+    return PeerSource(**_by_name(message))
+
+
+def format_to_proto(format: KvFormat) -> group_pb.KvFormat:
+    return group_pb.KvFormat(**asdict(format))
+
+
+def format_from_proto(message: group_pb.KvFormat) -> KvFormat:
+    return KvFormat(**_by_name(message))
+
+
+def fetched_to_proto(fetched: Fetched) -> group_pb.Fetched:
+    return group_pb.Fetched(**fetched._asdict())
+
+
+def fetched_from_proto(message: group_pb.Fetched) -> Fetched:
+    return Fetched(**_by_name(message))
+
+
+def _by_name(message: Message) -> dict[str, Any]:
+    """All fields of a message that has only plain ones."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
 def _task_of(number: group_pb.Task) -> Task:

@@ -129,6 +129,10 @@ capabilities: {drop: [ALL]}
 {{- $failover := .Values.failover -}}
 {{- $engine := merge (dict "tensor_parallel_size" .Values.groups.tensorParallelSize) .Values.engine -}}
 {{- with include "quire.modelPath" . }}{{ $_ := set $engine "model" . }}{{ end -}}
+{{- /* The settings do not tell how many groups there are, so that the application cannot decide. */ -}}
+{{- if not (or (hasKey $engine "kv_transfer") (gt (int .Values.groups.nodesPerGroup) 1) (eq (toString $engine.enable_prefix_caching) "false")) -}}
+{{- $_ := set $engine "kv_transfer" true -}}
+{{- end -}}
 {{- $settings := dict
   "engine" $engine
   "routing" .Values.routing

@@ -106,6 +106,22 @@ class BlockSource(_message.Message):
     num_blocks: int
     def __init__(self, group_id: _Optional[str] = ..., address: _Optional[str] = ..., token: _Optional[str] = ..., certificate: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
+class WarmRequest(_message.Message):
+    __slots__ = ("sources", "max_bytes")
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_BYTES_FIELD_NUMBER: _ClassVar[int]
+    sources: _containers.RepeatedCompositeFieldContainer[BlockSource]
+    max_bytes: int
+    def __init__(self, sources: _Optional[_Iterable[_Union[BlockSource, _Mapping]]] = ..., max_bytes: _Optional[int] = ...) -> None: ...
+
+class WarmResponse(_message.Message):
+    __slots__ = ("num_blocks", "error")
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    num_blocks: int
+    error: str
+    def __init__(self, num_blocks: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
 class GroupDescription(_message.Message):
     __slots__ = ("group_id", "epoch", "model", "model_fingerprint", "kv_dtype", "block_size", "max_model_len", "vocab_size", "tensor_parallel_size", "num_blocks", "max_num_seqs", "eos_token_ids", "numerics", "kv_format", "num_tiers")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]

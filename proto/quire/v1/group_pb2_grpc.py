@@ -69,6 +69,11 @@ class ReplicaGroupStub(object):
                 request_serializer=quire_dot_v1_dot_group__pb2.BlocksRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_group__pb2.BlocksLoan.FromString,
                 _registered_method=True)
+        self.Warm = channel.unary_unary(
+                '/quire.v1.ReplicaGroup/Warm',
+                request_serializer=quire_dot_v1_dot_group__pb2.WarmRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_group__pb2.WarmResponse.FromString,
+                _registered_method=True)
 
 
 class ReplicaGroupServicer(object):
@@ -128,6 +133,14 @@ class ReplicaGroupServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Warm(self, request, context):
+        """Has a group that is new take the most useful blocks of others, before it gets requests. Returns
+        once it has them; further calls wait for the first, and bring nothing more.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicaGroupServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -165,6 +178,11 @@ def add_ReplicaGroupServicer_to_server(servicer, server):
                     servicer.Blocks,
                     request_deserializer=quire_dot_v1_dot_group__pb2.BlocksRequest.FromString,
                     response_serializer=quire_dot_v1_dot_group__pb2.BlocksLoan.SerializeToString,
+            ),
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=quire_dot_v1_dot_group__pb2.WarmRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_group__pb2.WarmResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -356,6 +374,33 @@ class ReplicaGroup(object):
             '/quire.v1.ReplicaGroup/Blocks',
             quire_dot_v1_dot_group__pb2.BlocksRequest.SerializeToString,
             quire_dot_v1_dot_group__pb2.BlocksLoan.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.ReplicaGroup/Warm',
+            quire_dot_v1_dot_group__pb2.WarmRequest.SerializeToString,
+            quire_dot_v1_dot_group__pb2.WarmResponse.FromString,
             options,
             channel_credentials,
             insecure,

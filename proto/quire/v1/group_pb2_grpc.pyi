@@ -137,7 +137,23 @@ _ReplicaGroupBlocksType = typing_extensions.TypeVar(
     ],
 )
 
-class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAttachType, _ReplicaGroupEventsType, _ReplicaGroupHoldAdapterType, _ReplicaGroupWriteAdapterType, _ReplicaGroupReadAdapterType, _ReplicaGroupBlocksType]):
+_ReplicaGroupWarmType = typing_extensions.TypeVar(
+    '_ReplicaGroupWarmType',
+    grpc.UnaryUnaryMultiCallable[
+        quire.v1.group_pb2.WarmRequest,
+        quire.v1.group_pb2.WarmResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.group_pb2.WarmRequest,
+        quire.v1.group_pb2.WarmResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        quire.v1.group_pb2.WarmRequest,
+        quire.v1.group_pb2.WarmResponse,
+    ],
+)
+
+class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAttachType, _ReplicaGroupEventsType, _ReplicaGroupHoldAdapterType, _ReplicaGroupWriteAdapterType, _ReplicaGroupReadAdapterType, _ReplicaGroupBlocksType, _ReplicaGroupWarmType]):
     @typing.overload
     def __init__(self: ReplicaGroupStub[
         grpc.UnaryUnaryMultiCallable[
@@ -167,6 +183,10 @@ class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAt
         grpc.UnaryUnaryMultiCallable[
             quire.v1.group_pb2.BlocksRequest,
             quire.v1.group_pb2.BlocksLoan,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            quire.v1.group_pb2.WarmRequest,
+            quire.v1.group_pb2.WarmResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -200,6 +220,10 @@ class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAt
             quire.v1.group_pb2.BlocksRequest,
             quire.v1.group_pb2.BlocksLoan,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            quire.v1.group_pb2.WarmRequest,
+            quire.v1.group_pb2.WarmResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     Describe: _ReplicaGroupDescribeType
@@ -232,6 +256,11 @@ class ReplicaGroupStub(typing.Generic[_ReplicaGroupDescribeType, _ReplicaGroupAt
     the answer has the port and the ticket.
     """
 
+    Warm: _ReplicaGroupWarmType
+    """Has a group that is new take the most useful blocks of others, before it gets requests. Returns
+    once it has them; further calls wait for the first, and bring nothing more.
+    """
+
 ReplicaGroupAsyncStub: typing_extensions.TypeAlias = ReplicaGroupStub[
     grpc.aio.UnaryUnaryMultiCallable[
         quire.v1.group_pb2.DescribeRequest,
@@ -260,6 +289,10 @@ ReplicaGroupAsyncStub: typing_extensions.TypeAlias = ReplicaGroupStub[
     grpc.aio.UnaryUnaryMultiCallable[
         quire.v1.group_pb2.BlocksRequest,
         quire.v1.group_pb2.BlocksLoan,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.group_pb2.WarmRequest,
+        quire.v1.group_pb2.WarmResponse,
     ],
 ]
 
@@ -327,6 +360,16 @@ class ReplicaGroupServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[quire.v1.group_pb2.BlocksLoan, collections.abc.Awaitable[quire.v1.group_pb2.BlocksLoan]]:
         """Lends cached blocks to another group. Their bytes come over a connection of their own, for which
         the answer has the port and the ticket.
+        """
+
+    @abc.abstractmethod
+    def Warm(
+        self,
+        request: quire.v1.group_pb2.WarmRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[quire.v1.group_pb2.WarmResponse, collections.abc.Awaitable[quire.v1.group_pb2.WarmResponse]]:
+        """Has a group that is new take the most useful blocks of others, before it gets requests. Returns
+        once it has them; further calls wait for the first, and bring nothing more.
         """
 
 def add_ReplicaGroupServicer_to_server(servicer: ReplicaGroupServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

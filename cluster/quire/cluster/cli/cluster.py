@@ -85,6 +85,13 @@ _ENGINE = {
     "kv_cache_memory_bytes": "KV cache of each group, instead of a share",
     "max_model_len": "longest prompt + output; the model's own if absent",
     "enable_prefix_caching": "reuse the KV of prompts that begin alike",
+    "kv_offloading_size": "GiB of host memory, for each group, that keep blocks which its KV cache "
+    "evicts",
+    "kv_disk_dir": "a folder on each node's own disk that keeps blocks beyond that, also over a "
+    "restart",
+    "kv_disk_size": "GiB that each group keeps there at most",
+    "kv_transfer": "take blocks from other groups that hold them; if absent, where there may be "
+    "several groups and each is on one node",
     "scheduling_policy": "order of a group's prompts: the first that came, or the one with the "
     "least left to compute",
     "enforce_eager": "no CUDA graphs",

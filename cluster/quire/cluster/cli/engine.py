@@ -55,4 +55,6 @@ def engine_config(arguments: argparse.Namespace, model: Path | None) -> EngineCo
     from quire import demo_model
 
     given = given_fields(EngineConfig, arguments)
+    if given.get("kv_disk_dir") is not None:  # Groups run in other folders.
+        given["kv_disk_dir"] = given["kv_disk_dir"].absolute()
     return EngineConfig(**given | {"model": model or demo_model.PATH})

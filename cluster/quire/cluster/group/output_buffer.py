@@ -1,7 +1,12 @@
 """Tokens that a group has generated for one request and not yet sent, and its credit to send
 them."""
 
-from quire.cluster.wire import FINISH_REASONS, logprobs_to_proto, vector_to_bytes
+from quire.cluster.wire import (
+    FINISH_REASONS,
+    fetched_to_proto,
+    logprobs_to_proto,
+    vector_to_bytes,
+)
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.outputs import TokenDelta
 
@@ -52,6 +57,8 @@ class OutputBuffer:
             delta.logprobs.extend(logprobs_to_proto(output.logprobs))
         if output.prompt_logprobs:
             delta.prompt_logprobs.extend(logprobs_to_proto(output.prompt_logprobs))
+        if output.fetched is not None:
+            delta.fetched.CopyFrom(fetched_to_proto(output.fetched))
         if output.hidden is not None:
             delta.embedding = vector_to_bytes(output.hidden[0])
         if output.finish_reason is not None:
@@ -72,5 +79,6 @@ class OutputBuffer:
         head.ClearField("finish_reason")
         del head.token_ids[room:], head.logprobs[room:]
         del delta.token_ids[:room], delta.logprobs[:room], delta.prompt_logprobs[:]
+        delta.ClearField("fetched")
         delta.token_offset += room
         return head

@@ -57,6 +57,11 @@ def placement_options(config: ClusterConfig, *, on_gpu: bool) -> dict[str, Any]:
     }
 
 
+def transfers_kv(config: ClusterConfig, facts: ModelFacts) -> bool:
+    """Whether the groups of this model take blocks from each other."""
+    return config.transfers_kv and not facts.is_encoder
+
+
 def start_ranks(
     config: ClusterConfig, on_step: OnStep = lambda _: None
 ) -> tuple[Executor, ModelFacts]:
@@ -71,7 +76,8 @@ def start_ranks(
     on_step("model files")
     engine = replace(config.engine, model=fetch_checkpoint(config.engine.model))
     # Bad settings are refused at once, before the weights are hashed.
-    model_facts(engine, with_fingerprint=False)
+    facts = model_facts(engine, with_fingerprint=False)
+    engine = replace(engine, kv_transfer=transfers_kv(config, facts))
     spec = read_model_spec(engine.model, model_impl=engine.model_impl)
     check_parallel(spec, engine.tensor_parallel_size)
     on_step("native code")

@@ -15,14 +15,19 @@ import numpy as np
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.group.adapters import GroupAdapters
+from quire.cluster.group.borrowing import Borrower
 from quire.cluster.group.engine_loop import EngineLoop
-from quire.cluster.group.placement import OnStep, start_ranks
+from quire.cluster.group.peers import Peers
+from quire.cluster.group.placement import OnStep, start_ranks, transfers_kv
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.links.group_link import GroupContact
-from quire.cluster.tls import own_certificate
+from quire.cluster.tls import own_tls
+from quire.cluster.wire import format_to_proto
 from quire.v1 import group_pb2 as pb
+from quire.worker.api.config import EngineConfig
 from quire.worker.api.engine_stats import EngineStats
 from quire.worker.api.errors import QueueFull, QuireError
+from quire.worker.api.kv_format import KvFormat
 from quire.worker.api.outputs import TokenDelta
 from quire.worker.api.request import Prepared, Task
 from quire.worker.api.sampling_params import SamplingParams
@@ -53,28 +58,47 @@ class GroupServer:
     """Made by `start`; belongs to the event loop that made it."""
 
     def __init__(
-        self, config: ClusterConfig, facts: ModelFacts, engine: Engine, *, group_id: str
+        self,
+        config: ClusterConfig,
+        facts: ModelFacts,
+        engine: Engine,
+        *,
+        group_id: str,
+        kv_format: KvFormat,
+        borrower: Borrower | None,
     ) -> None:
+        """``borrower`` is the engine's; ``None`` where it has nothing to do with other groups."""
         self._engine = engine
         self._engine_loop = EngineLoop(engine)
         description = _describe(config, facts, engine, group_id=group_id)
         self._config = config
+        tls = own_tls() if config.tls_certificate is not None else None
+        self._peers = None
+        if borrower is not None:
+            description.kv_format.CopyFrom(format_to_proto(kv_format))
+            self._peers = Peers(
+                borrower,
+                self._engine_loop.call,
+                format=kv_format,
+                host=config.group_host,
+                tls=tls.context if tls else None,
+            )
         self._service = GroupService(
             self._engine_loop,
             description,
             heartbeat_s=config.silence_timeout_s / _HEARTBEATS,
             gateway_timeout_s=config.silence_timeout_s * _GATEWAY_PATIENCE,
             adapters=_adapters(config) if config.engine.enable_lora else None,
+            peers=self._peers,
         )
         token = secrets.token_urlsafe(32)
         self._server = build_group_server(self._service, token=token)
-        certificate = ""
-        if config.tls_certificate is None:
+        if tls is None:
             port = self._server.add_insecure_port(f"{config.group_host}:0")
         else:
-            credentials, certificate = own_certificate()
-            port = self._server.add_secure_port(f"{config.group_host}:0", credentials)
+            port = self._server.add_secure_port(f"{config.group_host}:0", tls.grpc_credentials)
         address = f"{config.group_host}:{port}"
+        certificate = tls.certificate if tls else ""
         self.contact = GroupContact(address=address, token=token, certificate=certificate)
         """For gateways."""
 
@@ -94,12 +118,26 @@ class GroupServer:
         config = replace(config, engine=replace(config.engine, step_timeout_s=step_timeout_s))
         executor, facts = await asyncio.to_thread(start_ranks, config, on_step)
         on_step("first step")
+        borrower = Borrower() if transfers_kv(config, facts) else None
         try:
-            engine = Engine(config.engine, facts, executor, epoch=time.time_ns())
+            engine = Engine(
+                config.engine,
+                facts,
+                executor,
+                epoch=time.time_ns(),
+                **({"fetch": borrower.fetch} if borrower else {}),
+            )
         except BaseException:
             executor.close()
             raise
-        self = cls(config, facts, engine, group_id=group_id)
+        self = cls(
+            config,
+            facts,
+            engine,
+            group_id=group_id,
+            kv_format=executor.kv_format,
+            borrower=borrower,
+        )
         try:
             # This step reveals a broken model and pays for the slow first step.
             task: Task = "generate" if facts.has_head else "embed"
@@ -169,6 +207,8 @@ class GroupServer:
             )
             _log.info("drained; %d requests were given back to their gateways", num_left)
         await self._server.stop(_CLOSE_S)
+        if self._peers is not None:
+            await self._peers.close()
         await self._engine_loop.close()
         await asyncio.to_thread(self._engine.close)
 
@@ -200,4 +240,11 @@ def _describe(
         max_num_seqs=config.engine.max_num_seqs,
         eos_token_ids=facts.eos_token_ids,
         numerics=facts.numerics,
+        num_tiers=_num_tiers(config.engine),
     )
+
+
+def _num_tiers(config: EngineConfig) -> int:
+    if config.kv_disk_dir is not None:
+        return 3
+    return 2 if config.kv_offloading_size else 1

@@ -19,6 +19,7 @@ from quire.cluster.edge.grpc_messages import GrpcMessages, Malformed
 from quire.cluster.group.adapters import GroupAdapters
 from quire.cluster.group.engine_loop import EngineLoop, StepResult
 from quire.cluster.group.event_feed import EventFeed
+from quire.cluster.group.peers import Peers
 from quire.cluster.group.session import Door, GatewaySession
 from quire.cluster.wire import events_to_proto
 from quire.v1 import group_pb2 as pb
@@ -29,6 +30,9 @@ _log = logging.getLogger(__name__)
 
 _IDLE_CHECK_S = 0.02
 _LAST_WRITE_S = 1.0
+_LINGER_S = 1.0
+"""Behind the last request that was handed over, or the last loan: for who will ask for its blocks.
+"""
 _OPTIONS = [
     # Else a connection whose other end vanished would be kept, with a call that cannot be ended.
     ("grpc.keepalive_time_ms", 10_000),
@@ -41,6 +45,7 @@ _OPTIONS = [
 _REFUSAL = "without this group's token, which Serve tells the gateways of its own cluster alone"
 
 NO_ADAPTERS = "this model takes no adapters: serve it with --enable-lora"
+NO_PEERS = "this group has nothing to do with others: serve its model with --kv-transfer"
 
 Context = grpc.aio.ServicerContext[object, object]
 
@@ -49,7 +54,8 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
     """Serves one engine to gateways.
 
     ``gateway_timeout_s``: a gateway that says nothing for so long has its requests aborted.
-    ``adapters``: those that it can run; ``None`` where it takes none.
+    ``adapters``: those that it can run; ``None`` where it takes none. ``peers``: the same of its
+    dealings with other groups.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         events_heartbeat_s: float = 1.0,
         buffer_events: int = 16_384,
         adapters: GroupAdapters | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._engine_loop = engine_loop
         self._description = description
@@ -72,6 +79,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         )
         self._names = itertools.count()
         self._adapters = adapters
+        self._peers = peers
         self._door = Door(on_drain=self._on_drain, adapters=adapters)
         self._attachments: list[GatewaySession] = []
         self._is_stopping = False
@@ -94,8 +102,9 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         self._is_stopping = True
         self._enter(pb.StepFrame.DRAINING)
         await self._wait_until_idle(max(0.0, timeout_s - handover_s))
+        is_handing_over = self.num_requests > 0
         self._enter(pb.StepFrame.HANDING_OVER)
-        await self._wait_until_idle(min(handover_s, timeout_s))
+        await self._wait_until_idle(min(handover_s, timeout_s), lingers=is_handing_over)
         num_left = self.num_requests
         self._is_closing = True
         for attachment in self._attachments:
@@ -202,7 +211,17 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             await context.write(piece)
 
     async def Blocks(self, request: pb.BlocksRequest, context: Context) -> pb.BlocksLoan:
-        return pb.BlocksLoan(refusal="this group lends no blocks")
+        if self._peers is None:
+            return pb.BlocksLoan(refusal=NO_PEERS)
+        try:
+            return await self._peers.lend(request)
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+
+    async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
+        if self._peers is None:
+            return pb.WarmResponse(error=NO_PEERS)
+        return await self._peers.warm(request)
 
     async def _write_frames(self, attachment: GatewaySession, context: Context) -> None:
         """Sends frames until the session is closed, or the group fails or closes. Then there is a
@@ -240,10 +259,19 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         for attachment in self._attachments:
             attachment.wake()
 
-    async def _wait_until_idle(self, timeout_s: float) -> None:
+    async def _wait_until_idle(self, timeout_s: float, *, lingers: bool = False) -> None:
+        """Waits for requests and for loans; where it ``lingers``, also for loans to those who take
+        over the requests, which have left before they are asked for."""
+        loop = asyncio.get_running_loop()
+        idle_s = loop.time()
+        linger_s = _LINGER_S if lingers and self._peers is not None else 0.0
         try:
             async with asyncio.timeout(timeout_s):
-                while self.num_requests:
+                while True:
+                    if self.num_requests or (self._peers is not None and self._peers.num_loans):
+                        idle_s = loop.time()
+                    elif loop.time() - idle_s >= linger_s:
+                        return
                     await asyncio.sleep(_IDLE_CHECK_S)
         except TimeoutError:
             return

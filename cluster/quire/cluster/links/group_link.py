@@ -92,6 +92,18 @@ class _ReadAdapter(Protocol):
     def __call__(self, request: pb.ReadAdapterRequest) -> AsyncIterable[pb.AdapterPiece]: ...
 
 
+class _Blocks(Protocol):
+    def __call__(
+        self, request: pb.BlocksRequest, *, timeout: float
+    ) -> Awaitable[pb.BlocksLoan]: ...
+
+
+class _Warm(Protocol):
+    def __call__(
+        self, request: pb.WarmRequest, *, timeout: float
+    ) -> Awaitable[pb.WarmResponse]: ...
+
+
 class GroupLink(Protocol):
     """One connection to a group. Every call on it may raise ``grpc.aio.AioRpcError``."""
 
@@ -112,6 +124,12 @@ class GroupLink(Protocol):
 
     @property
     def ReadAdapter(self) -> _ReadAdapter: ...
+
+    @property
+    def Blocks(self) -> _Blocks: ...
+
+    @property
+    def Warm(self) -> _Warm: ...
 
 
 Connect = Callable[[str], contextlib.AbstractAsyncContextManager[GroupLink]]
@@ -151,3 +169,5 @@ class _Authorized:
         self.HoldAdapter: _HoldAdapter = partial(stub.HoldAdapter, metadata=metadata)
         self.WriteAdapter: _WriteAdapter = partial(stub.WriteAdapter, metadata=metadata)
         self.ReadAdapter: _ReadAdapter = partial(stub.ReadAdapter, metadata=metadata)
+        self.Blocks: _Blocks = partial(stub.Blocks, metadata=metadata)
+        self.Warm: _Warm = partial(stub.Warm, metadata=metadata)

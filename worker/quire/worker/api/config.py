@@ -88,8 +88,9 @@ class EngineConfig:
     """A folder on a local disk that keeps blocks beyond that, also over a restart."""
     kv_disk_size: float = 16.0
     """GiB that this engine keeps there at most."""
-    kv_transfer: bool = False
-    """Take blocks from other groups that hold them, and lend them one's own."""
+    kv_transfer: bool | None = None
+    """Take blocks from other groups that hold them, and lend them one's own; ``None`` does so where
+    a cluster may run several groups of the model."""
     seed: int = 0
     """Seed from which requests without their own seed get one."""
     num_threads: int | None = None
@@ -217,7 +218,7 @@ class EngineConfig:
     @property
     def host_kv_bytes(self) -> int:
         """Host memory for blocks outside the cache: those that it keeps, and those that travel."""
-        travels = self.kv_transfer or self.kv_disk_dir is not None
+        travels = bool(self.kv_transfer) or self.kv_disk_dir is not None
         staging_bytes = STAGING_BYTES if travels or self.kv_offloading_size else 0
         return int(self.kv_offloading_size * 2**30) + staging_bytes
 

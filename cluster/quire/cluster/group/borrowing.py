@@ -1,0 +1,367 @@
+"""Fetches blocks from other groups into this group's host memory.
+
+Each pull has a thread, which asks the other group over gRPC and then receives straight into granted
+slots: no byte is copied. A block lands only if its place, name and length are those that were asked
+for, and its bytes have the checksum that came with them. Whatever else happens ends the pull, with
+the peer, the block and the reason named; the request then computes what has not come.
+
+A pull that is cancelled lets go of its connection within `_LOOK_S`. A peer that failed is not asked
+again for `_SHUNNED_S`.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+import grpc.aio
+
+from quire.cluster.group.kv_connection import KvConnection
+from quire.cluster.group.kv_frames import (
+    HEADER_BYTES,
+    MAX_REASON_BYTES,
+    TICKET_BYTES,
+    Header,
+    checksum,
+    parse_header,
+)
+from quire.cluster.group.peer_links import PeerLinks
+from quire.cluster.wire import format_to_proto
+from quire.v1 import group_pb2 as pb
+from quire.worker.api.kv_format import KvFormat, PeerSource
+from quire.worker.cache.pull import Pull
+
+_log = logging.getLogger(__name__)
+
+_MAX_PULLS = 64
+_MAX_PULLS_OF_PEER = 16
+"""As many as one lends."""
+_ASK_S = 3.0
+"""Until a peer has said what it lends: a step of its engine, and more."""
+_STALL_S = 2.0
+_SHUNNED_S = 5.0
+_MAX_SHUNNED = 64
+_UNHEARD_S = 1.0
+"""A peer that has sent nothing for so long, when its pull is given up, counts as failed."""
+_LOOK_S = 0.05
+_JOIN_S = 1.0
+
+
+class _Ended(Exception):
+    """Why a pull ends before its last block."""
+
+    def __init__(self, reason: str, *, is_fault: bool = True) -> None:
+        super().__init__(reason)
+        self.is_fault = is_fault
+        """The peer's, which is not asked again for a while."""
+
+
+class Outcome(NamedTuple):
+    """Of a pull that has ended."""
+
+    num_blocks: int
+    """That came."""
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    loan: pb.BlocksLoan
+    outcome: "asyncio.Future[Outcome]"
+
+    def tell(self, outcome: Outcome) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
+class Borrower:
+    """Brings the blocks of pulls whose source is a peer. Made inside an event loop."""
+
+    def __init__(
+        self,
+        *,
+        ask_s: float = _ASK_S,
+        stall_s: float = _STALL_S,
+        shunned_s: float = _SHUNNED_S,
+    ) -> None:
+        self._ask_s = ask_s
+        self._stall_s = stall_s
+        self._shunned_s = shunned_s
+        self._loop = asyncio.get_running_loop()
+        self._links = PeerLinks()
+        self._lock = threading.Lock()
+        self._threads: dict[threading.Thread, str] = {}  # With the peer's address.
+        self._shunned: dict[str, float] = {}  # By address, until when.
+        self._expected: dict[PeerSource, _Expected] = {}
+        self._is_closing = False
+
+    @property
+    def num_pulls(self) -> int:
+        return len(self._threads)
+
+    def fetch(self, pull: Pull) -> None:
+        """`quire.worker.cache.pull.Fetch`: begins, and returns at once. In any thread."""
+        source = pull.source
+        assert source is not None, "a pull from another group has a source"
+        with self._lock:
+            expected = self._expected.pop(source, None)
+        thread = threading.Thread(
+            target=self._run, args=(pull, source, expected), name="quire-kv-pull", daemon=True
+        )
+        with self._lock:
+            reason = self._why_not(source)
+            if not reason:
+                self._threads[thread] = source.address
+                thread.start()
+        if reason:
+            self._end(pull, expected, _told(source, reason))
+
+    async def most_useful(
+        self, source: PeerSource, max_bytes: int, *, format: KvFormat
+    ) -> pb.BlocksLoan:
+        """What ``source`` lends of its most useful blocks. Raises AioRpcError."""
+        request = pb.BlocksRequest(format=format_to_proto(format), most_useful_bytes=max_bytes)
+        return await self._links.blocks(source, request, timeout_s=self._ask_s)
+
+    def expect(self, source: PeerSource, loan: pb.BlocksLoan) -> "asyncio.Future[Outcome]":
+        """The next pull from ``source`` takes the blocks of ``loan``, if these are what it wants.
+        Done when it has ended; cancelling it ends the expectation."""
+        outcome: asyncio.Future[Outcome] = self._loop.create_future()
+        with self._lock:
+            self._expected[source] = _Expected(loan, outcome)
+        outcome.add_done_callback(lambda _: self._expected.pop(source, None))
+        return outcome
+
+    async def close(self) -> None:
+        """Ends every pull, within about a second."""
+        with self._lock:
+            self._is_closing = True
+            threads = list(self._threads)
+        until_s = time.monotonic() + _JOIN_S
+        for thread in threads:
+            await asyncio.to_thread(thread.join, max(0.0, until_s - time.monotonic()))
+        await self._links.close()
+
+    def _why_not(self, source: PeerSource) -> str:
+        """Why nothing is fetched from there now; empty where it may be."""
+        if self._is_closing:
+            return "this group is stopping"
+        if len(self._threads) >= _MAX_PULLS:
+            return f"busy: {_MAX_PULLS} pulls are under way"
+        if Counter(self._threads.values())[source.address] >= _MAX_PULLS_OF_PEER:
+            return f"busy: {_MAX_PULLS_OF_PEER} pulls from it are under way"
+        if time.monotonic() < self._shunned.get(source.address, 0.0):
+            return "it failed a moment ago"
+        return ""
+
+    # In the thread of a pull.
+
+    def _run(self, pull: Pull, source: PeerSource, expected: "_Expected | None") -> None:
+        error = ""
+        try:
+            borrowing = _Borrowing(
+                pull,
+                source,
+                ask=self._ask,
+                is_closing=lambda: self._is_closing,
+                stall_s=self._stall_s,
+            )
+            is_expected = expected and expected.loan.hashes.startswith(pull.hashes.data)
+            borrowing.run(expected.loan if expected and is_expected else None)
+        except _Ended as ended:
+            error = _told(source, str(ended))
+            _log.log(logging.WARNING if ended.is_fault else logging.INFO, error)
+            if ended.is_fault:
+                self._shun(source.address)
+        except Exception as raised:
+            _log.exception("a pull failed")
+            error = _told(source, repr(raised))
+        finally:
+            with self._lock:
+                del self._threads[threading.current_thread()]
+            self._end(pull, expected, error)
+
+    def _end(self, pull: Pull, expected: "_Expected | None", error: str) -> None:
+        pull.end(error)
+        if expected is not None:
+            outcome = Outcome(pull.num_bytes // pull.format.block_bytes, error)
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
+                self._loop.call_soon_threadsafe(expected.tell, outcome)
+
+    def _shun(self, address: str) -> None:
+        with self._lock:
+            now_s = time.monotonic()
+            kept = sorted((until_s, each) for each, until_s in self._shunned.items())
+            self._shunned = {
+                each: until_s for until_s, each in kept[-_MAX_SHUNNED + 1 :] if until_s > now_s
+            }
+            self._shunned[address] = now_s + self._shunned_s
+
+    def _ask(
+        self, source: PeerSource, request: pb.BlocksRequest
+    ) -> "concurrent.futures.Future[pb.BlocksLoan]":
+        call = self._links.blocks(source, request, timeout_s=self._ask_s)
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+
+Ask = Callable[[PeerSource, pb.BlocksRequest], "concurrent.futures.Future[pb.BlocksLoan]"]
+
+
+class _Borrowing:
+    """One pull from one peer, in a thread of its own."""
+
+    def __init__(
+        self,
+        pull: Pull,
+        source: PeerSource,
+        *,
+        ask: Ask,
+        is_closing: Callable[[], bool],
+        stall_s: float,
+    ) -> None:
+        self._pull = pull
+        self._source = source
+        self._ask_peer = ask
+        self._is_closing = is_closing
+        self._stall_s = stall_s
+        self._begin_s = time.monotonic()
+        self._until_s = inf
+        self._is_heard = False  # The peer has sent anything.
+        self._doing = "asking"
+
+    def run(self, loan: pb.BlocksLoan | None = None) -> None:
+        """``loan``: what the peer has answered already. Raises _Ended: not all blocks have come."""
+        try:
+            self._run(loan or self._ask())
+        except _Ended as ended:
+            raise _Ended(f"{self._doing}: {ended}", is_fault=ended.is_fault) from None
+        except EOFError:
+            raise _Ended(f"{self._doing}: the connection ended") from None
+        except OSError as error:
+            raise _Ended(f"{self._doing}: {error}") from None
+
+    def _run(self, loan: pb.BlocksLoan) -> None:
+        num_wanted = len(self._pull.hashes)
+        if loan.refusal:
+            raise _Ended(f"it refused: {loan.refusal}", is_fault=False)
+        if not loan.num_blocks or len(loan.ticket) != TICKET_BYTES:
+            raise _Ended(f"its answer has {loan.num_blocks} blocks and no whole ticket")
+        num_blocks = min(loan.num_blocks, num_wanted)
+        self._is_heard = True
+        self._until_s = time.monotonic() + loan.lease_s + self._stall_s
+        self._doing = f"connecting to port {loan.port}"
+        connection = KvConnection(
+            self._source.address.rpartition(":")[0].strip("[]"),
+            loan.port,
+            certificate=self._source.certificate,
+            check=self._check,
+            stall_s=self._stall_s,
+        )
+        try:
+            connection.send(loan.ticket)
+            for index in range(num_blocks):
+                self._doing = f"block {index} of {num_blocks}"
+                self._receive(connection, index)
+        finally:
+            connection.close()
+        if num_blocks < num_wanted:
+            self._doing = f"{num_blocks} of {num_wanted} blocks"
+            raise _Ended("it has no more", is_fault=False)
+
+    def _ask(self) -> pb.BlocksLoan:
+        request = pb.BlocksRequest(
+            format=format_to_proto(self._pull.format), hashes=self._pull.hashes.data
+        )
+        answer = self._ask_peer(self._source, request)
+        while True:
+            try:
+                return answer.result(_LOOK_S)
+            except TimeoutError:
+                try:
+                    self._check()
+                except _Ended:
+                    answer.cancel()
+                    raise
+            except grpc.aio.AioRpcError as error:
+                raise _Ended(f"{error.code().name}: {error.details()}") from None
+            except (grpc.aio.UsageError, concurrent.futures.CancelledError) as error:
+                raise _Ended(f"the call was ended: {error!r}", is_fault=False) from None
+
+    def _receive(self, connection: KvConnection, index: int) -> None:
+        """Block ``index``, into a slot."""
+        pull = self._pull
+        header = self._header(connection)
+        if header.is_end:
+            raise _Ended(f"the peer sends no more: {self._reason(connection, header)}")
+        expected = (index, pull.hashes[index], pull.format.block_bytes)
+        for what, said, wanted in zip(
+            ("place", "name", "length"),
+            (header.index, header.name, header.num_bytes),
+            expected,
+            strict=True,
+        ):
+            if said != wanted:
+                raise _Ended(f"its {what} is {_shown(said)}, not {_shown(wanted)}")
+        slot = self._slot()
+        block = memoryview(pull.host_blocks_XC[slot])
+        self._fill(connection, block)
+        pull.num_bytes += len(block)
+        if checksum(block) != header.checksum:
+            raise _Ended("its bytes do not have the checksum that came with them")
+        pull.landed(index, slot, header.checksum)
+
+    def _header(self, connection: KvConnection) -> Header:
+        data = bytearray(HEADER_BYTES)
+        self._fill(connection, memoryview(data))
+        try:
+            return parse_header(data)
+        except ValueError as error:
+            raise _Ended(str(error)) from None
+
+    def _reason(self, connection: KvConnection, header: Header) -> str:
+        if header.num_bytes > MAX_REASON_BYTES:
+            raise _Ended(f"its end has a reason of {header.num_bytes} bytes")
+        data = bytearray(header.num_bytes)
+        self._fill(connection, memoryview(data))
+        if checksum(data) != header.checksum:
+            raise _Ended("its end is broken")
+        return data.decode(errors="replace")
+
+    def _fill(self, connection: KvConnection, view: memoryview) -> None:
+        num_bytes = 0
+        while num_bytes < len(view):
+            num_bytes += connection.receive_into(view[num_bytes:])
+
+    def _slot(self) -> int:
+        """Waits until the engine has room."""
+        while True:
+            slot = self._pull.next_slot(_LOOK_S)
+            if slot is not None:
+                return slot
+            self._check()
+
+    def _check(self) -> None:
+        """Raises _Ended: there is no point in going on."""
+        now_s = time.monotonic()
+        if self._pull.is_cancelled:
+            is_fault = not self._is_heard and now_s - self._begin_s > _UNHEARD_S
+            raise _Ended("it is not waited for any longer", is_fault=is_fault)
+        if self._is_closing():
+            raise _Ended("this group is stopping", is_fault=False)
+        if now_s > self._until_s:
+            raise _Ended("the lease is over")
+
+
+def _told(source: PeerSource, reason: str) -> str:
+    return f"peer {source.group_id} at {source.address}: {reason}"
+
+
+def _shown(value: int | bytes) -> str:
+    return value[:8].hex() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,98 @@
+"""A borrower's connection to a lender, which can be given up at any moment.
+
+The socket never blocks. Whoever waits for it looks `_LOOK_S` later at the latest whether it is
+still wanted, so that a peer which was stopped, or is slow, holds nothing that is wanted elsewhere.
+"""
+
+import errno
+import os
+import select
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from quire.cluster.tls import CERTIFICATE_NAME, trusting_only
+
+_LOOK_S = 0.05
+
+
+class KvConnection:
+    """To ``host:port``. ``check`` raises when the connection is not wanted any more.
+
+    ``certificate`` is the only one that may be there, PEM; empty is without TLS. ``stall_s`` is how
+    long nothing may come. Every call may raise OSError, TimeoutError among them.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        certificate: str,
+        check: Callable[[], None],
+        stall_s: float,
+    ) -> None:
+        self._check = check
+        self._stall_s = stall_s
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        self._socket = socket.socket(family, kind, protocol)
+        try:
+            self._socket.setblocking(False)
+            error = self._socket.connect_ex(address)
+            if error == errno.EINPROGRESS:
+                self._wait(select.POLLOUT, "no connection")
+                error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if error:
+                raise OSError(error, os.strerror(error))
+            if certificate:
+                self._greet(certificate)
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def send(self, data: bytes) -> None:
+        """A few bytes, for which there is room in the kernel."""
+        self._socket.sendall(data)
+
+    def receive_into(self, view: memoryview) -> int:
+        """Waits for some bytes and returns how many it has put into ``view``: at least one. Raises
+        EOFError: no more come."""
+        while True:
+            try:
+                num_bytes = self._socket.recv_into(view)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                self._wait(select.POLLIN, "nothing came")
+                continue
+            if not num_bytes:
+                raise EOFError
+            self._check()
+            return num_bytes
+
+    def _greet(self, certificate: str) -> None:
+        connection = trusting_only(certificate).wrap_socket(
+            self._socket, server_hostname=CERTIFICATE_NAME, do_handshake_on_connect=False
+        )
+        self._socket = connection
+        while True:
+            try:
+                connection.do_handshake()
+                return
+            except ssl.SSLWantReadError:
+                self._wait(select.POLLIN, "no TLS handshake")
+            except ssl.SSLWantWriteError:
+                self._wait(select.POLLOUT, "no TLS handshake")
+
+    def _wait(self, event: int, what: str) -> None:
+        """Returns once the socket is ready. Raises TimeoutError: ``what``, for ``stall_s``."""
+        poll = select.poll()
+        poll.register(self._socket, event)
+        until_s = time.monotonic() + self._stall_s
+        while not poll.poll(_LOOK_S * 1000):
+            self._check()
+            if time.monotonic() > until_s:
+                raise TimeoutError(f"{what} for {self._stall_s:g} s")

@@ -1,0 +1,291 @@
+"""Lends a group's blocks to other groups.
+
+A borrower asks for blocks over gRPC, shows a one-time ticket on a TCP connection of its own, and
+gets their bytes there: straight from host memory, without a copy. Where the group has TLS, that
+connection has the same certificate.
+
+Everything that a borrower can cost is bounded. There are `_MAX_LOANS` loans and as many threads. A
+ticket that nobody shows, and a borrower that does not read, end their loans. Each host gets its
+bytes at a limited rate, which leaves the memory's bandwidth to the group's own requests.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+from weakref import WeakValueDictionary
+
+from quire.cluster.group.kv_frames import TICKET_BYTES, block_header, end_frame
+from quire.cluster.group.kv_listener import KvListener
+from quire.cluster.wire import format_from_proto
+from quire.v1 import group_pb2 as pb
+from quire.worker.api.errors import QueueFull, RankFailure
+from quire.worker.api.hashing import HASH_BYTES, BlockHashes
+from quire.worker.api.kv_format import KvFormat
+from quire.worker.cache.loan import Lent, Loan
+from quire.worker.engine import Engine
+
+_log = logging.getLogger(__name__)
+
+_MAX_LOANS = 16
+_MAX_BLOCKS = 65_536
+"""That one request may name."""
+_CLAIM_S = 2.0
+"""From the answer with a ticket until it must have been shown."""
+_LEASE_S = 20.0
+"""From the answer until the last block must have been sent."""
+_STALL_S = 5.0
+"""How long a borrower may take for one block: it, too, may wait for room."""
+_BYTES_PER_S = 3e9
+"""To one host: what a link of 25 Gb/s carries."""
+_LOOK_S = 0.05
+_JOIN_S = 1.0
+_NO_PARENT = bytes(HASH_BYTES)
+
+T = TypeVar("T")
+
+
+class Call(Protocol):
+    """`EngineLoop.call`."""
+
+    def __call__(self, function: Callable[[Engine], T]) -> Awaitable[T]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Offer:
+    loan: Loan
+    until_s: float
+    """The end of its lease."""
+
+
+class Lender:
+    """Answers `Blocks` calls, in the event loop that it was made in, and sends what they ask for.
+
+    ``call`` runs a function in the engine's thread. ``tls`` is that of the group's gRPC port.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        *,
+        format: KvFormat,
+        host: str,
+        tls: ssl.SSLContext | None = None,
+        bytes_per_s: float = _BYTES_PER_S,
+        lease_s: float = _LEASE_S,
+        stall_s: float = _STALL_S,
+        claim_s: float = _CLAIM_S,
+    ) -> None:
+        self._call = call
+        self._format = format
+        self._bytes_per_s = bytes_per_s
+        self._lease_s, self._stall_s, self._claim_s = lease_s, stall_s, claim_s
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._places: set[bytes] = set()  # Tickets of all loans, asked for, offered and running.
+        self._offers: dict[bytes, _Offer] = {}
+        self._senders: dict[socket.socket, threading.Thread] = {}
+        self._paces: WeakValueDictionary[str, _Pace] = WeakValueDictionary()
+        self._is_closing = threading.Event()
+        self._listener = KvListener(host, tls=tls, take=self._take)
+
+    @property
+    def port(self) -> int:
+        """Where the bytes are sent from."""
+        return self._listener.port
+
+    @property
+    def num_loans(self) -> int:
+        return len(self._places)
+
+    async def lend(self, request: pb.BlocksRequest) -> pb.BlocksLoan:
+        """The answer to one `Blocks` call, a refusal among others. Raises ValueError: its hashes
+        are none."""
+        borrowers = format_from_proto(request.format)
+        if difference := borrowers.difference(self._format):
+            return _refusal(f"formats differ: the borrower's blocks have {difference}")
+        hashes = BlockHashes(request.hashes)[:_MAX_BLOCKS]
+        ticket = secrets.token_bytes(TICKET_BYTES)
+        with self._lock:
+            if self._is_closing.is_set():
+                return _refusal("the group is stopping")
+            if len(self._places) >= _MAX_LOANS:
+                return _refusal(f"busy: {_MAX_LOANS} loans are under way")
+            self._places.add(ticket)
+
+        def borrow(engine: Engine) -> Loan | str:
+            if request.most_useful_bytes:
+                loan = engine.lend_most_useful(request.most_useful_bytes)
+            else:
+                loan = engine.lend(hashes, borrower_format=borrowers)
+            # Here and not behind the call: its caller may have gone by then.
+            if isinstance(loan, str) or not loan.hashes:
+                self._end(ticket)
+            else:
+                self._offer(ticket, loan)
+            return loan
+
+        try:
+            loan = await self._call(borrow)
+        except (RankFailure, QueueFull) as error:
+            self._end(ticket)
+            return _refusal(str(error))
+        if isinstance(loan, str) or not loan.hashes:
+            return _refusal(loan or "it has none of these blocks")
+        answer = pb.BlocksLoan(
+            num_blocks=len(loan.hashes), port=self.port, ticket=ticket, lease_s=self._lease_s
+        )
+        if request.most_useful_bytes:
+            answer.hashes = loan.hashes.data
+            answer.parents = b"".join([parent or _NO_PARENT for parent in loan.parents])
+        return answer
+
+    def close(self) -> None:
+        """Ends every loan; blocks for a second at most."""
+        self._is_closing.set()
+        self._listener.close()
+        with self._lock:
+            offers, self._offers = self._offers, {}
+            senders = dict(self._senders)
+        for ticket, offer in offers.items():
+            offer.loan.close()
+            self._end(ticket)
+        for connection in senders:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        until_s = time.monotonic() + _JOIN_S
+        for thread in senders.values():
+            thread.join(max(0.0, until_s - time.monotonic()))
+
+    # In the engine's thread.
+
+    def _offer(self, ticket: bytes, loan: Loan) -> None:
+        """Lets a borrower come for ``loan``, for a while."""
+        with self._lock:
+            is_late = self._is_closing.is_set()
+            if not is_late:
+                self._offers[ticket] = _Offer(loan, time.monotonic() + self._lease_s)
+        if is_late:
+            loan.close()
+            self._end(ticket)
+            return
+        with contextlib.suppress(RuntimeError):  # The loop is closed, as the lender soon will be.
+            self._loop.call_soon_threadsafe(
+                lambda: self._loop.call_later(self._claim_s, self._withdraw, ticket)
+            )
+
+    def _withdraw(self, ticket: bytes) -> None:
+        """Ends a loan that nobody has come for."""
+        with self._lock:
+            offer = self._offers.pop(ticket, None)
+        if offer is not None:
+            offer.loan.close()
+            self._end(ticket)
+
+    def _end(self, ticket: bytes) -> None:
+        with self._lock:
+            self._places.discard(ticket)
+
+    # In the listener's thread.
+
+    def _take(self, ticket: bytes, connection: socket.socket) -> bool:
+        try:
+            host = connection.getpeername()[0]
+        except OSError:
+            return False  # It has gone.
+        with self._lock:
+            if self._is_closing.is_set() or ticket not in self._offers:
+                return False
+            offer = self._offers.pop(ticket)
+            pace = self._paces.setdefault(host, _Pace(self._bytes_per_s))
+            thread = threading.Thread(
+                target=self._serve,
+                args=(ticket, offer, connection, pace),
+                name="quire-kv-sender",
+                daemon=True,
+            )
+            self._senders[connection] = thread
+            thread.start()
+        return True
+
+    # In a thread of each loan.
+
+    def _serve(
+        self, ticket: bytes, offer: _Offer, connection: socket.socket, pace: "_Pace"
+    ) -> None:
+        try:
+            with connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._send(offer, connection, pace)
+        except OSError as error:
+            # The borrower has gone, or does not read; it knows what it has.
+            _log.debug("a loan of %d blocks ended early: %s", len(offer.loan.hashes), error)
+        finally:
+            offer.loan.close()
+            with self._lock:
+                del self._senders[connection]
+            self._end(ticket)
+
+    def _send(self, offer: _Offer, connection: socket.socket, pace: "_Pace") -> None:
+        """Raises OSError: the connection broke, or the borrower took too long."""
+        loan, reason = offer.loan, ""
+        num_sent = 0
+        while num_sent < len(loan.hashes):
+            lent = self._next(offer)
+            if lent is None:
+                reason = loan.error or "the lease is over"
+                break
+            try:
+                block = memoryview(loan.host_blocks_XC[lent.slot])
+                self._is_closing.wait(pace.delay_s(len(block)))
+                patience_s = min(self._stall_s, offer.until_s - time.monotonic())
+                connection.settimeout(max(_LOOK_S, patience_s))
+                name = loan.hashes[lent.index]
+                connection.sendall(
+                    block_header(
+                        lent.index, name=name, num_bytes=len(block), checksum=lent.checksum
+                    )
+                )
+                connection.sendall(block)
+            finally:
+                loan.give_back(lent.slot)
+            num_sent += 1
+        connection.settimeout(self._stall_s)
+        connection.sendall(end_frame(num_sent, reason))
+
+    def _next(self, offer: _Offer) -> Lent | None:
+        """The loan's next block; ``None`` where no more come within the lease."""
+        loan = offer.loan
+        while not self._is_closing.is_set() and time.monotonic() < offer.until_s:
+            lent = loan.next(_LOOK_S)
+            if lent is not None or loan.error:
+                return lent
+        return None
+
+
+class _Pace:
+    """How fast one borrower is sent blocks, over all its loans."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._free_s = 0.0
+        self._lock = threading.Lock()
+
+    def delay_s(self, num_bytes: int) -> float:
+        """How long to wait before so many bytes are sent."""
+        with self._lock:
+            now_s = time.monotonic()
+            begin_s = max(self._free_s, now_s)
+            self._free_s = begin_s + num_bytes / self._bytes_per_s
+            return begin_s - now_s
+
+
+def _refusal(reason: str) -> pb.BlocksLoan:
+    return pb.BlocksLoan(refusal=reason)

@@ -1,0 +1,49 @@
+"""What a group does with the other groups of its model: it lends them blocks and borrows theirs."""
+
+import asyncio
+import ssl
+
+from quire.cluster.group.borrowing import Borrower
+from quire.cluster.group.lending import Call, Lender
+from quire.cluster.group.warming import Warming
+from quire.v1 import group_pb2 as pb
+from quire.worker.api.kv_format import KvFormat
+
+
+class Peers:
+    """Made inside an event loop, as ``borrower`` was, whose pulls the engine behind ``call`` makes.
+
+    ``tls`` is that of the group's gRPC port on ``host``.
+    """
+
+    def __init__(
+        self,
+        borrower: Borrower,
+        call: Call,
+        *,
+        format: KvFormat,
+        host: str,
+        tls: ssl.SSLContext | None,
+    ) -> None:
+        self._borrower = borrower
+        self._lender = Lender(call, format=format, host=host, tls=tls)
+        self._warming = Warming(borrower, call, format=format)
+
+    @property
+    def num_loans(self) -> int:
+        """That were asked for and have not ended."""
+        return self._lender.num_loans
+
+    async def lend(self, request: pb.BlocksRequest) -> pb.BlocksLoan:
+        """Answers a call of `Blocks`. Raises ValueError: its hashes are none."""
+        return await self._lender.lend(request)
+
+    async def warm(self, request: pb.WarmRequest) -> pb.WarmResponse:
+        """Answers a call of `Warm`."""
+        return await self._warming.warm(request)
+
+    async def close(self) -> None:
+        """Ends all loans and pulls, within about two seconds."""
+        self._warming.close()
+        await asyncio.to_thread(self._lender.close)
+        await self._borrower.close()
