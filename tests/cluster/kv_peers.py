@@ -89,7 +89,20 @@ class BorrowingEngine:
 
     def __init__(self, *, takes: bool = True) -> None:
         self.blocks: dict[BlockHash, bytes] = {}
+        self.fetch: Callable[[Pull], None] | None = None
+        self.num_taken_in = 0
         self._takes = takes
+
+    async def call(self, function: Callable[[Any], Any]) -> Any:
+        return function(self)
+
+    def take_in(
+        self, hashes: BlockHashes, parents: list[BlockHash | None], source: PeerSource
+    ) -> None:
+        assert self.fetch is not None
+        assert len(hashes) == len(parents)
+        self.num_taken_in += 1
+        self.fetch(self.pull(list(hashes), source))
 
     def pull(
         self, hashes: list[BlockHash], source: PeerSource, *, format: KvFormat = FORMAT

@@ -20,8 +20,9 @@ from tests.flaky_proxy import Fault, FlakyProxy
 
 from quire.cluster.group.borrowing import Borrower
 from quire.cluster.group.kv_frames import HEADER_BYTES, end_frame
+from quire.cluster.group.warming import Warming
 from quire.cluster.tls import own_tls
-from quire.cluster.wire import format_to_proto
+from quire.cluster.wire import format_to_proto, source_to_proto
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.hashing import BlockHash
 from quire.worker.cache.pull import Pull
@@ -355,3 +356,35 @@ async def test_connections_to_peers_are_closed_when_unused() -> None:
         assert len(borrower._links) == 1
         while len(borrower._links):
             await asyncio.sleep(0.02)
+
+
+def source_of(group: LendingGroup) -> pb.BlockSource:
+    return source_to_proto(replace(group.source, num_blocks=0))
+
+
+async def test_a_new_group_takes_the_most_useful_blocks_of_others_once() -> None:
+    other = {BlockHash(b"other" + bytes([index]) * 27): BLOCKS[NAMES[index]] for index in range(3)}
+    async with lending_group(chain(6)) as one, lending_group(other) as two, borrowing() as borrower:
+        one.engine.blocks = {name: BLOCKS[name] for name in NAMES[:2]}
+        engine = BorrowingEngine()
+        engine.fetch = borrower.fetch
+        warming = Warming(borrower, engine.call, format=FORMAT)
+        request = pb.WarmRequest(
+            sources=[source_of(one), source_of(two)], max_bytes=4 * FORMAT.block_bytes
+        )
+        answers = await asyncio.gather(warming.warm(request), warming.warm(request))
+        assert answers == [pb.WarmResponse(num_blocks=4)] * 2
+        assert engine.blocks == {**one.engine.blocks, **dict(list(other.items())[:2])}
+        assert len(one.service.answers) == len(two.service.answers) == 1  # As was expected.
+
+
+async def test_a_source_that_fails_is_named_and_the_next_one_asked() -> None:
+    async with lending_group(BLOCKS) as group, borrowing() as borrower:
+        engine = BorrowingEngine()
+        engine.fetch = borrower.fetch
+        dead = pb.BlockSource(group_id="dead", address="127.0.0.1:1")
+        request = pb.WarmRequest(sources=[dead, source_of(group)], max_bytes=10**6)
+        answer = await Warming(borrower, engine.call, format=FORMAT).warm(request)
+        assert answer.num_blocks == 6
+        assert answer.error.startswith("dead at 127.0.0.1:1: UNAVAILABLE")
+        assert engine.blocks == BLOCKS

@@ -11,12 +11,15 @@ again for `_SHUNNED_S`.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 import grpc.aio
 
@@ -32,7 +35,7 @@ from quire.cluster.group.kv_frames import (
 from quire.cluster.group.peer_links import PeerLinks
 from quire.cluster.wire import format_to_proto
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.kv_format import PeerSource
+from quire.worker.api.kv_format import KvFormat, PeerSource
 from quire.worker.cache.pull import Pull
 
 _log = logging.getLogger(__name__)
@@ -60,6 +63,24 @@ class _Ended(Exception):
         """The peer's, which is not asked again for a while."""
 
 
+class Outcome(NamedTuple):
+    """Of a pull that has ended."""
+
+    num_blocks: int
+    """That came."""
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    loan: pb.BlocksLoan
+    outcome: "asyncio.Future[Outcome]"
+
+    def tell(self, outcome: Outcome) -> None:
+        if not self.outcome.done():
+            self.outcome.set_result(outcome)
+
+
 class Borrower:
     """Brings the blocks of pulls whose source is a peer. Made inside an event loop."""
 
@@ -78,6 +99,7 @@ class Borrower:
         self._lock = threading.Lock()
         self._threads: dict[threading.Thread, str] = {}  # With the peer's address.
         self._shunned: dict[str, float] = {}  # By address, until when.
+        self._expected: dict[PeerSource, _Expected] = {}
         self._is_closing = False
 
     @property
@@ -88,8 +110,10 @@ class Borrower:
         """`quire.worker.cache.pull.Fetch`: begins, and returns at once. In any thread."""
         source = pull.source
         assert source is not None, "a pull from another group has a source"
+        with self._lock:
+            expected = self._expected.pop(source, None)
         thread = threading.Thread(
-            target=self._run, args=(pull, source), name="quire-kv-pull", daemon=True
+            target=self._run, args=(pull, source, expected), name="quire-kv-pull", daemon=True
         )
         with self._lock:
             reason = self._why_not(source)
@@ -97,7 +121,23 @@ class Borrower:
                 self._threads[thread] = source.address
                 thread.start()
         if reason:
-            pull.end(_told(source, reason))
+            self._end(pull, expected, _told(source, reason))
+
+    async def most_useful(
+        self, source: PeerSource, max_bytes: int, *, format: KvFormat
+    ) -> pb.BlocksLoan:
+        """What ``source`` lends of its most useful blocks. Raises AioRpcError."""
+        request = pb.BlocksRequest(format=format_to_proto(format), most_useful_bytes=max_bytes)
+        return await self._links.blocks(source, request, timeout_s=self._ask_s)
+
+    def expect(self, source: PeerSource, loan: pb.BlocksLoan) -> "asyncio.Future[Outcome]":
+        """The next pull from ``source`` takes the blocks of ``loan``, if these are what it wants.
+        Done when it has ended; cancelling it ends the expectation."""
+        outcome: asyncio.Future[Outcome] = self._loop.create_future()
+        with self._lock:
+            self._expected[source] = _Expected(loan, outcome)
+        outcome.add_done_callback(lambda _: self._expected.pop(source, None))
+        return outcome
 
     async def close(self) -> None:
         """Ends every pull, within about a second."""
@@ -123,7 +163,7 @@ class Borrower:
 
     # In the thread of a pull.
 
-    def _run(self, pull: Pull, source: PeerSource) -> None:
+    def _run(self, pull: Pull, source: PeerSource, expected: "_Expected | None") -> None:
         error = ""
         try:
             borrowing = _Borrowing(
@@ -133,7 +173,8 @@ class Borrower:
                 is_closing=lambda: self._is_closing,
                 stall_s=self._stall_s,
             )
-            borrowing.run()
+            is_expected = expected and expected.loan.hashes.startswith(pull.hashes.data)
+            borrowing.run(expected.loan if expected and is_expected else None)
         except _Ended as ended:
             error = _told(source, str(ended))
             _log.log(logging.WARNING if ended.is_fault else logging.INFO, error)
@@ -145,7 +186,14 @@ class Borrower:
         finally:
             with self._lock:
                 del self._threads[threading.current_thread()]
-            pull.end(error)
+            self._end(pull, expected, error)
+
+    def _end(self, pull: Pull, expected: "_Expected | None", error: str) -> None:
+        pull.end(error)
+        if expected is not None:
+            outcome = Outcome(pull.num_bytes // pull.format.block_bytes, error)
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
+                self._loop.call_soon_threadsafe(expected.tell, outcome)
 
     def _shun(self, address: str) -> None:
         with self._lock:
@@ -188,10 +236,10 @@ class _Borrowing:
         self._is_heard = False  # The peer has sent anything.
         self._doing = "asking"
 
-    def run(self) -> None:
-        """Raises _Ended: not all blocks have come."""
+    def run(self, loan: pb.BlocksLoan | None = None) -> None:
+        """``loan``: what the peer has answered already. Raises _Ended: not all blocks have come."""
         try:
-            self._run()
+            self._run(loan or self._ask())
         except _Ended as ended:
             raise _Ended(f"{self._doing}: {ended}", is_fault=ended.is_fault) from None
         except EOFError:
@@ -199,13 +247,13 @@ class _Borrowing:
         except OSError as error:
             raise _Ended(f"{self._doing}: {error}") from None
 
-    def _run(self) -> None:
-        loan = self._ask()
+    def _run(self, loan: pb.BlocksLoan) -> None:
         num_wanted = len(self._pull.hashes)
         if loan.refusal:
             raise _Ended(f"it refused: {loan.refusal}", is_fault=False)
-        if not 0 < loan.num_blocks <= num_wanted or len(loan.ticket) != TICKET_BYTES:
-            raise _Ended(f"it offers {loan.num_blocks} blocks of {num_wanted} and a broken ticket")
+        if not loan.num_blocks or len(loan.ticket) != TICKET_BYTES:
+            raise _Ended(f"its answer has {loan.num_blocks} blocks and no whole ticket")
+        num_blocks = min(loan.num_blocks, num_wanted)
         self._is_heard = True
         self._until_s = time.monotonic() + loan.lease_s + self._stall_s
         self._doing = f"connecting to port {loan.port}"
@@ -218,13 +266,13 @@ class _Borrowing:
         )
         try:
             connection.send(loan.ticket)
-            for index in range(loan.num_blocks):
-                self._doing = f"block {index} of {loan.num_blocks}"
+            for index in range(num_blocks):
+                self._doing = f"block {index} of {num_blocks}"
                 self._receive(connection, index)
         finally:
             connection.close()
-        if loan.num_blocks < num_wanted:
-            self._doing = f"{loan.num_blocks} of {num_wanted} blocks"
+        if num_blocks < num_wanted:
+            self._doing = f"{num_blocks} of {num_wanted} blocks"
             raise _Ended("it has no more", is_fault=False)
 
     def _ask(self) -> pb.BlocksLoan:

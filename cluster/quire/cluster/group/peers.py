@@ -5,6 +5,7 @@ import ssl
 
 from quire.cluster.group.borrowing import Borrower
 from quire.cluster.group.lending import Call, Lender
+from quire.cluster.group.warming import Warming
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.kv_format import KvFormat
 
@@ -26,6 +27,7 @@ class Peers:
     ) -> None:
         self._borrower = borrower
         self._lender = Lender(call, format=format, host=host, tls=tls)
+        self._warming = Warming(borrower, call, format=format)
 
     @property
     def num_loans(self) -> int:
@@ -36,7 +38,12 @@ class Peers:
         """Answers a call of `Blocks`. Raises ValueError: its hashes are none."""
         return await self._lender.lend(request)
 
+    async def warm(self, request: pb.WarmRequest) -> pb.WarmResponse:
+        """Answers a call of `Warm`."""
+        return await self._warming.warm(request)
+
     async def close(self) -> None:
         """Ends all loans and pulls, within about two seconds."""
+        self._warming.close()
         await asyncio.to_thread(self._lender.close)
         await self._borrower.close()

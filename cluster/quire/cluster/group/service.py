@@ -218,6 +218,11 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
 
+    async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
+        if self._peers is None:
+            return pb.WarmResponse(error=NO_PEERS)
+        return await self._peers.warm(request)
+
     async def _write_frames(self, attachment: GatewaySession, context: Context) -> None:
         """Sends frames until the session is closed, or the group fails or closes. Then there is a
         last one: whatever happened during the write before it, the requests are told all the same.
