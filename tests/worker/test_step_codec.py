@@ -166,6 +166,17 @@ def test_hidden_states_and_copies_go_with_the_message(ends: Ends) -> None:
     assert_equal(output, engine.read_output(0, sent(rank.write_output(0, output))))
 
 
+def test_a_step_may_have_copies_and_no_tokens(ends: Ends) -> None:
+    engine, rank = ends
+    step = replace(
+        random_step(4, tokens=0, rows=0, sampled=0, late=0, blocks=0),
+        copies_X22=np.array([((0, 5), (1, 2)), ((1, 0), (0, 3))], np.int32),
+    )
+    assert_equal(step, rank.read_step(0, sent(engine.write_step(0, step))))
+    output = StepOutput(np.empty(0, np.int64))
+    assert_equal(output, engine.read_output(0, sent(rank.write_output(0, output))))
+
+
 def test_slots_of_adapters_are_in_the_slot_and_their_loads_go_with_the_message(ends: Ends) -> None:
     engine, rank = ends
     step = random_step(4, tokens=33, rows=5, sampled=5, late=5, blocks=13)

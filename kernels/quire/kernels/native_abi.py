@@ -33,6 +33,7 @@ SampleArgs = _STRUCTURES["SampleArgs"]
 ScoreArgs = _STRUCTURES["ScoreArgs"]
 MaskArgs = _STRUCTURES["MaskArgs"]
 SharedGroup = _STRUCTURES["SharedGroup"]
+CopyBlocksArgs = _STRUCTURES["CopyBlocksArgs"]
 
 ForwardArgs = _STRUCTURES["ForwardArgs"]
 GreedyEdits = _STRUCTURES["GreedyEdits"]

@@ -523,6 +523,20 @@ struct MaskArgs {
   int64_t num_words;      // A token behind them is not allowed.
 };
 
+// Blocks that go from the caches of a model's layers to memory outside, or come back. A block has
+// one piece in each cache.
+struct CopyBlocksArgs {
+  int64_t num_caches;
+  int64_t piece_bytes;
+  char* outside;         // where the first cache's piece of block 0 is
+  int64_t block_stride;  // bytes from a block's piece to the next block's
+  int64_t piece_stride;  // and to that of the next cache
+  const int64_t* cache_blocks;
+  const int64_t* outside_blocks;
+  int64_t num_blocks;
+  int32_t goes_out;
+};
+
 int32_t quire_panel_columns();
 void quire_pack(const PackArgs* args, int32_t num_threads);
 void quire_linear(const LinearArgs* args, int32_t num_threads);
@@ -540,6 +554,7 @@ void quire_mask(const MaskArgs* args, int32_t num_threads);
 void quire_score(const ScoreArgs* args, int32_t num_threads);
 // Refused with its first operation only: the indices are the same in all of a step.
 QuireRefusal quire_forward(const ForwardArgs* args);
+void quire_copy_blocks(const CopyBlocksArgs* args, char* const* caches, int32_t num_threads);
 // Asks for huge pages where the memory is not in use yet.
 void quire_huge_pages(void* start, int64_t size);
 

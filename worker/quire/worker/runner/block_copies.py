@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.native_copies import PieceCopies
 from quire.kernels.ops import KvCache
 from quire.worker.api.arrays import Ints
 from quire.worker.api.kv_format import Bytes, KvFormat
@@ -56,12 +57,17 @@ class BlockCopies:
         self._device = caches[0].device
         self._caches = [_by_heads(cache, is_head_major=layout.is_head_major) for cache in caches]
         self._sizes = [len(caches[0])]
+        self._native: PieceCopies | None = None
         if host_blocks_XC is not None:
             self._sizes.append(len(host_blocks_XC))
             words = self._caches[0]
             host_XC = _on_device(host_blocks_XC, self._device).view(words.dtype)
             shape = (len(caches), layout.format.num_kv_heads, *words.shape[2:])
             self._host_XAKTW = host_XC.view(-1, *shape)[:, :, first:end]
+            if layout.is_head_major and self._device.type == "cpu":
+                self._native = PieceCopies(
+                    [cache.flatten(1) for cache in self._caches], self._host_XAKTW.flatten(2)
+                )
 
     def run(self, copies_X22: Ints) -> None:
         """
@@ -76,11 +82,20 @@ class BlockCopies:
                 raise ValueError("copies within host memory: there are none")
             if tiers == (CACHE, HOST) and not self._writes:
                 continue
-            from_X, to_X = stage(list(places_X2.T.astype(np.int64)), self._device)
-            for number, cache_NKTW in enumerate(self._caches):
-                source = self._host_XAKTW[:, number] if tiers[0] == HOST else cache_NKTW
-                target = self._host_XAKTW[:, number] if tiers[1] == HOST else cache_NKTW
-                target[to_X] = source[from_X]
+            from_X, to_X = places_X2.T.astype(np.int64)
+            if self._native is not None and tiers != (CACHE, CACHE):
+                goes_out = tiers == (CACHE, HOST)
+                blocks_X, slots_X = (from_X, to_X) if goes_out else (to_X, from_X)
+                self._native.run(blocks_X, slots_X, goes_out=goes_out)
+                continue
+            self._copy(tiers, *stage([from_X, to_X], self._device))
+
+    def _copy(self, tiers: tuple[int, int], from_X: Tensor, to_X: Tensor) -> None:
+        """What `PieceCopies` does, in PyTorch."""
+        for number, cache_NKTW in enumerate(self._caches):
+            source = self._host_XAKTW[:, number] if tiers[0] == HOST else cache_NKTW
+            target = self._host_XAKTW[:, number] if tiers[1] == HOST else cache_NKTW
+            target[to_X] = source[from_X]
 
     def _check(self, tier: int, places_X: Ints) -> None:
         if not 0 <= tier < len(self._sizes):

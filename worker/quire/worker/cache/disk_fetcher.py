@@ -1,0 +1,111 @@
+"""Brings the blocks of pulls from the group's disk into host memory, in threads of its own."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from quire.worker.cache.disk import DiskReadError, DiskStore
+from quire.worker.cache.pull import Pull
+
+_log = logging.getLogger(__name__)
+
+NUM_THREADS = 4
+CLOSE_S = 1.0
+"""Threads that a stalled disk keeps for longer are left behind."""
+
+_TURN_S, _SLOT_WAIT_S = 0.005, 0.1
+"""How long a thread waits for a pull's next slot while other pulls wait for a thread, and else."""
+
+
+class DiskFetcher:
+    """A `quire.worker.cache.pull.Fetch` for pulls whose source is the disk.
+
+    A pull without a free slot waits in a queue, and takes no thread from others.
+    """
+
+    def __init__(
+        self, store: DiskStore, *, on_error: Callable[[DiskReadError], None] = lambda _: None
+    ) -> None:
+        """``on_error`` is called in a fetcher's thread, before the pull ends: it says which blocks
+        are not on disk any more, and whether one was damaged."""
+        self._store = store
+        self._on_error = on_error
+        self._jobs: deque[tuple[Pull, int]] = deque()
+        """Pulls, and how many of the blocks of each have landed."""
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._threads: list[threading.Thread] = []
+
+    def __call__(self, pull: Pull) -> None:
+        """Raises nothing; ends the pull where this is closed."""
+        with self._changed:
+            if not self._is_closed:
+                self._jobs.append((pull, 0))
+                self._changed.notify()
+                if len(self._threads) < NUM_THREADS:
+                    thread = threading.Thread(target=self._run, name="quire-disk", daemon=True)
+                    self._threads.append(thread)
+                    thread.start()
+                return
+        pull.end("disk: closed")
+
+    def close(self) -> None:
+        """Ends all pulls, but for those that wait for the disk: these end when it answers."""
+        with self._changed:
+            self._is_closed = True
+            left = list(self._jobs)
+            self._jobs.clear()
+            self._changed.notify_all()
+        for pull, _ in left:
+            pull.end("disk: closed")
+        deadline = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._is_closed)
+                if self._is_closed:
+                    return
+                pull, index = self._jobs.popleft()
+            try:
+                index = self._advance(pull, index)
+            except BaseException as error:
+                pull.end(f"disk: {type(error).__name__}: {error}")
+                raise
+            if index < 0:
+                continue
+            with self._changed:
+                if not self._is_closed:
+                    self._jobs.append((pull, index))
+                    continue
+            pull.end("disk: closed")
+
+    def _advance(self, pull: Pull, index: int) -> int:
+        """Fills the slots that it has; returns how many blocks have landed, -1 if it has ended."""
+        while True:
+            if index == len(pull.hashes):
+                pull.end()
+                return -1
+            slot = pull.next_slot(_TURN_S if self._jobs else _SLOT_WAIT_S)
+            if pull.is_cancelled:
+                pull.end()
+                return -1
+            if slot is None:
+                return index
+            try:
+                checksum = self._store.read(pull.hashes[index], pull.host_blocks_XC[slot])
+            except DiskReadError as error:
+                _log.warning("block from disk: %s", error)
+                self._on_error(error)
+                name = pull.hashes[index].hex()[:16]
+                pull.end(f"disk: block {index} ({name}): {error.what}")
+                return -1
+            pull.num_bytes += self._store.format.block_bytes
+            pull.landed(index, slot, checksum)
+            index += 1
+            if self._is_closed:
+                return index

@@ -1,0 +1,116 @@
+"""One block's file: a header that names it and tells of its bytes, then the bytes.
+
+Nothing is read from a file that has not been checked: every byte of the header is compared, and the
+rest has a checksum. So files are never flushed: what a crash leaves of one is found out.
+"""
+
+import os
+import struct
+from pathlib import Path
+
+from quire.worker.api.hashing import HASH_BYTES, BlockHash
+from quire.worker.api.kv_format import Bytes, KvFormat
+
+# C bytes of a block
+
+MAGIC = b"QuireKV\0"
+VERSION = 1
+CHECKSUM_BYTES = 16
+
+_FIELDS = struct.Struct(f"<8sIIIIIQ{HASH_BYTES}s{HASH_BYTES}s{CHECKSUM_BYTES}s8x")
+HEADER_BYTES = _FIELDS.size
+_ROOT = b"\0" * HASH_BYTES
+_NAMES = (
+    *("magic", "version", "num_layers", "num_kv_heads", "head_bytes", "block_size"),
+    *("number of bytes", "block", "parent"),
+)
+
+
+class BadFile(Exception):
+    """A file is not what it should be; the message says in what."""
+
+
+def checksum_of(bytes_C: Bytes) -> bytes:
+    """XXH3 of a block's bytes, 128 bits."""
+    # Here and not above: only engines whose blocks travel need it.
+    import xxhash
+
+    return xxhash.xxh3_128(memoryview(bytes_C)).digest()
+
+
+def write_file(
+    path: Path,
+    bytes_C: Bytes,
+    *,
+    format: KvFormat,
+    block: BlockHash,
+    parent: BlockHash | None,
+    checksum: bytes,
+) -> None:
+    """Writes a new file.
+
+    Raises:
+        OSError: It cannot be written, or is there. What was written of it stays.
+    """
+    header = _FIELDS.pack(*_expected(format, block, parent), checksum)
+    left = [memoryview(header), memoryview(bytes_C)]
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        while left:
+            written = os.writev(file, left)
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if left:
+                left[0] = left[0][written:]
+    finally:
+        os.close(file)
+
+
+def read_file(
+    path: Path,
+    into_C: Bytes,
+    *,
+    format: KvFormat,
+    block: BlockHash,
+    parent: BlockHash | None,
+) -> bytes:
+    """Fills ``into_C`` with the block's bytes and returns their checksum.
+
+    Raises:
+        BadFile: It is no such file, or its bytes have another checksum. ``into_C`` holds anything.
+        OSError: It cannot be read.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(file).st_size
+        if size != HEADER_BYTES + format.block_bytes:
+            raise BadFile(f"it has {size} bytes, not {HEADER_BYTES + format.block_bytes}")
+        header = bytearray(HEADER_BYTES)
+        num_read = os.readv(file, [header, memoryview(into_C)])
+        more = num_read
+        while more and HEADER_BYTES <= num_read < size:
+            more = os.preadv(file, [memoryview(into_C)[num_read - HEADER_BYTES :]], num_read)
+            num_read += more
+    finally:
+        os.close(file)
+    if num_read != size:
+        raise BadFile(f"it became shorter than {size} bytes while it was read")
+    *found, checksum = _FIELDS.unpack(header)
+    for name, value, expected in zip(_NAMES, found, _expected(format, block, parent), strict=True):
+        if value != expected:
+            raise BadFile(f"its {name} is {_readable(value)}, not {_readable(expected)}")
+    if header != _FIELDS.pack(*found, checksum):
+        raise BadFile("its header does not end in zeros")
+    own: bytes = checksum
+    if checksum_of(into_C) != own:
+        raise BadFile("its bytes do not have the checksum that they were written with")
+    return own
+
+
+def _expected(format: KvFormat, block: BlockHash, parent: BlockHash | None) -> tuple[object, ...]:
+    shape = (format.num_layers, format.num_kv_heads, format.head_bytes, format.block_size)
+    return (MAGIC, VERSION, *shape, format.block_bytes, block, parent or _ROOT)
+
+
+def _readable(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
