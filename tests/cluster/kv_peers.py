@@ -5,6 +5,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,9 @@ class BorrowingEngine:
 
     async def call(self, function: Callable[[Any], Any]) -> Any:
         return function(self)
+
+    def stats(self) -> Any:
+        return SimpleNamespace(num_cached_blocks=len(self.blocks), num_held_blocks=0)
 
     def take_in(
         self, hashes: BlockHashes, parents: list[BlockHash | None], source: PeerSource

@@ -378,6 +378,16 @@ async def test_a_new_group_takes_the_most_useful_blocks_of_others_once() -> None
         assert len(one.service.answers) == len(two.service.answers) == 1  # As was expected.
 
 
+async def test_a_group_that_has_blocks_takes_no_others() -> None:
+    async with lending_group(BLOCKS) as group, borrowing() as borrower:
+        engine = BorrowingEngine()
+        engine.blocks = {NAMES[0]: BLOCKS[NAMES[0]]}
+        request = pb.WarmRequest(sources=[source_of(group)], max_bytes=10**6)
+        warming = Warming(borrower, engine.call, format=FORMAT)
+        assert await warming.warm(request) == pb.WarmResponse()
+        assert not engine.num_taken_in
+
+
 async def test_a_source_that_fails_is_named_and_the_next_one_asked() -> None:
     async with lending_group(BLOCKS) as group, borrowing() as borrower:
         engine = BorrowingEngine()

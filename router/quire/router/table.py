@@ -339,11 +339,10 @@ class RoutingTable:
             # Not whenever a group is heard of, which hundreds are at about the same time.
             lenders.update(self._exchanging, members.groups, self._directory.slots)
             self._are_lenders_stale = False
-        source = None
-        if lenders.names:
-            source = lenders.best(lengths, now_s=now_s)
-            if former is not None and former.group in lenders.names:
-                source = former
+        if former is not None and former.group in self._exchanging:
+            source: Source | None = former
+        else:
+            source = lenders.best(lengths, now_s=now_s) if lenders.names else None
         if source is None and members.num_tiers == 1:
             return None
         group, num_lent = source or (None, 0)

@@ -80,9 +80,13 @@ class ServedModel:
 
     def set_groups(self, contacts: Iterable[GroupContact]) -> None:
         """Makes the groups that run known, in place of the former ones."""
-        self._contacts.clear()
-        self._contacts.update((contact.address, contact) for contact in contacts)
-        self.service.groups.set_addresses(self._contacts)
+        running = {contact.address: contact for contact in contacts}
+        self._contacts.update(running)
+        self.service.groups.set_addresses(running)
+        # Those that leave still lend blocks to those that take over their requests.
+        known = {client.address for client in self.service.groups.clients}
+        for address in self._contacts.keys() - known:
+            del self._contacts[address]
 
 
 def _gateway_config(config: ClusterConfig) -> GatewayConfig:

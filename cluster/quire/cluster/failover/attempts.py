@@ -202,6 +202,7 @@ class Attempts:
         if self._deadline_s is None:
             self._deadline_s = self._clock() + self._config.group_wait_s
         num_prompt_tokens = len(self._request.prompt_token_ids) + len(token_ids)
+        former = self._former(num_prompt_tokens)
         while True:
             if self._losses.must_be_isolated and not self._is_isolated:
                 # The others' turns do not count: a group is there, and the line moves.
@@ -226,7 +227,6 @@ class Attempts:
             if card not in (None, self._model):
                 raise Unavailable("the model was replaced while the request was under way")
             lacking = self._groups.lacking(self._request.adapter)
-            former = self._former(num_prompt_tokens)
             try:
                 self._decision = self._table.route(
                     self._request.request_id,

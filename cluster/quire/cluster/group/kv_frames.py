@@ -11,7 +11,7 @@ that nothing which arrives is taken on trust.
 import struct
 from typing import NamedTuple
 
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128, xxh3_128_digest
 
 TICKET_BYTES = 32
 MAX_REASON_BYTES = 1000
@@ -35,6 +35,8 @@ class Header(NamedTuple):
 
 checksum = xxh3_128_digest
 """XXH3 of some bytes, 128 bits."""
+Checksum = xxh3_128
+"""The same of bytes that come in parts."""
 
 
 def block_header(index: int, *, name: bytes, num_bytes: int, checksum: bytes) -> bytes:

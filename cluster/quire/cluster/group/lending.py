@@ -246,14 +246,12 @@ class Lender:
                 block = memoryview(loan.host_blocks_XC[lent.slot])
                 self._is_closing.wait(pace.delay_s(len(block)))
                 patience_s = min(self._stall_s, offer.until_s - time.monotonic())
-                connection.settimeout(max(_LOOK_S, patience_s))
                 name = loan.hashes[lent.index]
-                connection.sendall(
-                    block_header(
-                        lent.index, name=name, num_bytes=len(block), checksum=lent.checksum
-                    )
+                header = block_header(
+                    lent.index, name=name, num_bytes=len(block), checksum=lent.checksum
                 )
-                connection.sendall(block)
+                connection.settimeout(max(_LOOK_S, patience_s))
+                _send_both(connection, header, block)
             finally:
                 loan.give_back(lent.slot)
             num_sent += 1
@@ -285,6 +283,16 @@ class _Pace:
             begin_s = max(self._free_s, now_s)
             self._free_s = begin_s + num_bytes / self._bytes_per_s
             return begin_s - now_s
+
+
+def _send_both(connection: socket.socket, header: bytes, block: memoryview) -> None:
+    """In one system call, where they fit into the socket's buffer and need not be encrypted."""
+    num_sent = 0
+    if not isinstance(connection, ssl.SSLSocket):
+        num_sent = connection.sendmsg([header, block])
+    if num_sent < len(header):
+        connection.sendall(header[num_sent:])
+    connection.sendall(block[max(0, num_sent - len(header)) :])
 
 
 def _refusal(reason: str) -> pb.BlocksLoan:

@@ -1,6 +1,6 @@
 """Fills a new group's cache with what other groups find most useful, before requests come.
 
-It is done once, whoever asks first: by then the group has blocks of its own.
+It is done once, whoever asks first, and not at all where the group has blocks of its own.
 """
 
 import asyncio
@@ -47,6 +47,9 @@ class Warming:
             self._task.cancel()
 
     async def _warm(self, sources: Sequence[PeerSource], max_bytes: int) -> pb.WarmResponse:
+        stats = await self._call(lambda engine: engine.stats())
+        if stats.num_cached_blocks or stats.num_held_blocks:
+            return pb.WarmResponse()
         num_blocks, errors = 0, list[str]()
         for source in sources:
             rest_bytes = max_bytes - num_blocks * self._format.block_bytes

@@ -18,9 +18,11 @@ from pathlib import Path
 from quire.cluster.errors import Death, GroupLost, GroupMismatch
 from quire.cluster.links.adapters import Holders
 from quire.cluster.links.deaths import Deaths
+from quire.cluster.links.exchange import Exchange
 from quire.cluster.links.group_client import GroupClient, GroupClientConfig
 from quire.cluster.links.group_link import Connect, GroupContact, grpc_connect
 from quire.cluster.links.group_stream import GroupStream, Turns
+from quire.cluster.links.warming import MAX_SOURCES, Warming
 from quire.cluster.model_card import Expectation
 from quire.cluster.scaling.demand import Demand
 from quire.cluster.supervise import keep_going
@@ -69,7 +71,6 @@ class Groups:
         self._expected = expected
         self._config = config or GroupClientConfig()
         self._connect = connect
-        self._contacts = {} if contacts is None else contacts
         self._jitter = jitter
         self._turns = Turns()
         self._clients: dict[str, tuple[GroupClient, asyncio.Task[None]]] = {}  # By address.
@@ -80,6 +81,8 @@ class Groups:
         self._retired: set[GroupClient] = set()
         self._is_draining = False
         self._loads: dict[GroupId, pb.Load] = {}
+        self._exchange = Exchange(self._attached, self._loads, {} if contacts is None else contacts)
+        self._warming = Warming(self._update_members)
         self._changed = asyncio.Event()
         self._watchers: list[Callable[[], None]] = []
         self._load_watchers: list[Callable[[], None]] = []
@@ -180,14 +183,7 @@ class Groups:
     def source(self, source: GroupId, *, taker: GroupId, num_blocks: int) -> pb.BlockSource | None:
         """How ``taker`` reaches ``source``, which has ``num_blocks`` blocks of a request; ``None``
         where the two do not exchange blocks, or one is not attached any longer."""
-        both = [self._attached.get(group_id) for group_id in (source, taker)]
-        lender, borrower = both
-        if lender is None or borrower is None or not num_blocks:
-            return None
-        if not _exchange(lender.description, borrower.description):
-            return None
-        contact = self._contacts.get(lender.address) or GroupContact(address=lender.address)
-        return pb.BlockSource(group_id=source, num_blocks=num_blocks, **contact.metadata())
+        return self._exchange.source(source, taker=taker, num_blocks=num_blocks)
 
     def lacking(self, adapter: str) -> frozenset[GroupId]:
         """The groups that would take requests but are not known to hold ``adapter``. They are
@@ -252,6 +248,7 @@ class Groups:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.holders.close()
+        await self._warming.close()
 
     # Callbacks of the clients.
 
@@ -269,11 +266,14 @@ class Groups:
         self._attached.pop(group_id, None)
         self._update_members()
         self._attached[group_id] = client
+        sources = self._exchange.fullest(group_id, limit=MAX_SOURCES)
+        self._warming.begin(client, sources)
         self._update_members()
         _log.info("group %s at %s is attached", group_id, client.address)
 
     def detached(self, client: GroupClient) -> None:
         self._retired.discard(client)
+        self._warming.forget(client)
         group_id = GroupId(client.description.group_id)
         if self._attached.get(group_id) is client:
             del self._attached[group_id]
@@ -359,19 +359,13 @@ class Groups:
             self.card = card
 
     def _routable(self) -> list[GroupId]:
-        return [
-            group_id for group_id, client in self._attached.items() if client not in self._retired
+        serving = [
+            (group_id, client)
+            for group_id, client in self._attached.items()
+            if client not in self._retired
         ]
-
-    def _exchanging(self) -> list[GroupId]:
-        """The groups that exchange blocks, those that drain among them."""
-        attached = list(self._attached.items())
-        able = [client for _, client in attached if client.description.HasField("kv_format")]
-        return [
-            group_id
-            for group_id, client in attached
-            if able and _exchange(client.description, able[0].description)
-        ]
+        warm = [group_id for group_id, client in serving if client not in self._warming]
+        return warm or [group_id for group_id, _ in serving]
 
     def _retire(self, client: GroupClient) -> None:
         if client.is_attached and client not in self._retired:
@@ -379,7 +373,7 @@ class Groups:
             self._update_members()
 
     def _update_members(self) -> None:
-        self._table.update_members(self._routable(), lenders=self._exchanging())
+        self._table.update_members(self._routable(), lenders=self._exchange.members())
         self._changed.set()
         self._changed = asyncio.Event()
         for on_change in self._watchers:
@@ -393,8 +387,3 @@ class Groups:
                 leaving[1].cancel()
                 await asyncio.wait([leaving[1]])
                 self._leaving.remove(leaving)
-
-
-def _exchange(one: pb.GroupDescription, other: pb.GroupDescription) -> bool:
-    """Whether the two groups lend blocks to each other."""
-    return one.HasField("kv_format") and one.kv_format == other.kv_format
