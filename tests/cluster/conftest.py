@@ -43,6 +43,7 @@ from quire.cluster.model_card import Expectation
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.models import MAX_BODY_BYTES, Models
 from quire.cluster.serving.service import GatewayConfig, ModelService
+from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, inference_pb2_grpc
 from quire.worker.api.config import EngineConfig
@@ -414,6 +415,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
         max_body_bytes: int = MAX_BODY_BYTES,
         keeper: Any = None,
         stores: Sequence[AdapterStore | None] = (None,),
+        routing: RoutingConfig | None = None,
         **options: Any,
     ) -> AsyncIterator[Cluster]:
         async with contextlib.AsyncExitStack() as stack:
@@ -423,7 +425,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                 )
                 for number in range(num_groups)
             ]
-            table = RoutingTable(block_size=BLOCK_SIZE)
+            table = RoutingTable(block_size=BLOCK_SIZE, config=routing)
             connections = Groups(
                 table=table,
                 expected=Expectation(
