@@ -15,7 +15,7 @@ APART = RoutingConfig(num_prefill_groups=1)
 
 
 async def complete(client: httpx.AsyncClient, prompt: list[int], **more: Any) -> dict[str, Any]:
-    body = {"model": "hash", "prompt": prompt, "max_tokens": 12, "seed": 1, "temperature": 1}
+    body = {"model": "hash", "prompt": prompt, "max_tokens": 12, "seed": 1, "ignore_eos": True}
     answer = await client.post("/v1/completions", json=body | more)
     assert answer.status_code == 200, answer.text
     choice: dict[str, Any] = answer.json()["choices"][0]
