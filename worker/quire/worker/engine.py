@@ -81,7 +81,10 @@ class Engine:
         self._executor = executor
         self._clock = clock
         self._pool = BlockPool(
-            num_blocks=executor.num_blocks, block_size=config.block_size, log=self.events
+            num_blocks=executor.num_blocks,
+            block_size=config.block_size,
+            log=self.events,
+            seconds=clock,
         )
         self._scheduler = Scheduler(
             pool=self._pool,

@@ -11,14 +11,16 @@ holds a registered block also holds the registered block before it (its *parent*
 without children are evicted. So a chain is evicted from its end and never has holes.
 """
 
+import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NewType
 
 from quire.worker.api.errors import NoFreeBlocks
 from quire.worker.api.events import EventLog
 from quire.worker.api.hashing import BlockHash
 from quire.worker.cache.eviction import LowestUtility, PolicyFactory
+from quire.worker.cache.retention import Retention
 
 BlockId = NewType("BlockId", int)
 
@@ -35,7 +37,9 @@ class BlockPool:
         block_size: int,
         log: EventLog,
         policy: PolicyFactory = LowestUtility,
+        seconds: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``seconds`` is the clock of `keep`."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._log = log
@@ -52,6 +56,9 @@ class BlockPool:
         self._returned: list[BlockId] = []  # Free, and used before.
         self._num_ever_used = 0  # Blocks from here on were never taken.
         self._num_cached = 0
+        self._retention = Retention(num_blocks)
+        self._seconds = seconds
+        self._num_offered = 0  # Cached blocks that the policy may evict.
         self._clock = 0  # Ticks once per block allocated.
 
     @property
@@ -109,6 +116,9 @@ class BlockPool:
             raise NoFreeBlocks(needed=num_blocks, available=self.num_available)
         taken = [self._take_free() for _ in range(min(num_blocks, self.num_free))]
         evicted: list[BlockHash] = []
+        if len(taken) < num_blocks and self._retention:
+            for block_id in self._retention.expire(self._seconds()):
+                self._offer(block_id)
         while len(taken) < num_blocks:
             block_id, block_hash = self._evict()
             taken.append(block_id)
@@ -164,7 +174,15 @@ class BlockPool:
             self._num_cached += 1
             self._policy.released(block_id, now=self._clock)
             if self._num_children[block_id] == 0:
-                self._policy.offer(block_id, now=self._clock)
+                self._offer(block_id)
+
+    def keep(self, block_ids: Sequence[BlockId], *, tenant: str, keep_s: float) -> None:
+        """Keeps registered blocks cached for so long from now, within what a tenant may keep."""
+        until_s = self._seconds() + keep_s
+        # The first of a chain last: where there is too much, its end is kept no longer.
+        for block_id in reversed(block_ids):
+            for let_go in self._retention.keep(block_id, tenant=tenant, until_s=until_s):
+                self._offer(let_go)
 
     def reset(self) -> bool:
         """Forgets every cached block. Refused (false, nothing done) while any block is held."""
@@ -178,6 +196,8 @@ class BlockPool:
     def _hold(self, block_id: BlockId) -> None:
         """Adds a reference to a registered block."""
         if self._refs[block_id] == 0:
+            if self._num_children[block_id] == 0 and not self._retention.held(block_id):
+                self._num_offered -= 1
             self._num_cached -= 1
             self._policy.held(block_id, now=self._clock)
         self._refs[block_id] += 1
@@ -203,17 +223,29 @@ class BlockPool:
         self._num_ever_used += 1
         return BlockId(self._num_ever_used - 1)
 
+    def _offer(self, block_id: int) -> None:
+        """The cached block has no children: it may be evicted, unless a client wants it kept."""
+        if not self._retention.waits(block_id):
+            self._policy.offer(block_id, now=self._clock)
+            self._num_offered += 1
+
     def _evict(self) -> tuple[BlockId, BlockHash]:
         """Evicts the cached block that the policy chooses."""
+        if not self._num_offered:
+            let_go = self._retention.give_up()
+            assert let_go is not None, "no cached block is without children"
+            self._offer(let_go)
+        self._num_offered -= 1
         block_id = BlockId(self._policy.evict(now=self._clock))
         block_hash = self._hash_of[block_id]
         assert block_hash is not None
         self._hash_of[block_id] = None
         del self._block_of[block_hash]
+        self._retention.forget(block_id)
         self._num_cached -= 1
         parent = self._parent[block_id]
         if parent != _NO_PARENT:
             self._num_children[parent] -= 1
             if self._num_children[parent] == 0 and self._refs[parent] == 0:
-                self._policy.offer(parent, now=self._clock)
+                self._offer(parent)
         return block_id, block_hash

@@ -80,6 +80,10 @@ class BlockTables:
 
     def release(self, seq: Sequence) -> None:
         """Empties the table of ``seq``: now, or when the last step that uses it has run."""
+        if seq.request.keep_s:
+            num_full = min(seq.num_registered, seq.num_prompt_tokens // self.pool.block_size)
+            prompt: list[BlockId] = seq.block_ids[:num_full].tolist()
+            self.pool.keep(prompt, tenant=seq.request.tenant, keep_s=seq.request.keep_s)
         self._release_after(seq.take_blocks(), seq.last_step)
 
     def settle_duplicates(self) -> None:
