@@ -24,6 +24,10 @@ from quire.worker.cache.retention import Retention
 
 BlockId = NewType("BlockId", int)
 
+Spill = Callable[[BlockId, BlockHash, BlockHash | None], None]
+"""Told of a block that is about to be evicted, with its name and its parent's. It is still as it
+was, and so are all blocks before it."""
+
 _NO_PARENT = -1
 
 
@@ -56,6 +60,7 @@ class BlockPool:
         self._returned: list[BlockId] = []  # Free, and used before.
         self._num_ever_used = 0  # Blocks from here on were never taken.
         self._num_cached = 0
+        self.spill: Spill | None = None
         self._retention = Retention(num_blocks)
         self._seconds = seconds
         self._num_offered = 0  # Cached blocks that the policy may evict.
@@ -91,6 +96,44 @@ class BlockPool:
     def is_registered(self, block_hash: BlockHash) -> bool:
         """Whether `match` would find the block, given all those before it."""
         return block_hash in self._block_of
+
+    def find(self, block_hash: BlockHash) -> BlockId | None:
+        """The block of this name; takes nothing."""
+        return self._block_of.get(block_hash)
+
+    def named(self, block_id: BlockId) -> tuple[BlockHash, BlockHash | None]:
+        """A registered block's name, and that of the block before it."""
+        block_hash, parent = self._hash_of[block_id], self._parent[block_id]
+        assert block_hash is not None, f"block {block_id} has no name"
+        return block_hash, None if parent == _NO_PARENT else self._hash_of[parent]
+
+    def most_useful(self, num_blocks: int) -> list[BlockId]:
+        """Registered blocks with the most hits, with all before each, parents before children."""
+        hits = self._policy.num_hits
+        found: dict[BlockId, None] = {}
+        for _, block_id in sorted(
+            ((-hits(each), each) for each in self._block_of.values()), key=lambda pair: pair[0]
+        ):
+            chain = []
+            at: BlockId | None = block_id
+            while at is not None and at not in found:
+                chain.append(at)
+                parent = self._parent[at]
+                at = None if parent == _NO_PARENT else BlockId(parent)
+            if len(found) + len(chain) <= num_blocks:
+                found.update(dict.fromkeys(reversed(chain)))
+            if len(found) >= num_blocks:
+                break
+        return list(found)
+
+    def num_hits(self, block_id: BlockId) -> int:
+        """How often requests found a registered block."""
+        return self._policy.num_hits(block_id)
+
+    def hold(self, block_ids: Iterable[BlockId]) -> None:
+        """Adds a reference to each registered block, which is no hit of a request."""
+        for block_id in block_ids:
+            self._hold(block_id)
 
     def num_unheld(self, block_ids: Iterable[BlockId]) -> int:
         """How many of these registered blocks `acquire` would take from those available."""
@@ -188,7 +231,7 @@ class BlockPool:
         """Forgets every cached block. Refused (false, nothing done) while any block is held."""
         if self.num_held:
             return False
-        evicted = [self._evict() for _ in range(self._num_cached)]
+        evicted = [self._evict(spills=False) for _ in range(self._num_cached)]
         self._returned.extend(block_id for block_id, _ in evicted)
         self._log.removed(block_hash for _, block_hash in evicted)
         return True
@@ -229,7 +272,7 @@ class BlockPool:
             self._policy.offer(block_id, now=self._clock)
             self._num_offered += 1
 
-    def _evict(self) -> tuple[BlockId, BlockHash]:
+    def _evict(self, *, spills: bool = True) -> tuple[BlockId, BlockHash]:
         """Evicts the cached block that the policy chooses."""
         if not self._num_offered:
             let_go = self._retention.give_up()
@@ -239,6 +282,8 @@ class BlockPool:
         block_id = BlockId(self._policy.evict(now=self._clock))
         block_hash = self._hash_of[block_id]
         assert block_hash is not None
+        if spills and self.spill is not None:
+            self.spill(block_id, *self.named(block_id))
         self._hash_of[block_id] = None
         del self._block_of[block_hash]
         self._retention.forget(block_id)
