@@ -31,7 +31,7 @@ from xxhash import xxh3_128_digest
 
 from quire.cluster.group import borrowing
 from quire.cluster.group.borrowing import Borrower
-from quire.cluster.group.lending import Lender
+from quire.cluster.group.lending import BYTES_PER_S, Lender
 from quire.cluster.group.service import build_group_server
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
@@ -141,10 +141,9 @@ class Service(group_pb2_grpc.ReplicaGroupServicer):
 async def lend(shape: Shape) -> None:
     engine = ReadyBlocks(shape)
     servers, ports = [], []
-    for bytes_per_s in (inf, None):
-        limits = {} if bytes_per_s is None else {"bytes_per_s": bytes_per_s}
-        lender = Lender(engine.call, format=shape.format, host="127.0.0.1", **limits)
-        server = build_group_server(Service(lender))  # type: ignore[arg-type]
+    for bytes_per_s in (inf, BYTES_PER_S):
+        lender = Lender(engine.call, format=shape.format, host="127.0.0.1", bytes_per_s=bytes_per_s)
+        server = build_group_server(Service(lender))  # type: ignore[abstract, arg-type]
         ports.append(server.add_insecure_port("127.0.0.1:0"))
         await server.start()
         servers.append(server)

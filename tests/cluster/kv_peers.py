@@ -178,7 +178,7 @@ async def lending_group(
         tls=tls.context if tls else None,
         **options,
     )
-    service = _Service(lender)
+    service = _Service(lender)  # type: ignore[abstract]
     server = build_group_server(service, token="secret")  # type: ignore[arg-type]
     if tls is None:
         port = server.add_insecure_port("127.0.0.1:0")

@@ -262,7 +262,7 @@ async def test_a_slow_peer_holds_up_no_other_pull_and_not_the_end() -> None:
 async def test_two_borrowers_get_the_same_blocks_at_once() -> None:
     async with lending_group(BLOCKS) as group, borrowing() as one, borrowing() as two:
         both = await asyncio.gather(fetched(one, group), fetched(two, group))
-        assert both == [(BLOCKS, "")] * 2
+        assert [*both] == [(BLOCKS, "")] * 2
 
 
 async def test_the_number_of_loans_has_a_bound() -> None:
@@ -288,7 +288,7 @@ def request() -> pb.BlocksRequest:
     ],
 )
 async def test_a_wrong_token_and_a_dead_peer_are_named(
-    changes: dict[str, str], reason: str
+    changes: dict[str, Any], reason: str
 ) -> None:
     async with lending_group(BLOCKS) as group, borrowing() as borrower:
         blocks, error = await fetched(borrower, group, **changes)
@@ -337,8 +337,10 @@ async def test_visitors_without_a_ticket_are_hung_up_on_and_stop_nobody() -> Non
 
 
 async def test_a_lender_that_closes_ends_its_loans() -> None:
-    slow = {"bytes_per_s": FRAME_BYTES * 4.0}
-    async with lending_group(BLOCKS, **slow) as group, borrowing() as borrower:
+    async with (
+        lending_group(BLOCKS, bytes_per_s=FRAME_BYTES * 4.0) as group,
+        borrowing() as borrower,
+    ):
         task = asyncio.create_task(fetched(borrower, group))
         while not group.lender.num_loans:
             await asyncio.sleep(0.01)
@@ -373,7 +375,7 @@ async def test_a_new_group_takes_the_most_useful_blocks_of_others_once() -> None
             sources=[source_of(one), source_of(two)], max_bytes=4 * FORMAT.block_bytes
         )
         answers = await asyncio.gather(warming.warm(request), warming.warm(request))
-        assert answers == [pb.WarmResponse(num_blocks=4)] * 2
+        assert all(answer == pb.WarmResponse(num_blocks=4) for answer in answers)
         assert engine.blocks == {**one.engine.blocks, **dict(list(other.items())[:2])}
         assert len(one.service.answers) == len(two.service.answers) == 1  # As was expected.
 

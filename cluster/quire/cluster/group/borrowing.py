@@ -301,15 +301,13 @@ class _Borrowing:
         header = self._header(connection)
         if header.is_end:
             raise _Ended(f"the peer sends no more: {self._reason(connection, header)}")
-        expected = (index, pull.hashes[index], pull.format.block_bytes)
-        for what, said, wanted in zip(
-            ("place", "name", "length"),
-            (header.index, header.name, header.num_bytes),
-            expected,
-            strict=True,
-        ):
-            if said != wanted:
-                raise _Ended(f"its {what} is {_shown(said)}, not {_shown(wanted)}")
+        name, block_bytes = pull.hashes[index], pull.format.block_bytes
+        if header.place != index:
+            raise _Ended(f"its place is {header.place}, not {index}")
+        if header.name != name:
+            raise _Ended(f"its name is {header.name[:8].hex()}, not {name[:8].hex()}")
+        if header.num_bytes != block_bytes:
+            raise _Ended(f"its length is {header.num_bytes}, not {block_bytes}")
         slot = self._slot()
         block = memoryview(pull.host_blocks_XC[slot])
         came = Checksum()
@@ -366,7 +364,3 @@ class _Borrowing:
 
 def _told(source: PeerSource, reason: str) -> str:
     return f"peer {source.group_id} at {source.address}: {reason}"
-
-
-def _shown(value: int | bytes) -> str:
-    return value[:8].hex() if isinstance(value, bytes) else str(value)

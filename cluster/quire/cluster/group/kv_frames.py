@@ -24,8 +24,8 @@ HEADER_BYTES = _HEADER.size
 class Header(NamedTuple):
     is_end: bool
     """A reason follows, not a block."""
-    index: int
-    """Of the block; with the end, how many blocks were sent."""
+    place: int
+    """Which of the loan's blocks it is; with the end, how many blocks were sent."""
     num_bytes: int
     """What follows."""
     name: bytes
@@ -39,8 +39,8 @@ Checksum = xxh3_128
 """The same of bytes that come in parts."""
 
 
-def block_header(index: int, *, name: bytes, num_bytes: int, checksum: bytes) -> bytes:
-    return _HEADER.pack(_BLOCK, index, num_bytes, name, checksum)
+def block_header(place: int, *, name: bytes, num_bytes: int, checksum: bytes) -> bytes:
+    return _HEADER.pack(_BLOCK, place, num_bytes, name, checksum)
 
 
 def end_frame(num_sent: int, reason: str) -> bytes:
@@ -51,7 +51,7 @@ def end_frame(num_sent: int, reason: str) -> bytes:
 
 def parse_header(data: bytes | bytearray | memoryview) -> Header:
     """Raises ValueError: these are no header."""
-    kind, index, num_bytes, name, said = _HEADER.unpack(data)
+    kind, place, num_bytes, name, said = _HEADER.unpack(data)
     if kind not in (_BLOCK, _END):
         raise ValueError(f"a header begins with {kind.hex()}: not one of a block or an end")
-    return Header(kind == _END, index, num_bytes, name, said)
+    return Header(kind == _END, place, num_bytes, name, said)

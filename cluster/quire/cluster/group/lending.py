@@ -43,7 +43,7 @@ _LEASE_S = 20.0
 """From the answer until the last block must have been sent."""
 _STALL_S = 5.0
 """How long a borrower may take for one block: it, too, may wait for room."""
-_BYTES_PER_S = 3e9
+BYTES_PER_S = 3e9
 """To one host: what a link of 25 Gb/s carries."""
 _LOOK_S = 0.05
 _JOIN_S = 1.0
@@ -78,7 +78,7 @@ class Lender:
         format: KvFormat,
         host: str,
         tls: ssl.SSLContext | None = None,
-        bytes_per_s: float = _BYTES_PER_S,
+        bytes_per_s: float = BYTES_PER_S,
         lease_s: float = _LEASE_S,
         stall_s: float = _STALL_S,
         claim_s: float = _CLAIM_S,
@@ -138,7 +138,7 @@ class Lender:
             self._end(ticket)
             return _refusal(str(error))
         if isinstance(loan, str) or not loan.hashes:
-            return _refusal(loan or "it has none of these blocks")
+            return _refusal(loan if isinstance(loan, str) else "it has none of these blocks")
         answer = pb.BlocksLoan(
             num_blocks=len(loan.hashes), port=self.port, ticket=ticket, lease_s=self._lease_s
         )
