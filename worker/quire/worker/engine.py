@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +45,7 @@ from quire.worker.cache.travel import Travel, num_tiers
 from quire.worker.model.dense import DenseLayer
 from quire.worker.model.facts import ModelFacts
 from quire.worker.schedule.arriving import Arriving
+from quire.worker.schedule.audit import Audit
 from quire.worker.schedule.check import max_tokens_of
 from quire.worker.schedule.compiling import Compiling, cannot_go_on
 from quire.worker.schedule.masks import Masks
@@ -98,6 +100,9 @@ class Engine:
         self._arriving: Arriving | None = None
         if self._travel is not None:
             self._arriving = Arriving(self._travel, block_size=config.block_size, clock=clock)
+        self._audit: Audit | None = None
+        if self._travel is not None:
+            self._audit = Audit(self._travel, self._pool, on_wrong=self._stop_naming)
         self._scheduler = Scheduler(
             pool=self._pool,
             max_num_seqs=config.max_num_seqs,
@@ -129,6 +134,7 @@ class Engine:
         self._num_prefilled_tokens = 0
         self._num_full_step_tokens = 0
         self._full_step_s = 0.0
+        self._num_checks = 0
         self._step_s = 0.01  # About how long a step takes.
         self._failure: str | None = None
 
@@ -146,7 +152,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         travels = self._travel is not None and self._travel.has_work
-        return bool(self._sequences or self._under_way or travels)
+        return bool(self._sequences or self._under_way or travels or self._audit)
 
     def check_request(self, request: Prepared) -> None:
         """Refuses what `add_request`, or compiling its constraint, or reading its adapter, would
@@ -230,6 +236,8 @@ class Engine:
         if self._compiling or self._reading or self._arriving:
             outputs += self._take_ready()
         outputs += self._take_masks(self._beside)
+        if self._audit and not self._sequences:
+            self._begin_check(self._audit)
         schedule = self._scheduler.schedule()
         self._beside = schedule.sequences
         num_prefilled = schedule.num_prefilled
@@ -297,7 +305,7 @@ class Engine:
             max_adapters=self._config.max_loras if self._config.enable_lora else 0,
             num_adapters=scheduler.slots.num_named,
             num_adapter_loads=scheduler.slots.num_loads,
-            **({} if self._travel is None else self._travel.stats()),
+            **self._travel_stats(),
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -346,6 +354,12 @@ class Engine:
         num_beside = len(self._compiling) + len(self._reading) + len(self._arriving or ())
         return self._scheduler.num_waiting + num_beside
 
+    def _travel_stats(self) -> dict[str, Any]:
+        if self._travel is None or self._audit is None:
+            return {}
+        stats = self._travel.stats()
+        return stats | {"num_corrupt_blocks": stats["num_corrupt_blocks"] + self._audit.num_wrong}
+
     def _make_travel(self, fetch: Fetch | None) -> Travel | None:
         config, model, executor = self._config, self._model, self._executor
         host_blocks_XC = executor.host_blocks_XC
@@ -361,6 +375,22 @@ class Engine:
             fetch=fetch,
             clock=self._clock,
         )
+
+    def _begin_check(self, audit: Audit) -> None:
+        """There is nothing else to do: has a block computed again."""
+        self._num_checks += 1
+        seq = audit.next(
+            request_id=f"audit/{self._num_checks}", eos_token_ids=self._model.eos_token_ids
+        )
+        if seq is not None:
+            self._sequences[seq.request.request_id] = seq
+            self._scheduler.add(seq)
+
+    def _stop_naming(self, wrong: frozenset[BlockHash]) -> None:
+        """What is computed behind ``wrong`` blocks is wrong too: nobody else shall find it."""
+        for seq in self._sequences.values():
+            if seq.num_blocks and not wrong.isdisjoint(seq.hashes):
+                seq.stop_naming()
 
     def _note_time(self, num_prefilled: int, seconds: float) -> None:
         """A step has taken so long."""
@@ -460,6 +490,11 @@ class Engine:
             # submitted.
             if not num_samples or seq.status is Status.FINISHED or seq in schedule.void:
                 continue
+            if self._audit is not None and self._audit.is_checking(seq):
+                self._audit.computed(seq)
+                self._scheduler.remove(seq)
+                self._forget(seq)
+                continue
             drawn = begin + num_scored
             if result.broken_rows and any(row in result.broken_rows for row in range(begin, drawn)):
                 outputs.append(self._break_off(seq))
@@ -550,6 +585,8 @@ class Engine:
             self._forget(seq)
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         fetched, seq.fetched = seq.fetched, None
+        if fetched is not None and self._audit is not None:
+            self._audit.fetched(seq, fetched)
         if seq.prompt_logprobs:
             prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
         return TokenDelta(

@@ -221,6 +221,10 @@ class DiskStore:
                 os.utime(path)
         return checksum
 
+    def discard(self, block: BlockHash) -> list[BlockHash]:
+        """Deletes a block and all behind it; returns those that were there. Waits for the disk."""
+        return self._forget(block)
+
     def close(self) -> None:
         """Lets another engine have the slot. Nothing may be written afterwards."""
         with self._lock:

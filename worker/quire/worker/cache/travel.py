@@ -76,7 +76,7 @@ class Travel:
         self.num_corrupt_blocks = 0
         self.num_host_tokens = 0
         self._pool = pool
-        self._host_XC = host_blocks_XC
+        self.host_blocks_XC = host_blocks_XC
         self._changed = threading.Event()
         num_slots = len(host_blocks_XC)
         num_kept = int(config.kv_offloading_size * 2**30) // format.block_bytes
@@ -257,7 +257,7 @@ class Travel:
         )
         self._disk_fetch = DiskFetcher(disk, on_error=self._lost_on_disk.append)
         self._saver = DiskSaver(
-            disk, self._pool, self.shelf, self.copies, host_blocks_XC=self._host_XC
+            disk, self._pool, self.shelf, self.copies, host_blocks_XC=self.host_blocks_XC
         )
         self._log.stored([name for name, _ in disk.blocks()], tier=DISK_TIER)
 
@@ -271,6 +271,14 @@ class Travel:
         self._log.stored(stored, tier=DISK_TIER)
         self._log.removed(removed, tier=DISK_TIER)
 
+    def throw_away(self, names: Sequence[BlockHash]) -> None:
+        """Forgets blocks that are not what they should be, wherever they are kept."""
+        for name in names:
+            if name in self.shelf:
+                self.shelf.drop(name)
+            if self._disk is not None and name in self._disk:
+                self._log.removed(self._disk.discard(name), tier=DISK_TIER)
+
     def _spill(self, block_id: BlockId, name: BlockHash, parent: BlockHash | None) -> None:
         slot = self.shelf.keep(name, parent, num_hits=self._pool.num_hits(block_id))
         if slot is not None:
@@ -282,11 +290,11 @@ class Travel:
     def _note_checksum(self, slot: Slot, name: BlockHash) -> None:
         """The block has left the KV cache: this is what its bytes are."""
         if self.shelf.find(name) == slot and not self.shelf.checksum(slot):
-            self.shelf.set_checksum(slot, checksum_of(self._host_XC[slot]))
+            self.shelf.set_checksum(slot, checksum_of(self.host_blocks_XC[slot]))
 
     def _is_whole(self, slot: Slot) -> bool:
         known = self.shelf.checksum(slot)
-        return not known or known == checksum_of(self._host_XC[slot])
+        return not known or known == checksum_of(self.host_blocks_XC[slot])
 
     def _throw_away(self, name: BlockHash) -> None:
         _log.error("tier 1 (host memory): block %s is corrupt and is dropped", name.hex()[:16])
