@@ -111,11 +111,8 @@ def _copies(
             num_places = num_blocks if tier == CACHE else len(host_XC)
             copies_X22[:, end, 1] = rng.permutation(num_places)[:num_copied]
 
-        def way() -> None:
-            torch.set_num_threads(num_threads)
-            copies.run(copies_X22)
-
-        return way
+        torch.set_num_threads(num_threads)
+        return lambda: copies.run(copies_X22)
 
     threads = f"{num_threads} thread" + "s" * (num_threads > 1)
     return {

@@ -24,7 +24,11 @@ def content(number: int) -> Bytes:
 
 
 def store_in(folder: Path, *, num_blocks: int = 100, **options: Any) -> DiskStore:
-    given = {"identity": "model", "format": FORMAT, "max_bytes": num_blocks * FILE_BYTES}
+    given: dict[str, Any] = {
+        "identity": "model",
+        "format": FORMAT,
+        "max_bytes": num_blocks * FILE_BYTES,
+    }
     return DiskStore(folder, **(given | options))
 
 
