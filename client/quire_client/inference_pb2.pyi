@@ -94,7 +94,7 @@ class Ranked(_message.Message):
     def __init__(self, index: _Optional[int] = ..., score: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "cache_salt", "priority", "explain_routing")
+    __slots__ = ("model", "text", "token_ids", "chat", "sampling", "cache_salt", "priority", "cache_key", "keep_s", "explain_routing")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,8 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
+    KEEP_S_FIELD_NUMBER: _ClassVar[int]
     EXPLAIN_ROUTING_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
@@ -110,8 +112,10 @@ class GenerateRequest(_message.Message):
     sampling: SamplingParams
     cache_salt: str
     priority: int
+    cache_key: str
+    keep_s: float
     explain_routing: bool
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., explain_routing: bool = ...) -> None: ...
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., cache_key: _Optional[str] = ..., keep_s: _Optional[float] = ..., explain_routing: bool = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -285,21 +289,27 @@ class Start(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., routing: _Optional[_Union[Routing, _Mapping]] = ..., seed: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
 
 class Routing(_message.Message):
-    __slots__ = ("group", "reason", "predicted_cached_tokens", "forecast_s", "candidates")
+    __slots__ = ("group", "reason", "predicted_cached_tokens", "forecast_s", "candidates", "num_fetched_tokens", "source", "fetch_s")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FORECAST_S_FIELD_NUMBER: _ClassVar[int]
     CANDIDATES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_S_FIELD_NUMBER: _ClassVar[int]
     group: str
     reason: str
     predicted_cached_tokens: int
     forecast_s: float
     candidates: _containers.RepeatedCompositeFieldContainer[RoutingCandidate]
-    def __init__(self, group: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_cached_tokens: _Optional[int] = ..., forecast_s: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[RoutingCandidate, _Mapping]]] = ...) -> None: ...
+    num_fetched_tokens: int
+    source: str
+    fetch_s: float
+    def __init__(self, group: _Optional[str] = ..., reason: _Optional[str] = ..., predicted_cached_tokens: _Optional[int] = ..., forecast_s: _Optional[float] = ..., candidates: _Optional[_Iterable[_Union[RoutingCandidate, _Mapping]]] = ..., num_fetched_tokens: _Optional[int] = ..., source: _Optional[str] = ..., fetch_s: _Optional[float] = ...) -> None: ...
 
 class RoutingCandidate(_message.Message):
-    __slots__ = ("group", "cost", "num_cached_tokens", "num_prefill_tokens", "num_queued_tokens", "num_sequences", "forecast_s", "adapter_cost")
+    __slots__ = ("group", "cost", "num_cached_tokens", "num_prefill_tokens", "num_queued_tokens", "num_sequences", "forecast_s", "adapter_cost", "num_fetched_tokens")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +318,7 @@ class RoutingCandidate(_message.Message):
     NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     FORECAST_S_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_COST_FIELD_NUMBER: _ClassVar[int]
+    NUM_FETCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     group: str
     cost: float
     num_cached_tokens: int
@@ -316,7 +327,8 @@ class RoutingCandidate(_message.Message):
     num_sequences: int
     forecast_s: float
     adapter_cost: float
-    def __init__(self, group: _Optional[str] = ..., cost: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., forecast_s: _Optional[float] = ..., adapter_cost: _Optional[float] = ...) -> None: ...
+    num_fetched_tokens: int
+    def __init__(self, group: _Optional[str] = ..., cost: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., num_prefill_tokens: _Optional[int] = ..., num_queued_tokens: _Optional[int] = ..., num_sequences: _Optional[int] = ..., forecast_s: _Optional[float] = ..., adapter_cost: _Optional[float] = ..., num_fetched_tokens: _Optional[int] = ...) -> None: ...
 
 class ExplainRoutingRequest(_message.Message):
     __slots__ = ("request_id", "limit")
@@ -335,7 +347,7 @@ class ExplainRoutingResponse(_message.Message):
     def __init__(self, decisions: _Optional[_Iterable[_Union[RoutingDecision, _Mapping]]] = ..., incomplete: _Optional[str] = ...) -> None: ...
 
 class RoutingDecision(_message.Message):
-    __slots__ = ("request_id", "client_id", "attempt", "decided_at_s", "num_prompt_tokens", "routing", "policy", "pressure", "num_cached_tokens", "waited_s", "outcome", "tenant")
+    __slots__ = ("request_id", "client_id", "attempt", "decided_at_s", "num_prompt_tokens", "routing", "policy", "pressure", "num_cached_tokens", "waited_s", "outcome", "tenant", "fetched")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
@@ -348,6 +360,7 @@ class RoutingDecision(_message.Message):
     WAITED_S_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    FETCHED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     client_id: str
     attempt: int
@@ -360,7 +373,22 @@ class RoutingDecision(_message.Message):
     waited_s: float
     outcome: str
     tenant: str
-    def __init__(self, request_id: _Optional[str] = ..., client_id: _Optional[str] = ..., attempt: _Optional[int] = ..., decided_at_s: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., routing: _Optional[_Union[Routing, _Mapping]] = ..., policy: _Optional[str] = ..., pressure: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., waited_s: _Optional[float] = ..., outcome: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    fetched: RoutingFetched
+    def __init__(self, request_id: _Optional[str] = ..., client_id: _Optional[str] = ..., attempt: _Optional[int] = ..., decided_at_s: _Optional[float] = ..., num_prompt_tokens: _Optional[int] = ..., routing: _Optional[_Union[Routing, _Mapping]] = ..., policy: _Optional[str] = ..., pressure: _Optional[float] = ..., num_cached_tokens: _Optional[int] = ..., waited_s: _Optional[float] = ..., outcome: _Optional[str] = ..., tenant: _Optional[str] = ..., fetched: _Optional[_Union[RoutingFetched, _Mapping]] = ...) -> None: ...
+
+class RoutingFetched(_message.Message):
+    __slots__ = ("num_host_tokens", "num_disk_tokens", "num_peer_tokens", "wait_s", "error")
+    NUM_HOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PEER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    num_host_tokens: int
+    num_disk_tokens: int
+    num_peer_tokens: int
+    wait_s: float
+    error: str
+    def __init__(self, num_host_tokens: _Optional[int] = ..., num_disk_tokens: _Optional[int] = ..., num_peer_tokens: _Optional[int] = ..., wait_s: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "time_to_first_token_s", "total_time_s")

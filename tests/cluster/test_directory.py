@@ -120,7 +120,7 @@ async def test_what_nobody_foresaw_in_an_event_is_logged_and_the_events_go_on(
 
 def _is_true(directory: BlockDirectory, cluster: Any) -> bool:
     """For every block, who holds it according to the directory and to the groups themselves."""
-    stored = {name: group.engine.events._stored for name, group in cluster.groups.items()}
+    stored = {name: group.engine.events._tiers[0] for name, group in cluster.groups.items()}
     return all(
         directory.longest_prefix([block]).keys() == {g for g in stored if block in stored[g]}
         for block in set().union(*stored.values())

@@ -24,7 +24,7 @@ from quire.cluster.wire import (
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.events import BlocksRemoved, BlocksStored, Digest, EventBatch
+from quire.worker.api.events import MAX_TIERS, BlocksRemoved, BlocksStored, Digest, EventBatch
 from quire.worker.api.hashing import BlockHash, BlockHashes, Feature, TokenIds, as_token_ids
 from quire.worker.api.kv_format import KvFormat, PeerSource
 from quire.worker.api.outputs import Fetched
@@ -34,7 +34,7 @@ from quire.worker.api.structured import Constraint, ConstraintKind
 
 hashes = st.lists(st.binary(min_size=32, max_size=32).map(BlockHash), min_size=1, max_size=3)
 events = st.one_of(
-    hashes.map(lambda items: BlocksStored(tuple(items))),
+    st.builds(BlocksStored, hashes.map(tuple), st.integers(0, MAX_TIERS - 1)),
     hashes.map(lambda items: BlocksRemoved(tuple(items))),
 )
 
@@ -107,9 +107,11 @@ TRAVELS: dict[str, st.SearchStrategy[Any]] = {
     "priority": st.integers(-(2**31), 2**31 - 1),
     "tenant": st.text(max_size=9),
     "task": st.sampled_from(get_args(Task)),
+    "keep_s": st.floats(0, 1e6, width=32),
 }
 STAYS = {
     *("client_id", "explain_routing", "shown_token_ids", "hashes", "model", "is_checked"),
+    *("cache_key", "source"),
     *("arrival_s", "deadline_s", "outputs"),
 }
 
@@ -203,9 +205,15 @@ def test_fields_that_are_not_set_take_their_defaults() -> None:
             epoch=st.integers(0, 9),
             first_seq=st.integers(0, 9),
             snapshot=st.one_of(st.just([]), hashes).map(BlockHashes.of),
+            slower=st.lists(hashes.map(BlockHashes.of), max_size=MAX_TIERS - 1).map(tuple),
             buckets=st.one_of(st.none(), st.binary(max_size=3)),
             digest=st.one_of(
-                st.none(), st.integers(0, 255).map(lambda i: Digest(bytes([i]) * 2048))
+                st.none(),
+                st.builds(
+                    lambda value, num_tiers: Digest(bytes([value]) * 2048 * num_tiers),
+                    st.integers(0, 255),
+                    st.integers(1, MAX_TIERS),
+                ),
             ),
         ),
     )
@@ -219,11 +227,16 @@ def test_events_survive_the_wire(batch: EventBatch) -> None:
     ("message", "complaint"),
     [
         (group_pb2.EventBatch(digest=bytes(9)), "digest of 9 bytes: must have 2048"),
+        (group_pb2.EventBatch(digest=b""), "digest of 0 bytes: must have 2048"),
+        (group_pb2.EventBatch(digest=bytes(8192)), "digest of 8192 bytes: .* 1 to 3 tiers"),
+        (group_pb2.EventBatch(snapshot=group_pb2.Snapshot(slower=[b""] * 3)), "of 4 tiers"),
+        (group_pb2.EventBatch(snapshot=group_pb2.Snapshot(slower=[bytes(34)])), "34 bytes"),
+        (group_pb2.EventBatch(events=[group_pb2.BlockEvent(stored=bytes(32), tier=3)]), "tier=3"),
         (group_pb2.EventBatch(snapshot=group_pb2.Snapshot(stored=bytes(33))), "33 bytes"),
         (group_pb2.EventBatch(events=[group_pb2.BlockEvent(removed=bytes(31))]), "31 bytes"),
     ],
 )
-def test_bytes_that_are_no_hashes_or_digest_are_refused(
+def test_bytes_that_are_no_hashes_or_digest_and_tiers_that_are_none_are_refused(
     message: group_pb2.EventBatch, complaint: str
 ) -> None:
     with pytest.raises(ValueError, match=complaint):

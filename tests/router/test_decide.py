@@ -78,7 +78,7 @@ def test_a_decision_is_the_one_of_the_formula_written_out_for_each_group(
         return
     for _ in range(data.draw(st.sampled_from([6, 60]))):
         decision = decide(policy, request, loads, overlap, cached)
-        hits, names = [int(hit) for hit in decision.hits], [state.group for state in groups]
+        hits, names = [int(hit) for hit in decision.cached], [state.group for state in groups]
         known = [cached[names.index(state.group)] for state in decision.groups]
         assert decision.index == plain.chosen(request, decision.groups, hits, known)
         assert list(decision.costs) == plain.last_costs

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -144,14 +145,14 @@ def test_who_comes_takes_the_slots_of_those_who_left(new: New) -> None:
     a, b, c = GROUPS
     for group in (a, b, c):
         directory.apply(group, EventBatch(epoch=1, first_seq=0), now_s=0)
-    assert [directory.slot(group) for group in (a, b, c)] == [0, 1, 2]
+    assert [directory.slots(group) for group in (a, b, c)] == [(0,), (1,), (2,)]
     directory.drop(b)
     directory.drop(a)
-    assert directory.slot(a) is None
+    assert directory.slots(a) == ()
     for number, group in enumerate((b, a, GroupId("d"))):
         directory.apply(group, EventBatch(epoch=1, first_seq=0), now_s=0)
-        assert directory.slot(group) == (0, 1, 3)[number]
-    assert directory.slot(c) == 2
+        assert directory.slots(group) == ((0,), (1,), (3,))[number]
+    assert directory.slots(c) == (2,)
 
 
 def test_memory_does_not_grow_with_the_number_of_holders(new: New) -> None:
@@ -207,3 +208,38 @@ def test_what_was_refused_is_asked_for_again_when_there_is_room_and_not_before(n
     for batch in log.replay(1, buckets=directory.position(GROUPS[0]).drifted):
         assert isinstance(directory.apply(GROUPS[0], batch, now_s=0), Applied)
     assert held(directory, GROUPS[0]) == set(UNIVERSE[:4])
+
+
+def test_a_group_that_turns_out_to_have_more_tiers_is_told_again_from_the_beginning(
+    new: New,
+) -> None:
+    directory, log = new(), EventLog(epoch=5, num_tiers=2)
+    log.stored(UNIVERSE[:3])
+    directory.apply(GROUPS[0], replace(log.since(0), digest=None), now_s=0)
+    assert len(directory.slots(GROUPS[0])) == 1
+    log.stored(UNIVERSE[:2], tier=1)
+    log.removed(UNIVERSE[:3])
+    late = replace(log.since(1), digest=None)
+    assert directory.apply(GROUPS[0], late, now_s=0) == NeedsResync(5, 0)
+    directory.apply(GROUPS[0], log.since(0), now_s=0)
+    in_cache, in_any = directory.slots(GROUPS[0])
+    lengths = directory.prefix_lengths(UNIVERSE[:3])
+    assert (lengths[in_cache], lengths[in_any]) == (0, 2)
+    assert held(directory, GROUPS[0]) == set()
+    assert (directory.num_blocks(GROUPS[0]), directory.stats().num_holdings) == (2, 2)
+
+
+def test_slots_of_slower_tiers_are_given_back(new: New) -> None:
+    directory = new()
+    tiered = EventLog(epoch=5, num_tiers=3)
+    tiered.stored(UNIVERSE[:2], tier=2)
+    directory.apply(GROUPS[0], tiered.since(0), now_s=0)
+    assert directory.slots(GROUPS[0]) == (0, 1, 2)
+    directory.apply(GROUPS[0], stored(UNIVERSE[0], epoch=6), now_s=0)
+    assert directory.slots(GROUPS[0]) == (0,), "its next epoch has one tier"
+    directory.apply(GROUPS[1], tiered.since(0), now_s=0)
+    assert directory.slots(GROUPS[1]) == (1, 2, 3)
+    directory.drop(GROUPS[1])
+    directory.apply(GROUPS[2], stored(UNIVERSE[0]), now_s=0)
+    lengths = directory.prefix_lengths(UNIVERSE[:2])
+    assert lengths.tolist() == [1, 1, 0, 0]

@@ -21,7 +21,13 @@ from quire.router.prefix_index.directory import (
 from quire.router.prefix_index.index import Lengths, PrefixIndex
 from quire.router.prefix_index.native_index import NativePrefixIndex
 from quire.router.prefix_index.python_index import PythonPrefixIndex
-from quire.worker.api.events import EventBatch, EventLog
+from quire.worker.api.events import (
+    MAX_TIERS,
+    BlockEvent,
+    BlocksStored,
+    EventBatch,
+    EventLog,
+)
 from quire.worker.api.hashing import BlockHash
 
 NUM_BLOCKS = 12
@@ -60,6 +66,49 @@ def held(directory: BlockDirectory, group: GroupId) -> set[BlockHash]:
     return {h for h in UNIVERSE if group in directory.longest_prefix([h])}
 
 
+def held_by_tier(directory: BlockDirectory, group: GroupId) -> list[set[BlockHash]]:
+    """For each tier that the directory knows of, the blocks in it or in a faster one."""
+    held: list[set[BlockHash]] = [set() for _ in directory.slots(group)]
+    for name in UNIVERSE:
+        lengths = directory.prefix_lengths([name])
+        for tier, slot in enumerate(directory.slots(group)):
+            held[tier] |= {name} if lengths[slot] else set()
+    return held
+
+
+Tiers = tuple[frozenset[BlockHash], ...]
+"""For each tier the blocks in it or in a faster one."""
+
+
+class Story:
+    """What an epoch's events add up to, one after the other, beside the raw facts."""
+
+    def __init__(self, num_tiers: int) -> None:
+        self.facts: list[set[BlockHash]] = [set() for _ in range(num_tiers)]
+        self.fastest: dict[BlockHash, int] = {}
+        self.states: list[Tiers] = [self.now()]
+
+    def now(self) -> Tiers:
+        return tuple(
+            frozenset(name for name, fastest in self.fastest.items() if fastest <= tier)
+            for tier in range(len(self.facts))
+        )
+
+    def hear(self, seq: int, event: BlockEvent) -> None:
+        assert seq == len(self.states) - 1
+        for name in event.hashes:
+            if isinstance(event, BlocksStored):
+                assert self.fastest.get(name) != event.tier, "nothing new"
+                self.fastest[name] = event.tier
+            else:
+                del self.fastest[name]
+        self.states.append(self.now())
+
+    def check(self) -> None:
+        for tier, cumulative in enumerate(self.states[-1]):
+            assert cumulative == set().union(*self.facts[: tier + 1])
+
+
 def native(max_blocks: int) -> PrefixIndex:
     library = native_holders.library()
     if library is None:
@@ -96,8 +145,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.logs: dict[GroupId, EventLog] = {}
         self.epochs: dict[GroupId, list[int]] = defaultdict(list)
-        # The sets after 0, 1, 2, … events of a group's epoch.
-        self.states: dict[tuple[GroupId, int], list[frozenset[BlockHash]]] = {}
+        self.stories: dict[tuple[GroupId, int], Story] = {}
         self.on_the_way: list[tuple[GroupId, EventBatch]] = []
         self.delivered: set[tuple[GroupId, int]] = set()
         self.positions: dict[GroupId, tuple[int, int]] = {}
@@ -112,8 +160,10 @@ class DirectoryMachine(RuleBasedStateMachine):
         # Not in rising order: an epoch's number says nothing of its age.
         epoch = (len(self.epochs[group]) + 1) * 7919 % 10007
         self.epochs[group].append(epoch)
-        self.logs[group] = EventLog(epoch=epoch, capacity=3)
-        self.states[group, epoch] = [frozenset()]
+        num_tiers = 1 + epoch % MAX_TIERS
+        self.logs[group] = EventLog(epoch=epoch, num_tiers=num_tiers, capacity=3)
+        self.stories[group, epoch] = Story(num_tiers)
+        self.logs[group].subscribe(self.stories[group, epoch].hear)
 
     def apply(self, group: GroupId, batch: EventBatch) -> Applied | NeedsResync:
         was = self.position(group)
@@ -130,20 +180,25 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert positions[0] == positions[1]
         return positions[0]
 
-    @rule(group=some_group, number=some_block, is_removal=st.booleans())
-    def change(self, group: GroupId, number: int, is_removal: bool) -> None:
+    @rule(
+        group=some_group,
+        number=some_block,
+        tier=st.integers(0, MAX_TIERS - 1),
+        is_removal=st.booleans(),
+    )
+    def change(self, group: GroupId, number: int, tier: int, is_removal: bool) -> None:
         log = self.logs[group]
-        states = self.states[group, log.epoch]
+        story = self.stories[group, log.epoch]
+        tier %= log.num_tiers
         seq = log.next_seq
         if is_removal:
-            log.removed(below(number))
-            after = states[-1] - below(number)
+            log.removed(below(number), tier)
+            story.facts[tier] -= below(number)
         else:
-            log.stored(chain_to(number))
-            after = states[-1] | set(chain_to(number))
-        if after != states[-1]:
-            states.append(after)
-        assert log.next_seq == len(states) - 1
+            log.stored(chain_to(number), tier)
+            story.facts[tier] |= set(chain_to(number))
+        story.check()
+        assert log.next_seq == len(story.states) - 1
         self.on_the_way.append((group, log.since(seq)))
 
     @rule(group=some_group, behind=st.integers(0, 4))
@@ -185,16 +240,16 @@ class DirectoryMachine(RuleBasedStateMachine):
         assert isinstance(answers[-1], Applied)
         self.tampered.discard(group)
         for directory in self.directories:
-            assert held(directory, group) == self.states[group, log.epoch][-1]
+            assert held_by_tier(directory, group) == list(self.stories[group, log.epoch].states[-1])
 
-    @rule(group=some_group, number=some_block, is_removal=st.booleans())
-    def tamper(self, group: GroupId, number: int, is_removal: bool) -> None:
+    @rule(group=some_group, number=some_block, is_removal=st.booleans(), data=st.data())
+    def tamper(self, group: GroupId, number: int, is_removal: bool, data: st.DataObject) -> None:
+        if not self.directories[0].slots(group):
+            return
+        tier = data.draw(st.integers(0, len(self.directories[0].slots(group)) - 1))
         for directory in self.directories:
-            slot = directory.slot(group)
-            if slot is None:
-                return
             change = directory._index.remove if is_removal else directory._index.add
-            change(UNIVERSE[number], slot=slot)
+            change(UNIVERSE[number], slot=directory.slots(group)[tier])
         self.tampered.add(group)
 
     @rule(group=some_group)
@@ -237,12 +292,16 @@ class DirectoryMachine(RuleBasedStateMachine):
             total, union = 0, set()
             for group in GROUPS:
                 epoch, next_seq, _ = directory.position(group)
-                states = self.states.get((group, epoch), [frozenset()])
-                blocks = held(directory, group)
-                assert blocks == states[next_seq] or group in self.tampered
+                story = self.stories.get((group, epoch))
+                by_tier = held_by_tier(directory, group)
+                if story is not None and group not in self.tampered:
+                    assert by_tier == list(story.states[next_seq])
+                assert held(directory, group) == set().union(*by_tier[:1])
+                blocks = set().union(*by_tier[-1:])
                 assert directory.num_blocks(group) == len(blocks)
                 total += len(blocks)
-                union |= blocks
+                for each in by_tier:
+                    union |= each
             stats = directory.stats()
             assert (stats.num_holdings, stats.num_blocks) == (total, len(union))
 
@@ -275,11 +334,19 @@ class DirectoryMachine(RuleBasedStateMachine):
                     prompt[length] not in held(directory, group)
                 )
             lengths = directory.prefix_lengths(prompt)
-            assert {g: n for g in GROUPS if (n := _at(lengths, directory.slot(g)))} == found
+            assert {g: n for g in GROUPS if (n := _at(lengths, directory.slots(g)))} == found
+            self.check_slower_tiers(directory, prompt)
+
+    def check_slower_tiers(self, directory: BlockDirectory, prompt: tuple[BlockHash, ...]) -> None:
+        for group in set(GROUPS) - self.tampered:
+            for tier, blocks in enumerate(held_by_tier(directory, group)):
+                length = next((i for i, h in enumerate(prompt) if h not in blocks), len(prompt))
+                lengths = directory.prefix_lengths(prompt)
+                assert lengths[directory.slots(group)[tier]] == length
 
 
-def _at(lengths: Lengths, slot: int | None) -> int:
-    return 0 if slot is None else int(lengths[slot])
+def _at(lengths: Lengths, slots: tuple[int, ...]) -> int:
+    return int(lengths[slots[0]]) if slots else 0
 
 
 TestDirectory = DirectoryMachine.TestCase

@@ -6,7 +6,7 @@ from pathlib import Path
 import quire.router.table
 
 ROUTER = Path(quire.router.table.__file__).parent
-OF_WORKER = {"quire.worker.api.errors", "quire.worker.api.events", "quire.worker.api.hashing"}
+OF_WORKER = {f"quire.worker.api.{name}" for name in ("errors", "events", "hashing", "outputs")}
 
 
 def imports(path: Path) -> set[str]:

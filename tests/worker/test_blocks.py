@@ -192,8 +192,13 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(1, 10), policy=st.sampled_from(sorted(POLICIES)))
     def start(self, num_blocks: int, policy: str) -> None:
         self.log = EventLog(epoch=0)
+        self.now_s = 0.0
         self.pool = BlockPool(
-            num_blocks=num_blocks, block_size=4, log=self.log, policy=POLICIES[policy]
+            num_blocks=num_blocks,
+            block_size=4,
+            log=self.log,
+            policy=POLICIES[policy],
+            seconds=lambda: self.now_s,
         )
         self.holders: list[Holder] = []
         self.content: dict[BlockId, Chain] = {}  # What was last written to each block.
@@ -259,6 +264,17 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(choice=st.integers(0, 99))
     def release(self, choice: int) -> None:
         self.pool.release(self.holders.pop(choice % len(self.holders)).blocks)
+
+    @precondition(lambda self: self.holders)
+    @rule(choice=st.integers(0, 99), tenant=st.sampled_from("ab"), keep_s=st.integers(1, 4))
+    def release_and_keep(self, choice: int, tenant: str, keep_s: int) -> None:
+        holder = self.holders[choice % len(self.holders)]
+        self.pool.keep(holder.blocks[: holder.num_named], tenant=tenant, keep_s=keep_s)
+        self.release(choice)
+
+    @rule(seconds=st.integers(1, 3))
+    def wait(self, seconds: int) -> None:
+        self.now_s += seconds
 
     @rule()
     def reset(self) -> None:

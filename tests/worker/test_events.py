@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from quire.worker.api.events import (
+    MAX_TIERS,
     NUM_BUCKETS,
     BlockEvent,
     BlocksRemoved,
@@ -94,7 +95,46 @@ def test_events_are_numbered_without_a_gap_and_empty_ones_are_none(log: EventLog
     assert log.next_seq == 5
 
 
-def test_model_type_block_size_adapter_and_salt_each_make_a_chain_of_its_own() -> None:
+def test_events_tell_each_blocks_fastest_tier_and_only_when_it_changes() -> None:
+    log = EventLog(epoch=7, num_tiers=3)
+    heard: list[BlockEvent] = []
+    log.subscribe(lambda seq, event: heard.append(event))
+
+    def told() -> list[BlockEvent]:
+        events = heard.copy()
+        heard.clear()
+        return events
+
+    log.stored([A, B])
+    log.stored([A], tier=1)
+    log.stored([A, B], tier=2)
+    assert told() == [BlocksStored((A, B), 0)], "no copy is faster than the cache"
+    log.removed([A, B])
+    assert told() == [BlocksStored((A,), 1), BlocksStored((B,), 2)]
+    assert log.since(log.next_seq).digest == digest_of() + digest_of(A) + digest_of(A, B)
+    snapshot = log.snapshot()
+    assert (snapshot.snapshot, snapshot.slower) == (
+        BlockHashes(),
+        (BlockHashes(A), BlockHashes(B)),
+    )
+    assert log.snapshot(bytes([B[7]])).slower == (BlockHashes(), BlockHashes(B))
+    log.removed([B], tier=1)
+    log.removed([A], tier=2)
+    assert told() == [], "it was never there, or is still in a faster tier"
+    log.stored([A])
+    log.removed([A, B], tier=1)
+    log.removed([A, B], tier=2)
+    assert told() == [BlocksStored((A,), 0), BlocksRemoved((B,))]
+    assert log.since(log.next_seq).digest == 3 * digest_of(A)
+
+
+@pytest.mark.parametrize("num_tiers", [0, MAX_TIERS + 1])
+def test_a_log_of_no_or_too_many_tiers_is_refused(num_tiers: int) -> None:
+    with pytest.raises(ValueError, match=f"num_tiers={num_tiers}"):
+        EventLog(epoch=1, num_tiers=num_tiers)
+
+
+def test_model_numerics_type_block_size_adapter_and_salt_each_make_a_chain_of_its_own() -> None:
     def root(**changes: object) -> BlockHash:
         fields: dict[str, object] = {"model_fingerprint": "m", "kv_dtype": "f", "block_size": 16}
         return root_hash(**{**fields, **changes})  # type: ignore[arg-type]
@@ -102,6 +142,7 @@ def test_model_type_block_size_adapter_and_salt_each_make_a_chain_of_its_own() -
     changes: list[dict[str, object]] = [
         {},
         {"model_fingerprint": "x"},
+        {"numerics": "x"},
         {"kv_dtype": "x"},
         {"block_size": 32},
         {"adapter": "x"},

@@ -106,9 +106,11 @@ def test_a_library_whose_structure_has_another_size_is_refused(
 
 
 def test_names_of_tokens_alone_never_change() -> None:
-    root = root_hash(model_fingerprint="m", kv_dtype="f", block_size=16, cache_salt="s")
+    root = root_hash(
+        model_fingerprint="m", numerics="n", kv_dtype="f", block_size=16, cache_salt="s"
+    )
     names = hash_blocks(np.arange(40, dtype=np.uint32), block_size=16, root=root)
-    assert [name.hex()[:16] for name in names] == ["369ba9d4d15978cb", "fc9bb7d6fd4f4020"]
+    assert [name.hex()[:16] for name in names] == ["0e64fc60515bd423", "3f6cf0e5339d6443"]
 
 
 @pytest.mark.parametrize("begin", [0, 5, 16, 31, 47])
@@ -146,6 +148,12 @@ def test_a_feature_is_told_from_tokens_by_its_definition() -> None:
 def test_what_is_no_feature_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be 32, 1 up"):
         Feature(**{"begin": 0, "num_tokens": 1, "digest": bytes(32), **wrong})
+
+
+def test_groups_of_other_numerics_share_no_block() -> None:
+    plain = prepared("r", range(64))
+    other = replace(CARD, numerics="others")
+    assert not set(plain.hashed_for(CARD).hashes) & set(plain.hashed_for(other).hashes)
 
 
 def test_requests_that_differ_in_adapter_or_salt_share_no_block() -> None:

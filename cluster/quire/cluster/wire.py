@@ -18,6 +18,7 @@ from quire.worker.api.engine_stats import EngineStats
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.events import (
     DIGEST_BYTES,
+    MAX_TIERS,
     BlockEvent,
     BlocksRemoved,
     BlocksStored,
@@ -110,6 +111,7 @@ def work_of(request: Prepared) -> bytes:
         priority=request.priority,
         tenant=request.tenant,
         task=_TASKS[request.task],
+        keep_s=request.keep_s,
     ).SerializeToString()
 
 
@@ -135,6 +137,7 @@ def prepared_of(submit: group_pb.Submit, *, request_id: str) -> Prepared:
         adapter=work.adapter,
         cache_salt=work.cache_salt,
         priority=work.priority,
+        keep_s=work.keep_s,
         tenant=work.tenant,
         task=_task_of(work.task),
         is_checked=True,
@@ -258,32 +261,41 @@ def events_to_proto(batch: EventBatch) -> group_pb.EventBatch:
         message.digest = batch.digest
     if batch.snapshot is not None:
         message.snapshot.stored = batch.snapshot.data
+        message.snapshot.slower.extend(hashes.data for hashes in batch.slower)
         if batch.buckets is not None:
             message.snapshot.buckets = batch.buckets
     for event in batch.events:
         hashes = BlockHashes.of(event.hashes).data
         if isinstance(event, BlocksStored):
-            message.events.add(stored=hashes)
+            message.events.add(stored=hashes, tier=event.tier)
         else:
             message.events.add(removed=hashes)
     return message
 
 
 def events_from_proto(message: group_pb.EventBatch) -> EventBatch:
-    """Raises ValueError where what should be hashes or a digest has another length."""
+    """Raises ValueError where what should be hashes or a digest has another length, or a tier is
+    none that there is."""
     snapshot = buckets = digest = None
+    slower = [BlockHashes(data) for data in message.snapshot.slower]
+    if len(slower) >= MAX_TIERS:
+        raise ValueError(f"snapshot of {1 + len(slower)} tiers: must be {MAX_TIERS} at most")
     if message.HasField("snapshot"):
         snapshot = BlockHashes(message.snapshot.stored)
         buckets = message.snapshot.buckets if message.snapshot.HasField("buckets") else None
     if message.HasField("digest"):
         digest = Digest(message.digest)
-        if len(digest) != DIGEST_BYTES:
-            raise ValueError(f"digest of {len(digest)} bytes: must have {DIGEST_BYTES}")
+        if len(digest) not in range(DIGEST_BYTES, (MAX_TIERS + 1) * DIGEST_BYTES, DIGEST_BYTES):
+            raise ValueError(
+                f"digest of {len(digest)} bytes: must have {DIGEST_BYTES} for each of 1 to "
+                f"{MAX_TIERS} tiers"
+            )
     return EventBatch(
         epoch=message.epoch,
         first_seq=message.first_seq,
         events=tuple([_event(event) for event in message.events]),
         snapshot=snapshot,
+        slower=tuple(slower),
         buckets=buckets,
         digest=digest,
     )
@@ -292,4 +304,6 @@ def events_from_proto(message: group_pb.EventBatch) -> EventBatch:
 def _event(message: group_pb.BlockEvent) -> BlockEvent:
     if message.removed:
         return BlocksRemoved(BlockHashes(message.removed))
-    return BlocksStored(BlockHashes(message.stored))
+    if message.tier >= MAX_TIERS:
+        raise ValueError(f"tier={message.tier}: must be below {MAX_TIERS}")
+    return BlocksStored(BlockHashes(message.stored), message.tier)

@@ -191,7 +191,7 @@ class Submit(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[bytes] = ..., completion: _Optional[int] = ..., resumed_token_ids: _Optional[bytes] = ..., token_limit: _Optional[int] = ..., isolated_tokens: _Optional[int] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("segments", "sampling", "adapter", "cache_salt", "priority", "tenant", "task")
+    __slots__ = ("segments", "sampling", "adapter", "cache_salt", "priority", "tenant", "task", "keep_s")
     SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -199,6 +199,7 @@ class Work(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
+    KEEP_S_FIELD_NUMBER: _ClassVar[int]
     segments: _containers.RepeatedCompositeFieldContainer[Segment]
     sampling: _inference_pb2.SamplingParams
     adapter: str
@@ -206,7 +207,8 @@ class Work(_message.Message):
     priority: int
     tenant: str
     task: Task
-    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., task: _Optional[_Union[Task, str]] = ...) -> None: ...
+    keep_s: float
+    def __init__(self, segments: _Optional[_Iterable[_Union[Segment, _Mapping]]] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., task: _Optional[_Union[Task, str]] = ..., keep_s: _Optional[float] = ...) -> None: ...
 
 class Segment(_message.Message):
     __slots__ = ("token_ids", "feature_digest")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from quire.router.policies.policy import Decision
+from quire.worker.api.outputs import Fetched
 
 MAX_OUTCOME_CHARS = 200
 
@@ -34,9 +35,11 @@ class Explanation:
     """See `quire.router.policies.policy.Policy`."""
     decision: Decision
     num_cached_tokens: int | None = None
-    """Found by the group in its cache; None until its first token, as is the next."""
+    """Found by the group in its cache or fetched; None until its first token, as are the next."""
     waited_s: float | None = None
     """From the decision to the first token."""
+    fetched: Fetched | None = None
+    """What it fetched; also None where nothing was or was to be."""
     outcome: str = ""
     """How the attempt ended; empty while it goes on, or the request waits for another group."""
 
@@ -95,10 +98,18 @@ class DecisionLog:
         ):
             self._drop_oldest()
 
-    def started(self, request_id: str, *, num_cached_tokens: int, waited_s: float) -> None:
+    def started(
+        self,
+        request_id: str,
+        *,
+        num_cached_tokens: int,
+        waited_s: float,
+        fetched: Fetched | None = None,
+    ) -> None:
         entry = self._latest.get(request_id)
         if entry is not None:
             entry.num_cached_tokens, entry.waited_s = num_cached_tokens, waited_s
+            entry.fetched = fetched
 
     def ended(self, request_id: str, outcome: str) -> None:
         """The request's last attempt ended so, if that is not known yet."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from quire.router.policies.loads import Loads
+from quire.router.policies.policy import Column
 from quire.router.policies.speeds import Rates, Speeds
 from quire.router.prefix_index.directory import GroupId
 from quire.router.prefix_index.index import Lengths, Slot
@@ -20,7 +21,8 @@ class Members:
         self.loads = Loads(())
         self.numbers = array("Q")
         self._new_numbers = itertools.count()
-        self._slots = np.empty(0, dtype=np.intp)
+        # By tier and position; a group with fewer tiers has its last one again.
+        self._slots = np.empty((1, 0), dtype=np.intp)
         self._is_heard = np.empty(0, dtype=np.int64)
 
     def update(self, names: Iterable[GroupId]) -> set[GroupId]:
@@ -35,23 +37,42 @@ class Members:
             groups[name] = Group(name, next(self._new_numbers), Speeds(self.rates))
         self.numbers = array("Q", [group.number for group in groups.values()])
         self.loads = Loads([group.state for group in groups.values()], common=self.rates)
-        self._slots = np.zeros(len(groups), dtype=np.intp)
+        num_tiers = max((len(group.slots) for group in groups.values()), default=0)
+        self._slots = np.zeros((max(num_tiers, 1), len(groups)), dtype=np.intp)
         self._is_heard = np.zeros(len(groups), dtype=np.int64)
         for position, group in enumerate(groups.values()):
             group.position, group.loads = position, self.loads
             self.loads.put_speeds(position, group.speeds)
-            self.heard(group, group.slot)
+            group.put_fetch_costs()
+            self.heard(group.group_id, group.slots)
         return left
 
-    def heard(self, group: Group, slot: Slot | None) -> None:
-        """The directory knows the group as ``slot``, if it does."""
-        if slot is None:
+    def heard(self, group_id: GroupId, slots: tuple[Slot, ...]) -> None:
+        """The directory knows the group's tiers as ``slots``, if it does."""
+        group = self.groups.get(group_id)
+        if group is None or not slots:
             return
-        group.slot = slot
-        self._slots[group.position], self._is_heard[group.position] = slot, 1
+        group.slots = slots
+        if more := len(slots) - len(self._slots):
+            if more > 0:
+                self._slots = np.pad(self._slots, ((0, more), (0, 0)), mode="edge")
+            slots = slots + slots[-1:] * -more
+        self._slots[:, group.position], self._is_heard[group.position] = slots, 1
 
     def by_slot(self, lengths: Lengths) -> "array[int]":
-        """In the members' order, what is given by the directory's slots."""
+        """In the members' order, what the directory's slots of KV caches have."""
         if not len(lengths):
             return array("q", bytes(8 * len(self.groups)))
-        return array("q", (lengths.take(self._slots) * self._is_heard).tobytes())
+        return array("q", (lengths.take(self._slots[0]) * self._is_heard).tobytes())
+
+    @property
+    def num_tiers(self) -> int:
+        """The most that a group has."""
+        return len(self._slots)
+
+    def slower_tiers(self, lengths: Lengths) -> Column:
+        """The same for each slower tier and those before it, by tier and member."""
+        if not len(lengths):
+            return np.zeros((len(self._slots) - 1, len(self.groups)))
+        slower: Column = lengths.take(self._slots[1:]) * self._is_heard
+        return slower

@@ -13,6 +13,7 @@ from itertools import takewhile
 
 from quire.router.accuracy import moved_mean
 from quire.router.in_flight import new_counts
+from quire.router.policies.fetching import FetchCosts
 from quire.router.policies.loads import Loads
 from quire.router.policies.policy import Decision, GroupLoad, GroupState, RouteRequest
 from quire.router.policies.speeds import Line, Speeds, StepClock
@@ -39,6 +40,7 @@ class Group:
     number: int
     """Tells its in-flight prefixes from those of any other, or of an earlier one of its name."""
     speeds: Speeds
+    fetch_costs: FetchCosts = field(default_factory=FetchCosts)
     load: GroupLoad | None = None
     num_blocks: int | None = None
     """The most that were ever available."""
@@ -59,8 +61,8 @@ class Group:
     """Mean of its recent forecasts' errors, as shares of the waits."""
     position: int = 0
     """Among the members."""
-    slot: Slot | None = None
-    """Its slot in the directory, once it has one."""
+    slots: tuple[Slot, ...] = ()
+    """Those of its tiers in the directory, once it has some."""
     loads: Loads | None = None
     """Where its state is kept up to date, while it is a member."""
     state: GroupState = field(init=False)
@@ -73,6 +75,8 @@ class Group:
         self.speeds.observe(load, at_s=at_s, is_awaited=is_awaited)
         if self.loads is not None:
             self.loads.put_speeds(self.position, self.speeds)
+        if self.fetch_costs.observe(load, at_s=at_s):
+            self.put_fetch_costs()
         if load.num_steps is not None:
             self.clock.frame(
                 step=load.num_steps,
@@ -89,6 +93,11 @@ class Group:
             self.reserved.popleft().unreserve()
         self._changed()
 
+    def put_fetch_costs(self) -> None:
+        if self.loads is not None:
+            costs_2K = self.fetch_costs.tokens(self.speeds.prefill_per_s)
+            self.loads.put_fetch_costs(self.position, costs_2K)
+
     def _is_shown(self, request: "InFlight", num_shown: int | None) -> bool:
         if num_shown is None or request.number is None:
             return request.shown_at_frame <= self.num_frames
@@ -103,6 +112,7 @@ class Group:
     def learn(self, request: "InFlight", *, num_cached_tokens: int, waited_s: float) -> None:
         """From the first token of a request sent here."""
         num_missing = max(request.request.num_prompt_tokens - num_cached_tokens, 0)
+        num_missing += request.fetch_cost
         # Relative errors count, so that short waits teach as much as long ones.
         weight = 1 / max(waited_s, _MIN_WAIT_S) ** 2
         self.waits.add(num_missing + request.state.num_queued_tokens, waited_s, weight=weight)
@@ -171,6 +181,9 @@ class InFlight:
     forecast_s: float | None
     num_predicted_tokens: int
     num_prefill_tokens: int
+    fetch_cost: float
+    """In tokens."""
+    source: GroupId | None
     blocks: BlockHashes
     """Those that the directory lacked when it was routed, counted as in flight."""
     shown_at_frame: int
@@ -242,6 +255,8 @@ class Reservations:
             forecast_s=decision.forecast_s,
             num_predicted_tokens=decision.predicted_cached_tokens,
             num_prefill_tokens=request.num_prompt_tokens - decision.predicted_cached_tokens,
+            fetch_cost=decision.fetch_cost,
+            source=decision.source,
             blocks=blocks,
             shown_at_frame=group.num_frames + _FRAMES_UNTIL_SHOWN,
             routed_at_s=now_s,

@@ -23,9 +23,11 @@ from quire.router.accuracy import Accuracy, ComputedShare
 from quire.router.config import RoutingConfig
 from quire.router.decision_log import DecisionLog, Explanation
 from quire.router.errors import NoGroupAvailable, UnknownDecision
+from quire.router.lenders import Lenders, Source
 from quire.router.members import Members
 from quire.router.policies.catalog import POLICIES
 from quire.router.policies.decide import decide
+from quire.router.policies.fetching import Elsewhere
 from quire.router.policies.loads import Loads
 from quire.router.policies.policy import (
     Decision,
@@ -41,10 +43,12 @@ from quire.router.prefix_index.directory import (
     NeedsResync,
     Position,
 )
+from quire.router.prefix_index.index import Lengths
 from quire.router.reservations import Reservations
 from quire.router.stats import GroupForecasts, RoutingStats
 from quire.worker.api.events import EventBatch
 from quire.worker.api.hashing import HASH_BYTES, BlockHash, BlockHashes
+from quire.worker.api.outputs import Fetched
 
 
 class RoutingTable:
@@ -73,6 +77,10 @@ class RoutingTable:
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
         self._members = Members()
+        self._lenders = Lenders()
+        self._exchanging: frozenset[GroupId] = frozenset()
+        self._are_lenders_stale = False
+        self._known: frozenset[GroupId] = frozenset()  # Members and those that exchange.
         self._in_flight = Reservations(
             max_requests=config.max_in_flight, max_blocks=config.max_in_flight_blocks
         )
@@ -97,16 +105,19 @@ class RoutingTable:
         num_prompt_tokens: int,
         exclude: frozenset[GroupId] = frozenset(),
         adapter: str = "",
+        cache_key: str = "",
         client_id: str = "",
         tenant: str = "",
         moved_because: str = "",
+        former: Source | None = None,
         is_submitted: bool = True,
     ) -> Decision:
         """Chooses a group and counts the request as its load until `completed`.
 
         Routing a request again, after its group failed, first takes it back from that group;
         ``moved_because`` says why for its explanation, in which ``client_id`` is the name that the
-        client gave the request, and which only ``tenant`` may see. ``is_submitted``: it is one of
+        client gave the request, and which only ``tenant`` may see. ``former``: the group that ran
+        it until now, and the blocks that it has of it, output's too. ``is_submitted``: it is one of
         those that `GroupLoad.num_shown` counts, as all are that gateways send.
 
         Raises:
@@ -116,20 +127,23 @@ class RoutingTable:
             self._forget(request_id)
             hashes = BlockHashes.of(hashes)
             members = self._members
-            held = members.by_slot(self._directory.prefix_lengths(hashes))
             now_s = self._clock()
+            lengths = self._directory.prefix_lengths(hashes)
+            held = members.by_slot(lengths)
+            elsewhere = self._elsewhere(lengths, former, now_s)
             request = RouteRequest(
                 hashes=hashes,
                 num_prompt_tokens=num_prompt_tokens,
                 block_size=self.block_size,
                 adapter=adapter,
+                cache_key=cache_key,
                 exclude=exclude,
                 ordinal=self._first_ordinal + self._num_decisions,
                 now_s=now_s,
             )
             try:
                 overlap = self._in_flight.extend(hashes, members.numbers, held)
-                decision = decide(self._policy, request, members.loads, overlap, held)
+                decision = decide(self._policy, request, members.loads, overlap, held, elsewhere)
             except NoGroupAvailable:
                 self._num_unroutable += 1
                 raise
@@ -154,6 +168,8 @@ class RoutingTable:
                 now_s=now_s,
                 is_submitted=is_submitted,
             )
+            if decision.source is not None:
+                self._lenders.asked(decision.source, 1)
             self._log.add(
                 request_id,
                 decision,
@@ -166,10 +182,13 @@ class RoutingTable:
             )
             return decision
 
-    def started(self, request_id: str, *, num_cached_tokens: int) -> None:
+    def started(
+        self, request_id: str, *, num_cached_tokens: int, fetched: Fetched | None = None
+    ) -> None:
         """The group's first frame for the request came: its load is in the group's own numbers.
 
-        ``num_cached_tokens`` is what the group found in its cache, the truth behind the hint. How
+        ``num_cached_tokens`` is what the group found in its cache or fetched, the truth behind the
+        hint; ``fetched`` says what it fetched, or could not. How
         long it took since `route` is the truth behind the forecast, and teaches the next ones.
         """
         with self._lock:
@@ -191,7 +210,14 @@ class RoutingTable:
             known = num_cached_tokens if self._config.use_directory else 0
             group.learn(request, num_cached_tokens=known, waited_s=waited_s)
             request.unreserve()
-            self._log.started(request_id, num_cached_tokens=num_cached_tokens, waited_s=waited_s)
+            if request.source is not None:
+                self._lenders.asked(request.source, -1)
+                if fetched is not None and fetched.error:
+                    self._lenders.failed(request.source, now_s=self._clock())
+                request.source = None
+            self._log.started(
+                request_id, num_cached_tokens=num_cached_tokens, waited_s=waited_s, fetched=fetched
+            )
 
     def completed(self, request_id: str, *, outcome: str = "ended") -> None:
         """The request ended, with ``outcome``. May be called again, or for an unknown one."""
@@ -218,12 +244,18 @@ class RoutingTable:
         with self._lock:
             return self._log.recent(limit, tenant=tenant)
 
-    def update_members(self, groups: Iterable[GroupId]) -> None:
-        """Makes exactly these groups the ones to route to; drops all state of others."""
+    def update_members(self, groups: Iterable[GroupId], *, lenders: Iterable[GroupId] = ()) -> None:
+        """Makes exactly these groups the ones to route to; drops all state of others. ``lenders``
+        are those that exchange blocks, of which some may not be routed to."""
         with self._lock:
+            former = self._known
             for group_id in self._members.update(groups):
-                self._directory.drop(group_id)
                 self._policy.left(group_id)
+            self._exchanging = frozenset(lenders)
+            self._known = self._exchanging | self._members.groups.keys()
+            for group_id in former - self._known:
+                self._directory.drop(group_id)
+            self._are_lenders_stale = True
 
     def update_load(self, group_id: GroupId, load: GroupLoad, *, is_awaited: bool = False) -> None:
         """Takes in the load of a group's frame; one of a group that left is ignored.
@@ -236,12 +268,13 @@ class RoutingTable:
     def apply_events(self, group_id: GroupId, batch: EventBatch) -> Applied | NeedsResync:
         """Takes in block events; those of a group that left are ignored."""
         with self._lock:
-            group = self._members.groups.get(group_id)
-            if group is None:
+            if group_id not in self._known:
                 return Applied(0)
+            before = self._directory.slots(group_id)
             answer = self._directory.apply(group_id, batch, now_s=self._clock())
-            if group.slot is None:
-                self._members.heard(group, self._directory.slot(group_id))
+            if (slots := self._directory.slots(group_id)) != before:
+                self._members.heard(group_id, slots)
+                self._are_lenders_stale = True
             return answer
 
     def events_position(self, group_id: GroupId) -> Position:
@@ -299,7 +332,25 @@ class RoutingTable:
                 directory=self._directory.stats(),
             )
 
+    def _elsewhere(self, lengths: Lengths, former: Source | None, now_s: float) -> Elsewhere | None:
+        """Where blocks of a prompt lie besides the groups' KV caches."""
+        members, lenders = self._members, self._lenders
+        if self._are_lenders_stale:
+            # Not whenever a group is heard of, which hundreds are at about the same time.
+            lenders.update(self._exchanging, members.groups, self._directory.slots)
+            self._are_lenders_stale = False
+        if former is not None and former.group in self._exchanging:
+            source: Source | None = former
+        else:
+            source = lenders.best(lengths, now_s=now_s) if lenders.names else None
+        if source is None and members.num_tiers == 1:
+            return None
+        group, num_lent = source or (None, 0)
+        return Elsewhere(members.slower_tiers(lengths), group, num_lent, lenders.takes_G)
+
     def _forget(self, request_id: str) -> None:
         request = self._in_flight.remove(request_id)
         if request is not None:
+            if request.source is not None:
+                self._lenders.asked(request.source, -1)
             self._policy.finished(request.request, request.group.group_id)

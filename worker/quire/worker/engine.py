@@ -15,6 +15,7 @@ running request.
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from itertools import islice
 
@@ -31,12 +32,18 @@ from quire.worker.api.errors import (
     RankFailure,
 )
 from quire.worker.api.events import EventLog
+from quire.worker.api.hashing import BlockHash, BlockHashes
+from quire.worker.api.kv_format import KvFormat, PeerSource
 from quire.worker.api.limits import derive_seed, request_limits
 from quire.worker.api.outputs import FinishReason, TokenDelta, TokenLogprobs
 from quire.worker.api.request import Prepared
 from quire.worker.cache.blocks import BlockPool
+from quire.worker.cache.loan import Loan
+from quire.worker.cache.pull import Fetch
+from quire.worker.cache.travel import Travel, num_tiers
 from quire.worker.model.dense import DenseLayer
 from quire.worker.model.facts import ModelFacts
+from quire.worker.schedule.arriving import Arriving
 from quire.worker.schedule.check import max_tokens_of
 from quire.worker.schedule.compiling import Compiling, cannot_go_on
 from quire.worker.schedule.masks import Masks
@@ -73,16 +80,24 @@ class Engine:
         epoch: int = 0,
         load_tokenizer: Callable[[], Tokenizer] | None = None,
         read_adapter: Read | None = None,
+        fetch: Fetch | None = None,
     ) -> None:
-        self.events = EventLog(epoch=epoch)
+        self.events = EventLog(epoch=epoch, num_tiers=num_tiers(config))
         self._limits = request_limits(config, model, num_blocks=executor.num_blocks)
         self._config = config
         self._model = model
         self._executor = executor
         self._clock = clock
         self._pool = BlockPool(
-            num_blocks=executor.num_blocks, block_size=config.block_size, log=self.events
+            num_blocks=executor.num_blocks,
+            block_size=config.block_size,
+            log=self.events,
+            seconds=clock,
         )
+        self._travel = self._make_travel(fetch)
+        self._arriving: Arriving | None = None
+        if self._travel is not None:
+            self._arriving = Arriving(self._travel, block_size=config.block_size, clock=clock)
         self._scheduler = Scheduler(
             pool=self._pool,
             max_num_seqs=config.max_num_seqs,
@@ -91,6 +106,7 @@ class Engine:
             speculates=_speculates(config, executor),
             takes_whole=model.is_encoder,
             max_adapters=config.max_loras,
+            travel=self._travel,
         )
         self._inputs = StepInputs(block_size=config.block_size)
         self._dense = [DenseLayer(each) for each in model.pooling.dense] if model.pooling else []
@@ -113,6 +129,7 @@ class Engine:
         self._num_prefilled_tokens = 0
         self._num_full_step_tokens = 0
         self._full_step_s = 0.0
+        self._step_s = 0.01  # About how long a step takes.
         self._failure: str | None = None
 
     @property
@@ -128,7 +145,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        return bool(self._sequences or self._under_way)
+        travels = self._travel is not None and self._travel.has_work
+        return bool(self._sequences or self._under_way or travels)
 
     def check_request(self, request: Prepared) -> None:
         """Refuses what `add_request`, or compiling its constraint, or reading its adapter, would
@@ -186,6 +204,8 @@ class Engine:
             self._ended_at_once.remove(seq)
         elif seq in self._compiling:
             self._compiling.remove(seq)
+        elif self._arriving is not None and seq in self._arriving:
+            self._arriving.remove(seq)
         elif seq not in self._reading:
             self._scheduler.remove(seq)
         self._forget(seq)
@@ -204,21 +224,29 @@ class Engine:
         begin_s = self._clock()
         outputs = [self._output(seq, (), seq.finish_reason()) for seq in self._ended_at_once]
         self._ended_at_once.clear()
-        if self._compiling or self._reading:
+        if self._travel is not None:
+            is_decoding = bool(self._scheduler.running)
+            self._travel.advance(is_decoding=is_decoding, step_s=self._step_s)
+        if self._compiling or self._reading or self._arriving:
             outputs += self._take_ready()
         outputs += self._take_masks(self._beside)
         schedule = self._scheduler.schedule()
         self._beside = schedule.sequences
         num_prefilled = schedule.num_prefilled
         edits_follow = False
-        if schedule.sequences:
-            step = self._inputs.build(schedule)
+        is_step = bool(schedule.sequences)
+        copies_X22 = None
+        if self._travel is not None:
+            is_step = is_step or len(self._travel.copies) > 0
+            copies_X22 = self._travel.submitted() if is_step else None
+        if is_step:
+            step = self._inputs.build(schedule, copies_X22)
             edits_follow = step.edits_follow
             with self._failing():
                 self._executor.submit(step)
             self._scheduler.submitted(schedule)
             self._under_way.append(schedule)
-        if len(self._under_way) > (self._executor.num_ahead if schedule.sequences else 0):
+        if len(self._under_way) > (self._executor.num_ahead if is_step else 0):
             outputs += self._take_tokens()
         if edits_follow:
             outputs += self._take_masks(schedule.sequences)
@@ -228,6 +256,10 @@ class Engine:
         if not self._under_way and not schedule.sequences:
             outputs += self._end_refused(self._masks.take_first())
         self._settle()
+        if is_step:
+            self._note_time(num_prefilled, self._clock() - begin_s)
+        elif self._travel is not None and not outputs and not self._under_way:
+            self._travel.wait()
         if num_prefilled:
             self._num_prefilled_tokens += num_prefilled
             if self._scheduler.num_pending_prefill_tokens:
@@ -265,6 +297,7 @@ class Engine:
             max_adapters=self._config.max_loras if self._config.enable_lora else 0,
             num_adapters=scheduler.slots.num_named,
             num_adapter_loads=scheduler.slots.num_loads,
+            **({} if self._travel is None else self._travel.stats()),
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -273,6 +306,8 @@ class Engine:
         self._settle()
         if not self._pool.reset():
             return False
+        if self._travel is not None:
+            self._travel.reset()
         self._scheduler.forget_outputs()
         return True
 
@@ -282,11 +317,56 @@ class Engine:
         self._compiling.close()
         self._reading.close()
         self._masks.close()
+        if self._travel is not None:
+            self._travel.close()
         self._executor.close()
+
+    def lend(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | str:
+        """Lends the longest beginning of ``hashes`` that is here; or says why not."""
+        if self._travel is None:
+            return _LENDS_NONE
+        return self._travel.lend(hashes, borrower_format=borrower_format)
+
+    def lend_most_useful(self, num_bytes: int) -> Loan | str:
+        """Lends blocks that requests find most often, with those before them; or says why not."""
+        return (
+            _LENDS_NONE if self._travel is None else self._travel.loans.lend_most_useful(num_bytes)
+        )
+
+    def take_in(
+        self, hashes: BlockHashes, parents: Items[BlockHash | None], source: PeerSource
+    ) -> None:
+        """Has blocks of any chains brought into the cache, parents before children. Raises
+        QueueFull: too much is on its way."""
+        if self._travel is not None:
+            self._travel.pulls.take_in(hashes, parents, source)
 
     @property
     def _num_waiting(self) -> int:
-        return self._scheduler.num_waiting + len(self._compiling) + len(self._reading)
+        num_beside = len(self._compiling) + len(self._reading) + len(self._arriving or ())
+        return self._scheduler.num_waiting + num_beside
+
+    def _make_travel(self, fetch: Fetch | None) -> Travel | None:
+        config, model, executor = self._config, self._model, self._executor
+        host_blocks_XC = executor.host_blocks_XC
+        if host_blocks_XC is None or not config.enable_prefix_caching or model.is_encoder:
+            return None
+        return Travel(
+            self._pool,
+            self.events,
+            config=config,
+            format=executor.kv_format,
+            host_blocks_XC=host_blocks_XC,
+            identity=f"{model.fingerprint} {model.kv_dtype} {executor.numerics}",
+            fetch=fetch,
+            clock=self._clock,
+        )
+
+    def _note_time(self, num_prefilled: int, seconds: float) -> None:
+        """A step has taken so long."""
+        self._step_s += 0.1 * (seconds - self._step_s)
+        if num_prefilled and self._arriving is not None:
+            self._arriving.computed(num_prefilled, seconds)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -343,11 +423,17 @@ class Engine:
             else:
                 seq.status = Status.FINISHED
                 refused.append(self._fail(seq, error))
+        if self._arriving:
+            for seq in self._arriving.take():
+                self._scheduler.add(seq)
         return refused
 
     def _queue(self, seq: Sequence) -> None:
-        """Queues ``seq``, whose constraint is compiled, once its adapter is read."""
-        if not seq.request.adapter or self._reading.add(seq):
+        """Queues ``seq``, whose constraint is compiled, once its adapter is read and blocks that
+        are on their way have come."""
+        if seq.request.adapter and not self._reading.add(seq):
+            return
+        if self._arriving is None or not self._arriving.add(seq):
             self._scheduler.add(seq)
 
     def _take_tokens(self) -> list[TokenDelta]:
@@ -356,7 +442,9 @@ class Engine:
         with self._failing():
             result = self._executor.result()
         schedule = self._under_way.popleft()
-        self._num_steps += 1
+        self._num_steps += bool(schedule.sequences)
+        if self._travel is not None:
+            self._travel.finished()
         self._scheduler.finished()
         token_ids: list[int] = result.token_ids_S.tolist()
         outputs = []
@@ -461,6 +549,7 @@ class Engine:
         if finish_reason is not None:
             self._forget(seq)
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        fetched, seq.fetched = seq.fetched, None
         if seq.prompt_logprobs:
             prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
         return TokenDelta(
@@ -471,6 +560,7 @@ class Engine:
             finish_reason,
             seq.num_cached or 0,
             prompt_logprobs=prompt_logprobs,
+            fetched=fetched,
         )
 
     def _break_off(self, seq: Sequence) -> TokenDelta:
@@ -505,6 +595,9 @@ class Engine:
         except BaseException as error:
             self._failure = f"the engine has failed in an earlier step: {error!r}"
             raise
+
+
+_LENDS_NONE = "this group's blocks do not leave its KV cache"
 
 
 def _speculates(config: EngineConfig, executor: Executor) -> bool:

@@ -87,6 +87,11 @@ def detailed(decision: "pb.RoutingDecision") -> str:
         routing.candidates, key=lambda each: (each.group != routing.group, each.cost)
     )
     rows = [head, *(_candidate(each, chosen=routing.group) for each in candidates)]
+    if any(each.num_fetched_tokens for each in candidates):
+        nums = [f"{each.num_fetched_tokens:,}" for each in candidates]
+        rows = [
+            (*row[:4], cell, *row[4:]) for row, cell in zip(rows, ("to fetch", *nums), strict=True)
+        ]
     if any(each.HasField("adapter_cost") for each in candidates):
         costs = [f"{each.adapter_cost:,.0f}" for each in candidates]
         rows = [(*row, cell) for row, cell in zip(rows, ("for adapter", *costs), strict=True)]
@@ -96,6 +101,7 @@ def detailed(decision: "pb.RoutingDecision") -> str:
             f"{_when(decision)}, {decision.num_prompt_tokens:,} prompt tokens",
             f"went to {routing.group}: {routing.reason} (policy {decision.policy}{pressure})",
             f"cached tokens, predicted / found: {_cached(decision)}",
+            *_fetched(decision),
             f"time to first token, forecast / real: {_first_token(decision)}",
             f"outcome: {decision.outcome or 'under way'}",
             "",
@@ -138,6 +144,24 @@ def _when(decision: "pb.RoutingDecision") -> str:
 def _cached(decision: "pb.RoutingDecision") -> str:
     found = f"{decision.num_cached_tokens:,}" if decision.HasField("num_cached_tokens") else "-"
     return f"{decision.routing.predicted_cached_tokens:,} / {found}"
+
+
+def _fetched(decision: "pb.RoutingDecision") -> list[str]:
+    """Of those, the ones from outside the KV cache; no line where there are none."""
+    routing, found = decision.routing, decision.fetched
+    lines = []
+    if routing.num_fetched_tokens:
+        of = f", from {routing.source}" if routing.source else ""
+        forecast = _seconds(routing.fetch_s if routing.HasField("fetch_s") else None)
+        lines.append(f"of these to fetch: {routing.num_fetched_tokens:,}{of}, forecast {forecast}")
+    if decision.HasField("fetched"):
+        why = f"; from its source it got no more: {found.error}" if found.error else ""
+        lines.append(
+            f"of these fetched: {found.num_host_tokens:,} from host memory, "
+            f"{found.num_disk_tokens:,} from disk, {found.num_peer_tokens:,} from another group, "
+            f"waited {_seconds(found.wait_s)}{why}"
+        )
+    return lines
 
 
 def _first_token(decision: "pb.RoutingDecision") -> str:

@@ -65,6 +65,7 @@ class ServedModel:
                 follow_events=config.routing.use_directory,
             ),
             connect=partial(grpc_connect, contacts=self._contacts),
+            contacts=self._contacts,
             adapter_folder=keeper.folder if keeper is not None else lambda digest: None,
         )
         self.service = ModelService(

@@ -66,6 +66,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                         tenant=grpc_caller(context, self._keys).tenant,
                         client_id=client_id(context),
                         explain_routing=request.explain_routing,
+                        cache_key=request.cache_key,
+                        keep_s=request.keep_s,
                         priority=request.priority,
                         timeout_s=remaining_s(context),
                     )

@@ -102,6 +102,17 @@ def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
     return [_joined(message) for message in messages]
 
 
+def marks_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[tuple[str, object]]:
+    """Each block's ``cache_control``, with its place."""
+    lists = [("system", system)]
+    lists += [(f"messages[{index}].content", turn.content) for index, turn in enumerate(turns)]
+    return [
+        (f"{place}[{number}].cache_control", (block.model_extra or {}).get("cache_control"))
+        for place, blocks in lists
+        for number, block in enumerate(blocks)
+    ]
+
+
 _Message = dict[str, Any]
 """A message of a chat whose text is a list of pieces, of which there may be many."""
 

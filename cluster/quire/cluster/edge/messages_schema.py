@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from quire.cluster.dialects.tools import ToolUse, check_tool_use
-from quire.cluster.edge.messages_input import Blocks, Turns, turns_of
+from quire.cluster.edge.messages_input import Blocks, Turns, marks_of, turns_of
 from quire.cluster.edge.openai_schema import NOWHERE, Body, ChatFields, GenerationBody, Texts
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prompt
@@ -20,6 +20,7 @@ _TOOL_FIELDS = {
     "strict": "strict",
 }
 _TOOL_HINTS = ("type", "cache_control", "eager_input_streaming")
+_TTL_S = {"5m": 300.0, "1h": 3600.0}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _CHOICE_FIELDS = ("type", "name", "disable_parallel_tool_use")
 
@@ -45,8 +46,8 @@ _PARTS: Mapping[str, type[Body]] = {"thinking": ThinkingFields, "output_config":
 class MessagesFields(ChatFields):
     """What decides the prompt."""
 
-    # Prefixes are cached without a mark, and the client keeps its context itself.
-    unserved = frozenset({"cache_control", "context_management"})
+    # The client keeps its context itself.
+    unserved = frozenset({"context_management"})
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "mcp_servers": ([],),
         "container": (),
@@ -67,6 +68,7 @@ class MessagesFields(ChatFields):
     system: Blocks | None = None
     thinking: ThinkingFields | None = None
     output_config: OutputFields | None = None
+    cache_control: dict[str, Any] | None = None
 
     @classmethod
     def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
@@ -125,16 +127,31 @@ class MessagesBody(MessagesFields, GenerationBody):
         "stream_options": (),
         "prompt_logprobs": (),
         "logprob_token_ids": (),
+        "prompt_cache_retention": (),
         "return_token_ids": (False,),
     }
     remedies: ClassVar[Mapping[str, str]] = {
         **MessagesFields.remedies,
         "stop": "send stop_sequences",
+        "prompt_cache_retention": "send cache_control with a ttl",
         "stream_options": "streams always have the usage",
     }
 
     max_tokens: int
     stop_sequences: Texts | None = None
+
+    @property
+    def keep_s(self) -> float:
+        """The longest time of the marks. All of the prompt is kept for it, not the part before the
+        mark alone."""
+        marks: list[tuple[str, object]] = [("cache_control", self.cache_control)]
+        marks += [
+            (f"tools[{index}].cache_control", tool.get("cache_control"))
+            for index, tool in enumerate(self.tools or ())
+            if isinstance(tool, dict)
+        ]
+        marks += marks_of(self.system or (), self.messages)
+        return max(_mark_s(place, mark) for place, mark in marks)
 
     @property
     def forms(self) -> dict[str, Any]:
@@ -146,6 +163,21 @@ class MessagesBody(MessagesFields, GenerationBody):
 
     def params(self) -> SamplingParams:
         return self._params(max_tokens=self.max_tokens, stop=self.stop_sequences)
+
+
+def _mark_s(place: str, mark: object) -> float:
+    """Seconds for which a mark asks to keep what it marks. Raises InvalidRequest."""
+    if mark is None:
+        return 0.0
+    if isinstance(mark, dict) and mark.get("type") == "ephemeral":
+        seconds = _TTL_S.get(str(mark.get("ttl") or "5m"))
+        if seconds is not None:
+            return seconds
+    raise InvalidRequest(
+        f"{place}={reprlib.repr(mark)}: must be of type 'ephemeral', with a ttl of "
+        f"{' or '.join(map(repr, _TTL_S))} or none",
+        param=place,
+    )
 
 
 def _is_hosted(tool: object) -> bool:

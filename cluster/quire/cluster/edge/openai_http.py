@@ -321,6 +321,8 @@ def _asked_for(
         cache_salt=body.cache_salt or "",
         tenant=http_caller(request).tenant,
         priority=body.priority or 0,
+        cache_key=body.prompt_cache_key or "",
+        keep_s=body.keep_s,
         timeout_s=_timeout_s(request, body),
         client_id=client_id(request.headers),
         shown_token_ids=shown_token_ids,

@@ -115,6 +115,9 @@ def _with_parameters(body: type["GenerationBody"]) -> type["GenerationBody"]:
     return create_model(body.__name__, __base__=body, **fields)
 
 
+_DAY_S = 86_400.0
+
+
 @_with_parameters
 class GenerationBody(Body):
     """Fields that all endpoints have in common. Many are vLLM's extension of the API; ``timeout``
@@ -128,7 +131,6 @@ class GenerationBody(Body):
     )
     unserved = frozenset(
         {
-            *("prompt_cache_key", "prompt_cache_retention"),  # Prefixes are cached without.
             *("store", "client_metadata"),  # Nothing is kept.
             "verbosity",
         }
@@ -151,6 +153,8 @@ class GenerationBody(Body):
     structural_tag: str | dict[str, Any] | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     timeout: float | None = None
 
     @classmethod
@@ -170,6 +174,11 @@ class GenerationBody(Body):
             raise InvalidRequest(
                 "prompt_logprobs is only allowed when stream is false", param="prompt_logprobs"
             )
+
+    @property
+    def keep_s(self) -> float:
+        """How long the prompt stays cached at least. Raises InvalidRequest."""
+        return _DAY_S if self.prompt_cache_retention == "24h" else 0.0
 
     @property
     def forms(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.cluster.wire import tokens_to_bytes
 from quire.router.errors import NoGroupAvailable
+from quire.router.lenders import Source
 from quire.router.policies.policy import Decision
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
@@ -201,6 +202,7 @@ class Attempts:
         if self._deadline_s is None:
             self._deadline_s = self._clock() + self._config.group_wait_s
         num_prompt_tokens = len(self._request.prompt_token_ids) + len(token_ids)
+        former = self._former(num_prompt_tokens)
         while True:
             if self._losses.must_be_isolated and not self._is_isolated:
                 # The others' turns do not count: a group is there, and the line moves.
@@ -232,14 +234,16 @@ class Attempts:
                     num_prompt_tokens=num_prompt_tokens,
                     exclude=lacking | self._avoided,
                     adapter=self._request.adapter,
+                    cache_key=self._request.cache_key,
                     client_id=self._request.client_id,
                     tenant=self._request.tenant,
                     moved_because=str(self._error or ""),
+                    former=former,
                 )
                 self.num_attempts += 1
                 self._stream = self._groups.submit(
                     self._decision.group,
-                    self._submission(token_ids),
+                    self._submission(token_ids, former),
                     on_cleared=self._end_turn,
                 )
             except NoGroupAvailable as error:
@@ -290,7 +294,20 @@ class Attempts:
             await self._groups.wait_for_change(timeout_s=timeout_s)
         self._avoided.clear()
 
-    def _submission(self, token_ids: Sequence[int]) -> pb.Submit:
+    def _former(self, num_tokens: int) -> Source | None:
+        """The group of the last attempt, if it ran this, and so has all but the last token."""
+        if self._stream is None or not self._stream.num_tokens:
+            return None
+        return Source(self.decision.group, (num_tokens - 1) // self._table.block_size)
+
+    def _submission(self, token_ids: Sequence[int], former: Source | None) -> pb.Submit:
+        decision, source = self.decision, None
+        known = [former] if former is not None else []
+        if decision.source is not None:
+            known.append(Source(decision.source, decision.num_source_blocks))
+        for group, num_blocks in known:
+            if source is None and group != decision.group:
+                source = self._groups.source(group, taker=decision.group, num_blocks=num_blocks)
         isolated_tokens = self._config.isolated_tokens if self._is_isolated else 0
         return pb.Submit(
             request_id=self._request.request_id,
@@ -299,6 +316,7 @@ class Attempts:
             completion=self._request.completion,
             resumed_token_ids=tokens_to_bytes(token_ids),
             isolated_tokens=isolated_tokens,
+            source=source,
         )
 
     def _quarantined(self) -> Quarantined:

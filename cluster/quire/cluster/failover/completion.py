@@ -17,7 +17,12 @@ from quire.cluster.failover.ending import Ending
 from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
 from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry.metrics import Telemetry
-from quire.cluster.wire import FINISH_REASON_OF, logprobs_from_proto, vector_from_bytes
+from quire.cluster.wire import (
+    FINISH_REASON_OF,
+    fetched_from_proto,
+    logprobs_from_proto,
+    vector_from_bytes,
+)
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as group_pb
 from quire.worker.api.errors import BrokenLogits, QuireError
@@ -192,7 +197,11 @@ class Completion:
 
     def _start(self, delta: group_pb.TokenDelta, chunk: Chunk) -> None:
         self._is_started = True
-        self._table.started(self._request.request_id, num_cached_tokens=delta.num_cached_tokens)
+        self._table.started(
+            self._request.request_id,
+            num_cached_tokens=delta.num_cached_tokens,
+            fetched=fetched_from_proto(delta.fetched) if delta.HasField("fetched") else None,
+        )
         if self._num_cached_tokens is not None:
             return  # Resumed: the client knows all this from the first attempt.
         self._num_cached_tokens = delta.num_cached_tokens

@@ -19,7 +19,7 @@ from quire.cluster.errors import Death, GroupLost, GroupMismatch
 from quire.cluster.links.adapters import Holders
 from quire.cluster.links.deaths import Deaths
 from quire.cluster.links.group_client import GroupClient, GroupClientConfig
-from quire.cluster.links.group_link import Connect, grpc_connect
+from quire.cluster.links.group_link import Connect, GroupContact, grpc_connect
 from quire.cluster.links.group_stream import GroupStream, Turns
 from quire.cluster.model_card import Expectation
 from quire.cluster.scaling.demand import Demand
@@ -53,9 +53,11 @@ class Groups:
         config: GroupClientConfig | None = None,
         connect: Connect = grpc_connect,
         jitter: Callable[[float, float], float] = random.uniform,
+        contacts: Mapping[str, GroupContact] | None = None,
         adapter_folder: Callable[[str], Path | None] = lambda digest: None,
     ) -> None:
-        """``adapter_folder``: where this node keeps the adapter of a digest, if it does."""
+        """``contacts``: each group's token and certificate by address, for other groups; it may
+        change. ``adapter_folder``: where this node keeps the adapter of a digest, if it does."""
         self.card: ModelCard | None = None
         self.demand = Demand()
         """Requests that wait for any group."""
@@ -67,6 +69,7 @@ class Groups:
         self._expected = expected
         self._config = config or GroupClientConfig()
         self._connect = connect
+        self._contacts = {} if contacts is None else contacts
         self._jitter = jitter
         self._turns = Turns()
         self._clients: dict[str, tuple[GroupClient, asyncio.Task[None]]] = {}  # By address.
@@ -173,6 +176,18 @@ class Groups:
         if client is None:
             raise GroupLost(f"group {group_id} is not attached")
         return client.submit(submit, on_cleared=on_cleared)
+
+    def source(self, source: GroupId, *, taker: GroupId, num_blocks: int) -> pb.BlockSource | None:
+        """How ``taker`` reaches ``source``, which has ``num_blocks`` blocks of a request; ``None``
+        where the two do not exchange blocks, or one is not attached any longer."""
+        both = [self._attached.get(group_id) for group_id in (source, taker)]
+        lender, borrower = both
+        if lender is None or borrower is None or not num_blocks:
+            return None
+        if not _exchange(lender.description, borrower.description):
+            return None
+        contact = self._contacts.get(lender.address) or GroupContact(address=lender.address)
+        return pb.BlockSource(group_id=source, num_blocks=num_blocks, **contact.metadata())
 
     def lacking(self, adapter: str) -> frozenset[GroupId]:
         """The groups that would take requests but are not known to hold ``adapter``. They are
@@ -306,6 +321,12 @@ class Groups:
                 num_prompt_tokens=load.num_prompt_tokens,
                 num_hit_tokens=load.num_hit_tokens,
                 num_output_tokens=load.num_output_tokens,
+                num_host_tokens=load.num_host_tokens,
+                num_disk_tokens=load.num_disk_tokens,
+                disk_s=load.disk_s,
+                num_peer_tokens=load.num_peer_tokens,
+                peer_s=load.peer_s,
+                num_failed_pulls=load.num_failed_pulls,
                 max_num_seqs=description.max_num_seqs or None,
                 num_gateways=load.num_gateways,
                 num_shown=num_submits,
@@ -342,13 +363,23 @@ class Groups:
             group_id for group_id, client in self._attached.items() if client not in self._retired
         ]
 
+    def _exchanging(self) -> list[GroupId]:
+        """The groups that exchange blocks, those that drain among them."""
+        attached = list(self._attached.items())
+        able = [client for _, client in attached if client.description.HasField("kv_format")]
+        return [
+            group_id
+            for group_id, client in attached
+            if able and _exchange(client.description, able[0].description)
+        ]
+
     def _retire(self, client: GroupClient) -> None:
         if client.is_attached and client not in self._retired:
             self._retired.add(client)
             self._update_members()
 
     def _update_members(self) -> None:
-        self._table.update_members(self._routable())
+        self._table.update_members(self._routable(), lenders=self._exchanging())
         self._changed.set()
         self._changed = asyncio.Event()
         for on_change in self._watchers:
@@ -362,3 +393,8 @@ class Groups:
                 leaving[1].cancel()
                 await asyncio.wait([leaving[1]])
                 self._leaving.remove(leaving)
+
+
+def _exchange(one: pb.GroupDescription, other: pb.GroupDescription) -> bool:
+    """Whether the two groups lend blocks to each other."""
+    return one.HasField("kv_format") and one.kv_format == other.kv_format

@@ -77,6 +77,9 @@ def routing_message(decision: Decision, *, with_candidates: bool) -> pb.Routing:
         reason=decision.reason,
         predicted_cached_tokens=decision.predicted_cached_tokens,
         forecast_s=decision.forecast_s,
+        num_fetched_tokens=decision.num_fetched_tokens,
+        source=decision.source or "",
+        fetch_s=decision.fetch_s,
     )
     if with_candidates:
         message.candidates.extend(
@@ -89,6 +92,7 @@ def routing_message(decision: Decision, *, with_candidates: bool) -> pb.Routing:
                 num_sequences=candidate.num_sequences,
                 forecast_s=candidate.forecast_s,
                 adapter_cost=candidate.adapter_cost,
+                num_fetched_tokens=candidate.num_fetched_tokens,
             )
             for candidate in decision.candidates
         )
@@ -148,6 +152,7 @@ def _merge(
 
 
 def _message(explanation: Explanation) -> pb.RoutingDecision:
+    fetched = explanation.fetched
     return pb.RoutingDecision(
         request_id=explanation.request_id,
         client_id=explanation.client_id,
@@ -161,4 +166,5 @@ def _message(explanation: Explanation) -> pb.RoutingDecision:
         num_cached_tokens=explanation.num_cached_tokens,
         waited_s=explanation.waited_s,
         outcome=explanation.outcome,
+        fetched=fetched and pb.RoutingFetched(**fetched._asdict()),
     )

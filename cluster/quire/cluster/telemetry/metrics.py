@@ -154,6 +154,34 @@ class _GroupCollector(Collector):
         ("num_preemptions", "quire_group_preemptions", "Sequences put back for want of blocks."),
         ("num_drafted_tokens", "quire_group_drafted_tokens", "Tokens that a group guessed."),
         ("num_accepted_tokens", "quire_group_accepted_tokens", "Guesses that were right."),
+        (
+            "num_host_tokens",
+            "quire_group_host_tokens",
+            "Prompt tokens whose KV a group took from host memory instead of computing it.",
+        ),
+        ("num_disk_tokens", "quire_group_disk_tokens", "The same, from its disk."),
+        ("num_peer_tokens", "quire_group_peer_tokens", "The same, from other groups."),
+        (
+            "disk_s",
+            "quire_group_disk_wait_seconds",
+            "How long a group's requests waited for its disk.",
+        ),
+        (
+            "peer_s",
+            "quire_group_peer_wait_seconds",
+            "How long a group's requests waited for other groups.",
+        ),
+        ("num_lent_tokens", "quire_group_lent_tokens", "Tokens whose KV it sent to other groups."),
+        (
+            "num_failed_pulls",
+            "quire_group_failed_pulls",
+            "Times that a group did not get all the blocks that it was to.",
+        ),
+        (
+            "num_corrupt_blocks",
+            "quire_group_corrupt_blocks",
+            "Blocks that came to a group with other bytes than they left, and were thrown away.",
+        ),
         ("num_adapter_loads", "quire_group_adapter_loads", "Times that a group loaded an adapter."),
     )
 
@@ -189,7 +217,8 @@ class _GroupCollector(Collector):
         metric = family(name, help_text, labels=["group"])
         for group_id, load in self._groups.loads.items():
             value = getattr(load, field)
-            metric.add_metric([group_id], value if isinstance(value, int) else len(value))
+            is_number = isinstance(value, int | float)
+            metric.add_metric([group_id], value if is_number else len(value))
         return metric
 
 

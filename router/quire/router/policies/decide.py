@@ -7,6 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.router.errors import NoGroupAvailable
+from quire.router.policies.fetching import Elsewhere
 from quire.router.policies.loads import Loads
 from quire.router.policies.policy import Column, Decision, Policy, RouteRequest
 from quire.router.prefix_index.directory import GroupId
@@ -21,9 +22,11 @@ def decide(
     groups: Loads,
     overlap: npt.ArrayLike,
     cached: Sequence[int] | None = None,
+    elsewhere: Elsewhere | None = None,
 ) -> Decision:
     """Chooses one of ``groups``. ``overlap`` counts the prompt's leading blocks that each group has
-    cached or is computing, ``cached`` those that it has cached: by default all of them.
+    in its KV cache or is computing, ``cached`` those that it has there: by default all of them.
+    ``elsewhere``: where blocks lie besides; by default nowhere.
 
     Raises:
         NoGroupAvailable: Every group is excluded, or there is none.
@@ -34,21 +37,36 @@ def decide(
         allowed = [i for i, each in enumerate(groups.states) if each.group not in request.exclude]
         groups, overlap = groups.only(allowed), overlap[allowed]
         held = [held[i] for i in allowed]
+        elsewhere = elsewhere and elsewhere.only(allowed)
     if not len(groups):
         raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
-    hits = np.minimum(overlap, usable_blocks(request)) * float(request.block_size)
+    usable = usable_blocks(request)
+    hits = own = np.minimum(overlap, usable) * float(request.block_size)
+    fetches = None
+    if elsewhere is not None:
+        fetches = elsewhere.fetches(
+            groups.fetch_costs_2KG, own, usable_blocks=usable, block_size=request.block_size
+        )
+        hits = own if fetches is None else fetches.hits
     costs = policy.costs(request, groups, hits)
     index = home = cheapest(request, groups, hits, costs)
     if hits[home] > hits.min():
-        num_coming = max(int(hits[home]) - int(held[home]) * request.block_size, 0)
+        num_coming = max(int(own[home]) - int(held[home]) * request.block_size, 0)
         index = policy.second_home(request, groups, hits, home, num_coming)
     state, num_hit_tokens = groups.states[index], int(hits[index])
+    num_found, source = int(own[index]), None
+    if fetches is not None:
+        num_found += int(fetches.num_tokens[index])
+        if elsewhere is not None and fetches.num_source_tokens[index]:
+            source = elsewhere.source
     reason = policy.reason
     if len(groups) == 1:
         reason = "only_group"
     elif index != home:
         reason = "copied_prefix"
-    elif 0 < num_hit_tokens == hits.max():
+    elif num_found > 2 * own[index]:
+        reason = "fetched_prefix"
+    elif 0 < num_hit_tokens == int(hits.max()):
         reason = "cached_prefix"
     elif request.adapter in state.adapters and any(map(request.lacks_adapter, groups.states)):
         reason = "loaded_adapter"
@@ -56,13 +74,16 @@ def decide(
     return Decision(
         group=state.group,
         reason=reason,
-        predicted_cached_tokens=num_hit_tokens,
+        predicted_cached_tokens=num_found,
         num_prompt_tokens=request.num_prompt_tokens,
         groups=groups.states.copy(),  # The list goes on to change, the states in it do not.
         index=index,
         forecast_s=state.forecast_s(request.num_prompt_tokens - num_hit_tokens),
-        hits=hits,
+        cached=own,
         costs=costs,
+        fetches=fetches,
+        source=source,
+        num_source_blocks=elsewhere.num_lent if elsewhere is not None and source else 0,
         adapter_costs=policy.adapter_costs,
     )
 
@@ -110,7 +131,9 @@ def distance_from(request: RouteRequest, *, is_cold: bool = False) -> Callable[[
     ``is_cold``: no group has loaded the request's adapter, whose name then stands for the prefix's.
     """
     name = request.hashes[0] if request.hashes else request.ordinal.to_bytes(8, "little")
-    if is_cold:
+    if request.cache_key:
+        name = hashlib.blake2b(request.cache_key.encode()).digest()
+    elif is_cold:
         name = request.adapter.encode()[: hashlib.blake2b.MAX_KEY_SIZE]
     begun = hashlib.blake2b(key=name, digest_size=8)
 

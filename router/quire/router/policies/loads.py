@@ -9,6 +9,7 @@ from math import inf
 
 import numpy as np
 
+from quire.router.policies.fetching import GUESSED_2K
 from quire.router.policies.policy import Column, GroupState
 from quire.router.policies.speeds import (
     MIN_PER_S,
@@ -22,7 +23,7 @@ LATE_STEPS = 2.0
 """A step that exceeds its expected time by this factor says nothing: the guess was wrong, or its
 frame went to other gateways only, or the group hangs."""
 _NUM_ROWS = 12
-"""Those of a `GroupState`; the terms of the rates follow them."""
+"""Those of a `GroupState`; the terms of the rates follow them, then the costs of fetching."""
 
 
 class Loads:
@@ -34,10 +35,12 @@ class Loads:
     def __init__(self, states: Sequence[GroupState], *, common: Rates | None = None) -> None:
         """``common``: the rates of all groups, assumed for a group with few observations."""
         self.names = tuple(state.group for state in states)
-        self._set(list(states), np.empty((_NUM_ROWS + 9, len(states))), common or Rates.new())
+        table = np.empty((_NUM_ROWS + 9 + GUESSED_2K.size, len(states)))
+        self._set(list(states), table, common or Rates.new())
         # A number is written through one of these in half the time that the array takes.
         self._rows = [row.data for row in self._table[:_NUM_ROWS]]
         self._terms[:] = _terms(Rates.new())
+        self.fetch_costs_2KG[:] = GUESSED_2K[:, :, np.newaxis]
         for position, state in enumerate(states):
             self.put(position, state)
 
@@ -63,6 +66,10 @@ class Loads:
         step_s[position] = state.step_s or inf
         slots[position] = state.max_num_seqs or inf
         gateways[position] = state.num_gateways
+
+    def put_fetch_costs(self, position: int, costs_2K: Column) -> None:
+        """Fetching costs the group at ``position`` so much now."""
+        self.fetch_costs_2KG[:, :, position] = costs_2K
 
     def put_speeds(self, position: int, speeds: Speeds) -> None:
         """The group at ``position`` is as fast as this now."""
@@ -122,7 +129,11 @@ class Loads:
     def _set(self, states: list[GroupState], table: Column, common: Rates) -> None:
         self.states = states
         self._table = table
-        self._terms = table[_NUM_ROWS:].reshape(3, 3, len(states))
+        self._terms = table[_NUM_ROWS : _NUM_ROWS + 9].reshape(3, 3, len(states))
+        # See `FetchCosts.tokens`.
+        self.fetch_costs_2KG: Column = table[_NUM_ROWS + 9 :].reshape(
+            *GUESSED_2K.shape, len(states)
+        )
         self._common = common
         self.num_running: Column
         self.num_waiting: Column

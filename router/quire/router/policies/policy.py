@@ -19,6 +19,7 @@ from quire.router.prefix_index.directory import GroupId
 from quire.worker.api.hashing import BlockHash
 
 if TYPE_CHECKING:
+    from quire.router.policies.fetching import Fetches
     from quire.router.policies.loads import Loads
 
 Column: TypeAlias = npt.NDArray[np.float64]
@@ -26,6 +27,7 @@ Column: TypeAlias = npt.NDArray[np.float64]
 
 Reason = Literal[
     "cached_prefix",
+    "fetched_prefix",
     "copied_prefix",
     "loaded_adapter",
     "least_loaded",
@@ -44,6 +46,8 @@ class RouteRequest:
     """Hashes of the prompt's full blocks."""
     num_prompt_tokens: int
     block_size: int
+    cache_key: str = ""
+    """Stands for the prefix's name where groups are chosen by it; empty is that name."""
     adapter: str = ""
     """The digest of the adapter that it wants; empty is the model alone."""
     exclude: frozenset[GroupId] = frozenset()
@@ -71,6 +75,15 @@ class GroupLoad:
     """Counter, as are the next two: of requests that began to run."""
     num_hit_tokens: int = 0
     num_output_tokens: int = 0
+    num_host_tokens: int = 0
+    """Counter, as are the next five: tokens whose KV came from host memory."""
+    num_disk_tokens: int = 0
+    disk_s: float = 0.0
+    """How long requests waited for them."""
+    num_peer_tokens: int = 0
+    """Tokens whose KV came from other groups."""
+    peer_s: float = 0.0
+    num_failed_pulls: int = 0
     max_num_seqs: int | None = None
     """Sequences that it runs at a time; where the group does not say, the number of slots bounds
     nothing."""
@@ -88,6 +101,17 @@ class GroupLoad:
     """Those that have requests."""
     max_adapters: int = 0
     """How many can be loaded at a time; 0: it does not say."""
+
+    @property
+    def fetched(self) -> tuple[float, ...]:
+        """The counters of what was fetched."""
+        return (
+            self.num_host_tokens,
+            self.num_disk_tokens,
+            self.disk_s,
+            self.num_peer_tokens,
+            self.peer_s,
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,8 +191,8 @@ class Policy(Protocol):
     def costs(self, request: RouteRequest, groups: "Loads", hits: Column) -> Column:
         """A cost for each of ``groups``, of which there is one at least; the least wins.
 
-        ``hits`` has for each of them the prompt tokens that it is expected to have cached. The
-        order of the groups means nothing.
+        ``hits`` has for each of them the prompt tokens that it is expected to have cached, or to
+        fetch, less what fetching costs. The order of the groups means nothing.
         """
 
     def second_home(
@@ -203,7 +227,11 @@ class Candidate:
     group: GroupId
     cost: float
     num_cached_tokens: int
+    """In its KV cache."""
+    num_fetched_tokens: int
+    """That it would fetch."""
     num_prefill_tokens: int
+    """That it would compute."""
     num_queued_tokens: int
     num_sequences: int
     forecast_s: float | None
@@ -219,6 +247,7 @@ class Decision:
     group: GroupId
     reason: Reason
     predicted_cached_tokens: int
+    """In its KV cache, or fetched."""
     num_prompt_tokens: int
     groups: Sequence[GroupState]
     """As they were at the decision; nobody changes them."""
@@ -226,27 +255,56 @@ class Decision:
     """Which of ``groups`` was chosen."""
     forecast_s: float | None
     """Seconds to the first token; None while too little was seen of the group."""
-    hits: Column
+    cached: Column
+    """Prompt tokens in each group's KV cache."""
     costs: Column
+    fetches: "Fetches | None" = None
+    """What each group would fetch; ``None`` where none would."""
+    source: GroupId | None = None
+    """The group from which the chosen one may fetch; ``None`` where it is to ask nobody."""
+    num_source_blocks: int = 0
+    """How many of the prompt's blocks the source has, from the first on."""
     adapter_costs: Column | None = None
     """Parts of ``costs``; None where the request has no adapter."""
 
     @property
+    def num_fetched_tokens(self) -> int:
+        """How many prompt tokens the group is to fetch."""
+        return 0 if self.fetches is None else int(self.fetches.num_tokens[self.index])
+
+    @property
+    def fetch_cost(self) -> float:
+        """What fetching them costs, in tokens."""
+        return 0.0 if self.fetches is None else float(self.fetches.costs[self.index])
+
+    @property
+    def fetch_s(self) -> float | None:
+        """The same in seconds, a part of ``forecast_s``; None where that is."""
+        wait = self.groups[self.index].wait
+        return None if wait is None else wait[1] * self.fetch_cost
+
+    @property
     def candidates(self) -> tuple[Candidate, ...]:
+        hits, fetched = self.cached, np.zeros(len(self.cached))
+        if self.fetches is not None:
+            hits, fetched = self.fetches.hits, self.fetches.num_tokens
         return tuple(
             Candidate(
                 group=state.group,
                 cost=float(cost),
-                num_cached_tokens=num_hit,
-                num_prefill_tokens=self.num_prompt_tokens - num_hit,
+                num_cached_tokens=num_cached,
+                num_fetched_tokens=num_fetched,
+                num_prefill_tokens=self.num_prompt_tokens - num_cached - num_fetched,
                 num_queued_tokens=state.num_queued_tokens,
                 num_sequences=state.num_requests,
-                forecast_s=state.forecast_s(self.num_prompt_tokens - num_hit),
+                forecast_s=state.forecast_s(self.num_prompt_tokens - int(hit)),
                 adapter_cost=None if self.adapter_costs is None else float(adapter_cost),
             )
-            for state, num_hit, cost, adapter_cost in zip(
+            for state, num_cached, num_fetched, hit, cost, adapter_cost in zip(
                 self.groups,
-                map(int, self.hits),
+                map(int, self.cached),
+                map(int, fetched),
+                hits,
                 self.costs,
                 self.costs if self.adapter_costs is None else self.adapter_costs,
                 strict=True,

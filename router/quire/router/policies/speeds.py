@@ -80,6 +80,11 @@ class Speeds:
         self._gap_s = 0.0  # How long the last step took, if it computed none that were awaited.
         self._last: tuple[float, GroupLoad] | None = None
 
+    @property
+    def prefill_per_s(self) -> float:
+        """Prompt tokens that it computes in a second."""
+        return self.own.prefill.per_s(self._common.prefill.per_s(PRIOR_PREFILL_PER_S))
+
     def observe(self, load: GroupLoad, *, at_s: float, is_awaited: bool) -> None:
         """Takes in the group's load after a step. ``is_awaited``: requests wait at the gateway."""
         last, self._last = self._last, (at_s, load)
@@ -118,8 +123,7 @@ class Speeds:
         """
         decode_s = 1 / self._decodes.per_s(prior=MIN_PER_S)
         if step_s < 2 * decode_s:
-            prior = self._common.prefill.per_s(PRIOR_PREFILL_PER_S)
-            return min(step_s, num_tokens / self.own.prefill.per_s(prior))
+            return min(step_s, num_tokens / self.prefill_per_s)
         return step_s + self._gap_s if is_fed else step_s - decode_s
 
     def _add(self, name: str, amount: float, time_s: float) -> None:

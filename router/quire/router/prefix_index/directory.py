@@ -8,12 +8,16 @@ If that fails for an unforeseen reason, the digests that come with the events re
 whose digest differs have *drifted*, and are requested again. Meanwhile they are used as they are,
 because a wrong hint only costs recomputation.
 
+A group with several tiers has a slot in the index for each: slot t has the blocks that lie in tier
+t or in a faster one. A block moves between tiers without leaving these, so that each slot's chains
+have no holes. A new group has one tier, until a batch of its epoch shows more.
+
 An epoch not seen before is a newer incarnation. Batches reach a gateway over one stream per group,
 so a late one belongs to an epoch that was seen before the present one, and those are remembered.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import NamedTuple, NewType
@@ -21,7 +25,13 @@ from typing import NamedTuple, NewType
 import numpy as np
 
 from quire.router.prefix_index.index import Lengths, PrefixIndex, Slot, new_index
-from quire.worker.api.events import BlocksStored, Digest, EventBatch
+from quire.worker.api.events import (
+    DIGEST_BYTES,
+    NUM_BUCKETS,
+    BlocksStored,
+    Digest,
+    EventBatch,
+)
 from quire.worker.api.hashing import BlockHash, BlockHashes
 
 GroupId = NewType("GroupId", str)
@@ -77,7 +87,7 @@ class DirectoryStats:
     num_drifted_buckets: int
     """Buckets found to differ from what their group holds."""
     num_refused_blocks: int
-    """Blocks left out because the directory was full."""
+    """Blocks left out because the directory was full, once for each tier."""
     num_sets: int
     """Distinct sets of holders."""
     num_bytes: int
@@ -87,7 +97,7 @@ class DirectoryStats:
 
 
 class _Group:
-    """One group's position in its log, and the slot that stands for it in the index."""
+    """One group's position in its log, and the slots that stand for its tiers in the index."""
 
     __slots__ = (
         "drifted",
@@ -96,11 +106,11 @@ class _Group:
         "is_stale",
         "last_heard_s",
         "next_seq",
-        "slot",
+        "slots",
     )
 
-    def __init__(self, *, slot: Slot, epoch: int, now_s: float) -> None:
-        self.slot = slot
+    def __init__(self, *, slots: tuple[Slot, ...], epoch: int, now_s: float) -> None:
+        self.slots = slots
         self.epoch = epoch
         self.former_epochs: deque[int] = deque(maxlen=_REMEMBERED_EPOCHS)
         self.next_seq = 0
@@ -132,7 +142,8 @@ class BlockDirectory:
         self._max_blocks = max_blocks
         self._stale_after_s = stale_after_s
         self._groups: dict[GroupId, _Group] = {}
-        self._names: list[GroupId] = []  # By slot; of one that is free, its last.
+        # By slot; of one that is free, its last. None is a slower tier's.
+        self._names: list[GroupId | None] = []
         self._free_slots: list[Slot] = []  # The smallest is the next to be taken.
         self._index = new_index(max_blocks=max_blocks) if index is None else index
         self._num_events = 0
@@ -142,24 +153,28 @@ class BlockDirectory:
         self._num_drifted_buckets = 0
 
     def longest_prefix(self, hashes: Sequence[BlockHash]) -> dict[GroupId, int]:
-        """How many of ``hashes``, a chain, each group holds from the first on.
+        """How many of ``hashes``, a chain, each group has in its KV cache from the first on.
 
         Groups that lack the first block are left out. It costs a few look-ups per end of a
         group's prefix, not one per hash: see `quire.router.prefix_index.index`.
         """
-        return self._index.longest_prefix(BlockHashes.of(hashes).data, self._names)
+        found = self._index.longest_prefix(BlockHashes.of(hashes).data, self._names)
+        found.pop(None, None)
+        return found  # type: ignore[return-value]
 
     def prefix_lengths(self, hashes: Sequence[BlockHash]) -> Lengths:
-        """The same as an array over `slot`, which costs no more for hundreds of groups.
+        """The same for each tier and those before it, as an array over `slots`, which costs no more
+        for hundreds of groups.
 
         It belongs to the directory and holds until the next look-up.
         """
         return self._index.prefix_lengths(BlockHashes.of(hashes).data)
 
-    def slot(self, group_id: GroupId) -> Slot | None:
-        """Where the group is in `prefix_lengths`, until it is dropped; None if unknown."""
+    def slots(self, group_id: GroupId) -> tuple[Slot, ...]:
+        """Where each of the group's tiers is in `prefix_lengths`, until the group is dropped or a
+        batch with another epoch or more tiers is applied; none where it is unknown."""
         group = self._groups.get(group_id)
-        return group.slot if group else None
+        return group.slots if group else ()
 
     def apply(self, group_id: GroupId, batch: EventBatch, *, now_s: float) -> Applied | NeedsResync:
         """Takes in what ``batch`` adds to what is known of the group.
@@ -172,6 +187,7 @@ class BlockDirectory:
         if group is None:
             self._num_late_batches += 1
             return Applied(0)
+        self._grow(group, _num_tiers(batch))
         num_known = group.next_seq - batch.first_seq
         if num_known < 0 and (batch.snapshot is None or batch.buckets is not None):
             # Not counted as heard: a group that never manages to resync goes stale.
@@ -183,11 +199,13 @@ class BlockDirectory:
             num_events = self._apply_events(group, batch, num_known)
         elif batch.buckets is None and num_known < 0:
             self._clear(group)
-            self._index.add(batch.snapshot.data, slot=group.slot)
+            for slot, data in zip(group.slots, _by_tier(batch, len(group.slots)), strict=True):
+                self._index.add(data, slot=slot)
             group.next_seq = batch.first_seq
             self._num_resyncs += 1
         elif batch.buckets is not None and num_known == 0:
-            self._index.replace(batch.snapshot.data, slot=group.slot, buckets=batch.buckets)
+            for slot, data in zip(group.slots, _by_tier(batch, len(group.slots)), strict=True):
+                self._index.replace(data, slot=slot, buckets=batch.buckets)
             group.drifted = bytes(sorted(set(group.drifted) - set(batch.buckets)))
             self._num_resyncs += 1
         if batch.digest is not None and group.next_seq == batch.first_seq + len(batch.events):
@@ -202,16 +220,17 @@ class BlockDirectory:
         return group.position if group else Position()
 
     def num_blocks(self, group_id: GroupId) -> int:
-        """How many blocks the group is known to hold."""
+        """How many blocks the group is known to hold, in any tier."""
         group = self._groups.get(group_id)
-        return self._index.num_held(group.slot) if group else 0
+        return self._num_held(group) if group else 0
 
     def drop(self, group_id: GroupId) -> None:
         """Forgets the group altogether. Its stream must have been closed."""
         group = self._groups.pop(group_id, None)
         if group is not None:
             self._clear(group)
-            heappush(self._free_slots, group.slot)
+            for slot in group.slots:
+                heappush(self._free_slots, slot)
 
     def expire(self, *, now_s: float) -> list[GroupId]:
         """Forgets the blocks of groups that were silent for too long, and returns those groups.
@@ -221,7 +240,7 @@ class BlockDirectory:
         silent = []
         for group_id, group in self._groups.items():
             group.is_stale = now_s - group.last_heard_s > self._stale_after_s
-            if group.is_stale and (self._index.num_held(group.slot) or group.next_seq):
+            if group.is_stale and not self._is_new(group):
                 self._clear(group)
                 silent.append(group_id)
         return silent
@@ -230,7 +249,7 @@ class BlockDirectory:
         return DirectoryStats(
             num_groups=len(self._groups),
             num_blocks=self._index.num_blocks,
-            num_holdings=sum(self._index.num_held(group.slot) for group in self._groups.values()),
+            num_holdings=sum(map(self._num_held, self._groups.values())),
             num_events=self._num_events,
             num_gaps=self._num_gaps,
             num_resyncs=self._num_resyncs,
@@ -247,41 +266,66 @@ class BlockDirectory:
         events = batch.events[num_known:]
         for event in events:
             data = BlockHashes.of(event.hashes).data
-            if isinstance(event, BlocksStored):
-                self._index.add(data, slot=group.slot)
-            else:
-                self._index.remove(data, slot=group.slot)
+            first = event.tier if isinstance(event, BlocksStored) else len(group.slots)
+            for slot in group.slots[:first]:
+                self._index.remove(data, slot=slot)
+            for slot in group.slots[first:]:
+                self._index.add(data, slot=slot)
         group.next_seq += len(events)
         self._num_events += len(events)
         return len(events)
 
     def _compare(self, group: _Group, digest: Digest) -> None:
         """Notes the buckets in which the group holds other blocks than is known of it."""
-        ours, refused = self._index.digests(group.slot)
-        if ours == digest:
+        found = [self._index.digests(slot) for slot in group.slots]
+        if b"".join(ours for ours, _ in found) == digest:
             group.drifted = b""
             return
-        differs = np.frombuffer(ours, dtype="<u8") != np.frombuffer(digest, dtype="<u8")
-        if self._index.num_blocks > _ROOM_TO_HEAL * self._max_blocks:
-            differs &= np.frombuffer(refused, dtype=np.uint8) == 0
-        group.drifted = differs.nonzero()[0].astype(np.uint8).tobytes()
+        is_drifted = np.zeros(NUM_BUCKETS, dtype=bool)
+        is_full = self._index.num_blocks > _ROOM_TO_HEAL * self._max_blocks
+        theirs = np.frombuffer(digest, dtype="<u8").reshape(-1, NUM_BUCKETS)
+        for (ours, refused), their in zip(found, theirs, strict=False):
+            differs = np.frombuffer(ours, dtype="<u8") != their
+            if is_full:
+                differs &= np.frombuffer(refused, dtype=np.uint8) == 0
+            is_drifted |= differs
+        group.drifted = is_drifted.nonzero()[0].astype(np.uint8).tobytes()
         self._num_drifted_buckets += len(group.drifted)
+
+    def _grow(self, group: _Group, num_tiers: int) -> None:
+        """Makes room for the tiers of a batch. What is known of the group then is told again."""
+        if num_tiers <= len(group.slots):
+            return
+        if not self._is_new(group):
+            self._clear(group)
+        while len(group.slots) < num_tiers:
+            group.slots += (self._take_slot(None),)
+
+    def _is_new(self, group: _Group) -> bool:
+        """Whether nothing is known of the group's epoch."""
+        return not group.next_seq and not any(map(self._index.num_held, group.slots))
+
+    def _num_held(self, group: _Group) -> int:
+        return self._index.num_held(group.slots[-1])
 
     def _group_at(self, group_id: GroupId, epoch: int, *, now_s: float) -> _Group | None:
         """The group in ``epoch``, created empty for a new epoch; None for a former epoch."""
         group = self._groups.get(group_id)
         if group is None:
-            group = _Group(slot=self._take_slot(group_id), epoch=epoch, now_s=now_s)
+            group = _Group(slots=(self._take_slot(group_id),), epoch=epoch, now_s=now_s)
             self._groups[group_id] = group
         elif epoch in group.former_epochs:
             return None
         elif epoch != group.epoch:
             self._clear(group)
+            for slot in group.slots[1:]:
+                heappush(self._free_slots, slot)
+            group.slots = group.slots[:1]
             group.former_epochs.append(group.epoch)
             group.epoch = epoch
         return group
 
-    def _take_slot(self, group_id: GroupId) -> Slot:
+    def _take_slot(self, group_id: GroupId | None) -> Slot:
         slot = heappop(self._free_slots) if self._free_slots else len(self._names)
         self._index.admit(slot)
         self._names[slot : slot + 1] = [group_id]
@@ -289,6 +333,28 @@ class BlockDirectory:
 
     def _clear(self, group: _Group) -> None:
         """Begins the group's epoch from nothing."""
-        self._index.clear(slot=group.slot)
+        for slot in group.slots:
+            self._index.clear(slot=slot)
         group.next_seq = 0
         group.drifted = b""
+
+
+def _num_tiers(batch: EventBatch) -> int:
+    """The most tiers that the batch shows its group to have."""
+    num_tiers = 1 + len(batch.slower)
+    if batch.digest is not None:
+        num_tiers = max(num_tiers, len(batch.digest) // DIGEST_BYTES)
+    for event in batch.events:
+        if isinstance(event, BlocksStored) and event.tier >= num_tiers:
+            num_tiers = event.tier + 1
+    return num_tiers
+
+
+def _by_tier(batch: EventBatch, num_tiers: int) -> Iterator[bytes]:
+    """A snapshot's hashes for each tier: those in it or in a faster one."""
+    assert batch.snapshot is not None
+    data = batch.snapshot.data
+    for tier in range(num_tiers):
+        if 0 < tier <= len(batch.slower):
+            data += batch.slower[tier - 1].data
+        yield data

@@ -3,9 +3,13 @@
 A *log* numbers the events of one incarnation (*epoch*) of one group. A subscriber that missed
 some asks for a replay; if the log no longer holds them it is given a snapshot instead.
 
+A block may lie in several *tiers*, of which 0 is the KV cache and each one is slower than the one
+before. The log is told each tier's blocks; its events say each block's fastest tier.
+
 The directory knows a block by its *key*, 64 bits of its hash, and keys fall into `NUM_BUCKETS`
 *buckets*. The XOR of a bucket's keys is its *digest*: a subscriber compares it regularly with its
-own, which reveals undetected errors, and requests the differing buckets again.
+own, which reveals undetected errors, and requests the differing buckets again. Each tier has
+digests of its own, of the blocks that are in it or in a faster one.
 """
 
 from collections import deque
@@ -20,6 +24,9 @@ from quire.worker.api.hashing import BlockHash, BlockHashes
 
 NUM_BUCKETS = 256
 DIGEST_BYTES = 8 * NUM_BUCKETS
+"""Of one tier."""
+MAX_TIERS = 3
+"""KV cache, host memory and disk."""
 
 _BUCKET_BYTE = 7
 """Position in a hash of the highest byte of its key."""
@@ -28,7 +35,8 @@ _UNDIGESTED_AT_MOST = 4096
 """Blocks that the log has not yet taken into its digest."""
 
 Digest = NewType("Digest", bytes)
-"""The XOR of the held keys for each bucket: little-endian uint64s."""
+"""The XOR of the held keys for each bucket: little-endian uint64s. One such for each tier, of the
+blocks whose fastest tier it is or one before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +44,13 @@ class BlocksStored:
     """These blocks can now be reused by a request with the same prefix."""
 
     hashes: Sequence[BlockHash]
+    tier: int = 0
+    """The fastest one in which they are now. Before, it may have been any other, or none."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """These blocks are gone: evicted, or dropped by a reset."""
+    """These blocks are gone from every tier: evicted, or dropped by a reset."""
 
     hashes: Sequence[BlockHash]
 
@@ -52,14 +62,16 @@ BlockEvent = BlocksStored | BlocksRemoved
 class EventBatch:
     """Events ``first_seq``, ``first_seq + 1``, … of one epoch, or the whole state before them.
 
-    With ``snapshot`` set, it is every hash that was stored after event ``first_seq - 1``, of
-    ``buckets`` where that is set, and ``events`` is empty.
+    With ``snapshot`` set, it is every hash that was in the KV cache after event ``first_seq - 1``,
+    of ``buckets`` where that is set, and ``events`` is empty.
     """
 
     epoch: int
     first_seq: int
     events: tuple[BlockEvent, ...] = ()
     snapshot: BlockHashes | None = None
+    slower: tuple[BlockHashes, ...] = ()
+    """With a snapshot: for each further tier the hashes of which it is the fastest."""
     buckets: bytes | None = None
     """A byte for each bucket that the snapshot covers; ``None`` is all."""
     digest: Digest | None = None
@@ -83,35 +95,58 @@ class EventLog:
     Used from one thread, that of the engine; `subscribe` callbacks run in it.
     """
 
-    def __init__(self, *, epoch: int, capacity: int = 65_536) -> None:
+    def __init__(self, *, epoch: int, num_tiers: int = 1, capacity: int = 65_536) -> None:
+        """Raises ValueError where ``num_tiers`` is not 1 to `MAX_TIERS`."""
+        if not 1 <= num_tiers <= MAX_TIERS:
+            raise ValueError(f"num_tiers={num_tiers}: must be 1 to {MAX_TIERS}")
         self.epoch = epoch
         self._events: deque[BlockEvent] = deque(maxlen=capacity)
         self._next_seq = 0
-        self._stored: set[BlockHash] = set()
-        self._digest = np.zeros(NUM_BUCKETS, dtype="<u8")
-        self._undigested: list[BlockHash] = []
+        self._tiers: list[set[BlockHash]] = [set() for _ in range(num_tiers)]
+        # Of the blocks of which a tier is the fastest, and those that came or went since.
+        self._digests = np.zeros((num_tiers, NUM_BUCKETS), dtype="<u8")
+        self._undigested: list[list[BlockHash]] = [[] for _ in range(num_tiers)]
         self._subscribers: list[Callable[[int, BlockEvent], None]] = []
 
     @property
     def next_seq(self) -> int:
         return self._next_seq
 
-    def stored(self, hashes: Iterable[BlockHash]) -> None:
-        """Appends an event for the blocks that are not stored yet."""
-        names = tuple(hashes)
-        new = set(names)
-        if len(new) < len(names) or not self._stored.isdisjoint(new):
-            names = tuple(name for name in dict.fromkeys(names) if name not in self._stored)
-        self._stored |= new
-        self._append(BlocksStored(names))
+    @property
+    def num_tiers(self) -> int:
+        return len(self._tiers)
 
-    def removed(self, hashes: Iterable[BlockHash]) -> None:
-        """Appends an event for the blocks that are stored."""
+    def stored(self, hashes: Iterable[BlockHash], tier: int = 0) -> None:
+        """The blocks are in ``tier`` now. Appends an event for those that were in none as fast."""
         names = tuple(hashes)
-        gone = set(names)
-        if len(gone) < len(names) or not gone <= self._stored:
-            names = tuple(name for name in dict.fromkeys(names) if name in self._stored)
-        self._stored -= gone
+        new, held = set(names), self._tiers[tier]
+        if len(new) < len(names) or not held.isdisjoint(new):
+            names = tuple(name for name in dict.fromkeys(names) if name not in held)
+        held |= new
+        if len(self._tiers) > 1:
+            names = self._not_faster(names, tier)
+            left: Sequence[BlockHash] = names
+            for slower in range(tier + 1, len(self._tiers)):
+                there, left = _split(left, self._tiers[slower])
+                self._undigested[slower] += there
+        self._undigested[tier] += names
+        self._append(BlocksStored(names, tier))
+
+    def removed(self, hashes: Iterable[BlockHash], tier: int = 0) -> None:
+        """The blocks are in ``tier`` no longer. Appends events for those of which it was the
+        fastest."""
+        names = tuple(hashes)
+        gone, held = set(names), self._tiers[tier]
+        if len(gone) < len(names) or not gone <= held:
+            names = tuple(name for name in dict.fromkeys(names) if name in held)
+        held -= gone
+        if len(self._tiers) > 1:
+            names = self._not_faster(names, tier)
+        self._undigested[tier] += names
+        for slower in range(tier + 1, len(self._tiers)):
+            there, names = _split(names, self._tiers[slower])
+            self._undigested[slower] += there
+            self._append(BlocksStored(there, slower))
         self._append(BlocksRemoved(names))
 
     def since(self, seq: int) -> EventBatch:
@@ -127,14 +162,13 @@ class EventLog:
 
     def snapshot(self, buckets: bytes | None = None) -> EventBatch:
         """All that is stored now, or that of ``buckets``, a byte each; with the whole digest."""
-        stored: Iterable[BlockHash] = self._stored
-        if buckets is not None:
-            chosen = frozenset(buckets)
-            stored = (name for name in self._stored if name[_BUCKET_BYTE] in chosen)
+        chosen = None if buckets is None else frozenset(buckets)
+        snapshot, *slower = [self._fastest_in(tier, chosen) for tier in range(len(self._tiers))]
         return EventBatch(
             epoch=self.epoch,
             first_seq=self._next_seq,
-            snapshot=BlockHashes.of(stored),
+            snapshot=snapshot,
+            slower=tuple(slower),
             buckets=buckets,
             digest=self._pack(),
         )
@@ -155,11 +189,26 @@ class EventLog:
         self._subscribers.append(on_event)
         return lambda: self._subscribers.remove(on_event)
 
+    def _not_faster(self, names: tuple[BlockHash, ...], tier: int) -> tuple[BlockHash, ...]:
+        """Those of ``names`` that are in no tier before ``tier``."""
+        for faster in self._tiers[:tier]:
+            if not faster.isdisjoint(names):
+                names = tuple(name for name in names if name not in faster)
+        return names
+
+    def _fastest_in(self, tier: int, buckets: frozenset[int] | None) -> BlockHashes:
+        """The blocks of which ``tier`` is the fastest, those of ``buckets`` where it is set."""
+        names: Iterable[BlockHash] = self._tiers[tier]
+        if tier:
+            names = self._tiers[tier].difference(*self._tiers[:tier])
+        if buckets is not None:
+            names = (name for name in names if name[_BUCKET_BYTE] in buckets)
+        return BlockHashes.of(names)
+
     def _append(self, event: BlockEvent) -> None:
         if not event.hashes:
             return
-        self._undigested += event.hashes
-        if len(self._undigested) > _UNDIGESTED_AT_MOST:
+        if sum(map(len, self._undigested)) > _UNDIGESTED_AT_MOST:
             self._digest_all()
         self._events.append(event)
         seq, self._next_seq = self._next_seq, self._next_seq + 1
@@ -168,10 +217,21 @@ class EventLog:
 
     def _digest_all(self) -> None:
         """Many at once: one by one it would cost more than all else that the log does."""
-        keys = np.frombuffer(b"".join([name[:8] for name in self._undigested]), dtype="<u8")
-        np.bitwise_xor.at(self._digest, keys >> np.uint64(56), keys)
-        self._undigested.clear()
+        for digest, names in zip(self._digests, self._undigested, strict=True):
+            keys = np.frombuffer(b"".join([name[:8] for name in names]), dtype="<u8")
+            np.bitwise_xor.at(digest, keys >> np.uint64(56), keys)
+            names.clear()
 
     def _pack(self) -> Digest:
         self._digest_all()
-        return Digest(self._digest.tobytes())
+        return Digest(np.bitwise_xor.accumulate(self._digests, axis=0).tobytes())
+
+
+def _split(
+    names: Sequence[BlockHash], held: set[BlockHash]
+) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
+    """Those of ``names`` that are in ``held``, and the others."""
+    if held.isdisjoint(names):
+        return (), tuple(names)
+    there = tuple(name for name in names if name in held)
+    return there, tuple(name for name in names if name not in held)

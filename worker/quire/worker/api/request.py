@@ -21,6 +21,8 @@ from quire.worker.api.model_card import ModelCard
 from quire.worker.api.sampling_params import SamplingParams
 
 MAX_SALT_CHARS = 1000
+MAX_CACHE_KEY_CHARS = 1000
+MAX_KEEP_S = 7 * 86_400.0
 MAX_MESSAGES = 10_000
 """In one chat."""
 MAX_TOOLS = 1024
@@ -51,6 +53,11 @@ class Terms:
     """Tell the client of every group that it could have gone to."""
     shown_token_ids: frozenset[int] = frozenset()
     """Special tokens that the text has, although it leaves out the others."""
+    cache_key: str = ""
+    """Requests with the same one go to the same group, where groups are otherwise alike."""
+    keep_s: float = 0.0
+    """How long the prompt's blocks stay cached at least, within what a tenant may keep; 0 is as
+    long as they are worth it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,17 @@ class Request(Terms):
             raise InvalidRequest(
                 f"cache_salt has {len(self.cache_salt)} characters: at most {MAX_SALT_CHARS}",
                 param="cache_salt",
+            )
+        if len(self.cache_key) > MAX_CACHE_KEY_CHARS:
+            raise InvalidRequest(
+                f"prompt_cache_key has {len(self.cache_key)} characters: at most "
+                f"{MAX_CACHE_KEY_CHARS}",
+                param="prompt_cache_key",
+            )
+        if not 0 <= self.keep_s <= MAX_KEEP_S:
+            raise InvalidRequest(
+                f"keep_s={self.keep_s!r} is out of range: 0 to {MAX_KEEP_S:g} seconds",
+                param="keep_s",
             )
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise InvalidRequest(

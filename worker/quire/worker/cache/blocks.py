@@ -11,16 +11,22 @@ holds a registered block also holds the registered block before it (its *parent*
 without children are evicted. So a chain is evicted from its end and never has holes.
 """
 
+import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NewType
 
 from quire.worker.api.errors import NoFreeBlocks
 from quire.worker.api.events import EventLog
 from quire.worker.api.hashing import BlockHash
 from quire.worker.cache.eviction import LowestUtility, PolicyFactory
+from quire.worker.cache.retention import Retention
 
 BlockId = NewType("BlockId", int)
+
+Spill = Callable[[BlockId, BlockHash, BlockHash | None], None]
+"""Told of a block that is about to be evicted, with its name and its parent's. It is still as it
+was, and so are all blocks before it."""
 
 _NO_PARENT = -1
 
@@ -35,7 +41,9 @@ class BlockPool:
         block_size: int,
         log: EventLog,
         policy: PolicyFactory = LowestUtility,
+        seconds: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``seconds`` is the clock of `keep`."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._log = log
@@ -52,6 +60,10 @@ class BlockPool:
         self._returned: list[BlockId] = []  # Free, and used before.
         self._num_ever_used = 0  # Blocks from here on were never taken.
         self._num_cached = 0
+        self.spill: Spill | None = None
+        self._retention = Retention(num_blocks)
+        self._seconds = seconds
+        self._num_offered = 0  # Cached blocks that the policy may evict.
         self._clock = 0  # Ticks once per block allocated.
 
     @property
@@ -85,6 +97,44 @@ class BlockPool:
         """Whether `match` would find the block, given all those before it."""
         return block_hash in self._block_of
 
+    def find(self, block_hash: BlockHash) -> BlockId | None:
+        """The block of this name; takes nothing."""
+        return self._block_of.get(block_hash)
+
+    def named(self, block_id: BlockId) -> tuple[BlockHash, BlockHash | None]:
+        """A registered block's name, and that of the block before it."""
+        block_hash, parent = self._hash_of[block_id], self._parent[block_id]
+        assert block_hash is not None, f"block {block_id} has no name"
+        return block_hash, None if parent == _NO_PARENT else self._hash_of[parent]
+
+    def most_useful(self, num_blocks: int) -> list[BlockId]:
+        """Registered blocks with the most hits, with all before each, parents before children."""
+        hits = self._policy.num_hits
+        found: dict[BlockId, None] = {}
+        for _, block_id in sorted(
+            ((-hits(each), each) for each in self._block_of.values()), key=lambda pair: pair[0]
+        ):
+            chain = []
+            at: BlockId | None = block_id
+            while at is not None and at not in found:
+                chain.append(at)
+                parent = self._parent[at]
+                at = None if parent == _NO_PARENT else BlockId(parent)
+            if len(found) + len(chain) <= num_blocks:
+                found.update(dict.fromkeys(reversed(chain)))
+            if len(found) >= num_blocks:
+                break
+        return list(found)
+
+    def num_hits(self, block_id: BlockId) -> int:
+        """How often requests found a registered block."""
+        return self._policy.num_hits(block_id)
+
+    def hold(self, block_ids: Iterable[BlockId]) -> None:
+        """Adds a reference to each registered block, which is no hit of a request."""
+        for block_id in block_ids:
+            self._hold(block_id)
+
     def num_unheld(self, block_ids: Iterable[BlockId]) -> int:
         """How many of these registered blocks `acquire` would take from those available."""
         refs = self._refs
@@ -109,6 +159,9 @@ class BlockPool:
             raise NoFreeBlocks(needed=num_blocks, available=self.num_available)
         taken = [self._take_free() for _ in range(min(num_blocks, self.num_free))]
         evicted: list[BlockHash] = []
+        if len(taken) < num_blocks and self._retention:
+            for block_id in self._retention.expire(self._seconds()):
+                self._offer(block_id)
         while len(taken) < num_blocks:
             block_id, block_hash = self._evict()
             taken.append(block_id)
@@ -164,13 +217,21 @@ class BlockPool:
             self._num_cached += 1
             self._policy.released(block_id, now=self._clock)
             if self._num_children[block_id] == 0:
-                self._policy.offer(block_id, now=self._clock)
+                self._offer(block_id)
+
+    def keep(self, block_ids: Sequence[BlockId], *, tenant: str, keep_s: float) -> None:
+        """Keeps registered blocks cached for so long from now, within what a tenant may keep."""
+        until_s = self._seconds() + keep_s
+        # The first of a chain last: where there is too much, its end is kept no longer.
+        for block_id in reversed(block_ids):
+            for let_go in self._retention.keep(block_id, tenant=tenant, until_s=until_s):
+                self._offer(let_go)
 
     def reset(self) -> bool:
         """Forgets every cached block. Refused (false, nothing done) while any block is held."""
         if self.num_held:
             return False
-        evicted = [self._evict() for _ in range(self._num_cached)]
+        evicted = [self._evict(spills=False) for _ in range(self._num_cached)]
         self._returned.extend(block_id for block_id, _ in evicted)
         self._log.removed(block_hash for _, block_hash in evicted)
         return True
@@ -178,6 +239,8 @@ class BlockPool:
     def _hold(self, block_id: BlockId) -> None:
         """Adds a reference to a registered block."""
         if self._refs[block_id] == 0:
+            if self._num_children[block_id] == 0 and not self._retention.held(block_id):
+                self._num_offered -= 1
             self._num_cached -= 1
             self._policy.held(block_id, now=self._clock)
         self._refs[block_id] += 1
@@ -203,17 +266,31 @@ class BlockPool:
         self._num_ever_used += 1
         return BlockId(self._num_ever_used - 1)
 
-    def _evict(self) -> tuple[BlockId, BlockHash]:
+    def _offer(self, block_id: int) -> None:
+        """The cached block has no children: it may be evicted, unless a client wants it kept."""
+        if not self._retention.waits(block_id):
+            self._policy.offer(block_id, now=self._clock)
+            self._num_offered += 1
+
+    def _evict(self, *, spills: bool = True) -> tuple[BlockId, BlockHash]:
         """Evicts the cached block that the policy chooses."""
+        if not self._num_offered:
+            let_go = self._retention.give_up()
+            assert let_go is not None, "no cached block is without children"
+            self._offer(let_go)
+        self._num_offered -= 1
         block_id = BlockId(self._policy.evict(now=self._clock))
         block_hash = self._hash_of[block_id]
         assert block_hash is not None
+        if spills and self.spill is not None:
+            self.spill(block_id, *self.named(block_id))
         self._hash_of[block_id] = None
         del self._block_of[block_hash]
+        self._retention.forget(block_id)
         self._num_cached -= 1
         parent = self._parent[block_id]
         if parent != _NO_PARENT:
             self._num_children[parent] -= 1
             if self._num_children[parent] == 0 and self._refs[parent] == 0:
-                self._policy.offer(parent, now=self._clock)
+                self._offer(parent)
         return block_id, block_hash

@@ -27,6 +27,9 @@ class EvictionPolicy(Protocol):
     def hit(self, block_id: int) -> None:
         """A request found the block, cached or held by others."""
 
+    def num_hits(self, block_id: int) -> int:
+        """How often requests found it, as far as that is known."""
+
     def held(self, block_id: int, *, now: int) -> None:
         """The cached block is held again and cannot be evicted."""
 
@@ -103,6 +106,9 @@ class LowestUtility:
             hits, class_id, since = ghost
             self._returned[class_id][self._bucket(now - since)] += 1
             self._hits[block_id] = min(hits + 1, _MAX_HITS)
+
+    def num_hits(self, block_id: int) -> int:
+        return self._hits[block_id]
 
     def hit(self, block_id: int) -> None:
         self._hits[block_id] = min(self._hits[block_id] + 1, _MAX_HITS)

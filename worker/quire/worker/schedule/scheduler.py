@@ -12,13 +12,14 @@ from bisect import insort
 
 from quire.worker.api.config import SchedulingPolicy
 from quire.worker.api.hashing import BlockHash
-from quire.worker.cache.blocks import BlockId, BlockPool
+from quire.worker.cache.blocks import BlockPool
+from quire.worker.cache.travel import Travel
 from quire.worker.schedule.draft import MAX_STEP_ROWS, RecentOutputs
 from quire.worker.schedule.pending import PendingPrefill
 from quire.worker.schedule.schedule import NOTHING, Schedule, in_row_order
 from quire.worker.schedule.sequence import Sequence, Status
 from quire.worker.schedule.slots import Slots
-from quire.worker.schedule.tables import BlockTables
+from quire.worker.schedule.tables import BlockTables, Prefix
 from quire.worker.schedule.waiting import Turn, WaitingQueue, turn_of
 from quire.worker.step.messages import MAX_SCORED_TOKENS
 
@@ -40,9 +41,11 @@ class Scheduler:
         speculates: bool = False,
         takes_whole: bool = False,
         max_adapters: int = 1,
+        travel: Travel | None = None,
     ) -> None:
-        """``takes_whole``: prompts, all of which fit into a step, are not computed in parts."""
-        self._tables = BlockTables(pool)
+        """``takes_whole``: prompts, all of which fit into a step, are not computed in parts.
+        ``travel``: see `BlockTables`."""
+        self._tables = BlockTables(pool, travel)
         self._block_size = pool.block_size
         self._policy: SchedulingPolicy = policy
         self._max_num_seqs = max_num_seqs
@@ -227,15 +230,16 @@ class Scheduler:
             if may_admit and self.waiting:
                 turn, head = self.waiting.head()
                 if seq is None or turn < self._turn(seq):
-                    hits = self._tables.find_prefix(head)
-                    gone = head.hashes[len(hits) : head.num_queued_hits]
+                    prefix = self._tables.find_prefix(head)
+                    num_hits = prefix.num_blocks
+                    gone = head.hashes[num_hits : head.num_queued_hits]
                     if gone:
                         self._pending.lost(gone)
-                        self._push(head, len(hits))
+                        self._push(head, num_hits)
                         continue
-                    seq = self._leader(head, len(hits), begun)
+                    seq = self._leader(head, num_hits, begun)
                     if seq is None:
-                        may_admit = self._admit(head, hits, started)
+                        may_admit = self._admit(head, prefix, started)
                         if not may_admit:
                             continue
                         started.append(head)
@@ -318,8 +322,8 @@ class Scheduler:
                 return other
         return None
 
-    def _admit(self, seq: Sequence, hits: list[BlockId], started: list[Sequence]) -> bool:
-        """Starts a waiting request on the cached prefix ``hits`` if all of its tokens so far then
+    def _admit(self, seq: Sequence, prefix: Prefix, started: list[Sequence]) -> bool:
+        """Starts a waiting request on the cached ``prefix`` if all of its tokens so far then
         find room.
 
         All of them, though only a chunk may run now: a prompt that is let in by its first chunk
@@ -329,6 +333,7 @@ class Scheduler:
         """
         if len(self.running) >= self._max_num_seqs:
             return False
+        hits = prefix.block_ids
         num_blocks = -(-seq.num_tokens // self._block_size) - len(hits)
         num_promised = sum(
             self._tables.num_missing(other, other.num_uncomputed) for other in started
@@ -338,10 +343,11 @@ class Scheduler:
         if num_blocks + num_promised + len(self.running) > num_available:
             return False
         self._unqueue(seq)
-        self._pending.computed(seq.hashes[seq.num_queued_hits : len(hits)])
+        self._pending.computed(seq.hashes[seq.num_queued_hits : prefix.num_blocks])
         seq.status = Status.RUNNING
         insort(self.running, seq, key=_rank)
-        self._tables.acquire(seq, hits)
+        self._tables.acquire(seq, prefix)
+        self._pending.lost(seq.hashes[seq.num_registered : prefix.num_blocks])
         if seq.num_cached is None:
             seq.num_cached = min(seq.num_computed, seq.num_prompt_tokens)
             self.num_prompt_tokens += seq.num_prompt_tokens

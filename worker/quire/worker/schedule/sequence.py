@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from quire.worker.api.arrays import Ints
 from quire.worker.api.hashing import BlockHash, HashChain, TokenIds
-from quire.worker.api.outputs import FinishReason, TokenLogprobs
+from quire.worker.api.outputs import Fetched, FinishReason, TokenLogprobs
 from quire.worker.api.request import Prepared
 from quire.worker.cache.blocks import BlockId
 from quire.worker.sampling.adjustments import RequestEdits
@@ -67,6 +67,8 @@ class Sequence:
         self.status = Status.WAITING
         self.num_cached: int | None = None
         """Prompt tokens found in the cache when it first ran; ``None`` until then."""
+        self.fetched: Fetched | None = None
+        """What of that came from beyond the KV cache; until it was told."""
         self.root = None if chain is None else chain.root
         """What the names of its blocks begin from."""
         self.drafter = Drafter()

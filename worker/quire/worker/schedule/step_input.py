@@ -39,11 +39,14 @@ class StepInputs:
             name: np.zeros(0, SAMPLE_TYPES[name]) for name in _PARAMS
         }
 
-    def build(self, schedule: Schedule) -> StepInput:
-        """``schedule`` must not be submitted yet, and must not be empty.
+    def build(self, schedule: Schedule, copies_X22: Ints | None = None) -> StepInput:
+        """``schedule`` must not be submitted yet; where it is empty, the step makes the copies
+        alone.
 
         The arrays belong to the caller.
         """
+        if not schedule.sequences:
+            return _only_copies(copies_X22)
         sequences, num_decodes = schedule.sequences, schedule.num_decodes
         for seq in sequences:
             if seq.num_blocks_in_row != seq.num_blocks:
@@ -88,6 +91,7 @@ class StepInputs:
             adapter_slots_A=_adapter_slots(schedule),
             adapter_loads=schedule.adapter_loads,
             hidden_rows_H=_hidden_rows(schedule),
+            copies_X22=copies_X22,
         )
 
     def edits_that_follow(self, schedule: Schedule) -> Adjustments | None:
@@ -153,6 +157,26 @@ class StepInputs:
         return SamplingBatch(
             **columns, adjustments=adjustments, given_S=given_S, asked=asked or None
         )
+
+
+_NO_COLUMNS: dict[str, Any] = {name: np.empty(0, dtype) for name, dtype in SAMPLE_TYPES.items()}
+_NO_SAMPLES = SamplingBatch(**_NO_COLUMNS)
+
+
+def _only_copies(copies_X22: Ints | None) -> StepInput:
+    nothing_T, nothing_B = np.empty(0, np.int64), np.empty(0, np.int32)
+    return StepInput(
+        token_ids_T=nothing_T,
+        positions_T=nothing_T,
+        slot_mapping_T=nothing_T,
+        block_tables_BM=np.empty((0, 0), np.int32),
+        seq_lens_B=nothing_B,
+        query_starts_B1=np.zeros(1, np.int32),
+        num_decodes=0,
+        samples_S=nothing_B,
+        sampling=_NO_SAMPLES,
+        copies_X22=copies_X22,
+    )
 
 
 def _last_tokens(ends_B: Longs, counts_B: Longs) -> Ints:

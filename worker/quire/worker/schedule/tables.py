@@ -10,16 +10,36 @@ it is registered when the token comes.
 """
 
 from bisect import bisect_left
+from typing import NamedTuple
 
+from quire.worker.api.outputs import Fetched
 from quire.worker.cache.blocks import BlockId, BlockPool
+from quire.worker.cache.copies import Slot
+from quire.worker.cache.travel import Travel
 from quire.worker.schedule.sequence import Sequence
 
 
-class BlockTables:
-    """Changes the tables of sequences and the pool together. Decides nothing."""
+class Prefix(NamedTuple):
+    """What is there of a sequence's blocks, from the first on."""
 
-    def __init__(self, pool: BlockPool) -> None:
+    block_ids: list[BlockId]
+    slots: list[Slot]
+    """Where in host memory those behind are."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.block_ids) + len(self.slots)
+
+
+class BlockTables:
+    """Changes the tables of sequences and the pool together. Decides nothing.
+
+    ``travel`` knows of blocks in host memory; ``None`` where there are none.
+    """
+
+    def __init__(self, pool: BlockPool, travel: Travel | None = None) -> None:
         self.pool = pool
+        self._travel = travel
         self.num_submitted = 0
         """Steps, as is the next."""
         self.num_finished = 0
@@ -28,22 +48,40 @@ class BlockTables:
         # Blocks that nobody will use any more, by the last step that does.
         self._parting: list[tuple[int, list[BlockId]]] = []
 
-    def find_prefix(self, seq: Sequence) -> list[BlockId]:
-        """Cached blocks to begin with, less the last token's: its logits must be computed."""
-        return self.pool.match(seq.hashes[: seq.num_shareable])
+    def find_prefix(self, seq: Sequence) -> Prefix:
+        """Blocks to begin with, less the last token's: its logits must be computed."""
+        block_ids = self.pool.match(seq.hashes[: seq.num_shareable])
+        return Prefix(block_ids, self._slots(seq, len(block_ids)))
 
     def num_hits(self, seq: Sequence) -> int:
-        """How many blocks `find_prefix` would find. O(log n): a chain in the pool has no holes."""
+        """How many blocks `find_prefix` would find. O(log n) for those in the pool, where a chain
+        has no holes."""
         hashes, is_registered = seq.hashes, self.pool.is_registered
         blocks = range(seq.num_shareable)
-        return bisect_left(blocks, True, key=lambda index: not is_registered(hashes[index]))
+        num_here = bisect_left(blocks, True, key=lambda index: not is_registered(hashes[index]))
+        return num_here + len(self._slots(seq, num_here))
 
-    def acquire(self, seq: Sequence, hits: list[BlockId]) -> None:
-        """Begins the empty table of ``seq`` with cached blocks."""
-        self.pool.acquire(hits)
-        seq.append_blocks(hits)
-        seq.num_registered = len(hits)
-        seq.num_computed = len(hits) * self.pool.block_size
+    def acquire(self, seq: Sequence, prefix: Prefix) -> None:
+        """Begins the empty table of ``seq`` with what is there. What was in host memory is copied
+        by the next step; less of it where it turns out to be damaged."""
+        block_ids, slots = prefix
+        self.pool.acquire(block_ids)
+        if slots:
+            assert self._travel is not None
+            names = seq.hashes[len(block_ids) : len(block_ids) + len(slots)]
+            parent = block_ids[-1] if block_ids else None
+            loaded = self._travel.load(slots, names, parent=parent)
+            num_tokens = len(loaded) * self.pool.block_size
+            seq.fetched = (seq.fetched or Fetched())._replace(num_host_tokens=num_tokens)
+            block_ids = block_ids + loaded
+        seq.append_blocks(block_ids)
+        seq.num_registered = len(block_ids)
+        seq.num_computed = len(block_ids) * self.pool.block_size
+
+    def _slots(self, seq: Sequence, num_here: int) -> list[Slot]:
+        if self._travel is None:
+            return []
+        return self._travel.on_shelf(seq.hashes[num_here : seq.num_shareable])
 
     def num_missing(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that ``seq`` lacks for its next tokens; below 0 where it has some to spare."""
@@ -80,6 +118,10 @@ class BlockTables:
 
     def release(self, seq: Sequence) -> None:
         """Empties the table of ``seq``: now, or when the last step that uses it has run."""
+        if seq.request.keep_s:
+            num_full = min(seq.num_registered, seq.num_prompt_tokens // self.pool.block_size)
+            prompt: list[BlockId] = seq.block_ids[:num_full].tolist()
+            self.pool.keep(prompt, tenant=seq.request.tenant, keep_s=seq.request.keep_s)
         self._release_after(seq.take_blocks(), seq.last_step)
 
     def settle_duplicates(self) -> None:

@@ -1,0 +1,85 @@
+"""The groups that exchange blocks, and which of them is the best source of a prompt.
+
+A source may be a group that takes no requests any more, such as a draining one.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.router.policies.policy import Column
+from quire.router.prefix_index.directory import GroupId
+from quire.router.prefix_index.index import Lengths, Slot
+from quire.router.reservations import Group
+
+_SLOWEST_LENT_TIER = 1
+"""Host memory: a block on disk would have to be read first."""
+_SHUNNED_FOR_S = 30.0
+"""A source that failed a request is not named for so long."""
+
+
+class Source(NamedTuple):
+    group: GroupId
+    num_blocks: int
+
+
+class Lenders:
+    def __init__(self) -> None:
+        self.names: list[GroupId] = []
+        self.takes_G: Column = np.empty(0)
+        """1 for each member that exchanges, else 0."""
+        self._slots = np.empty(0, dtype=np.intp)
+        self._members: list[Group | None] = []
+        self._shunned_until_s: dict[GroupId, float] = {}
+        self._num_asked: dict[GroupId, int] = {}
+
+    def update(
+        self,
+        names: Collection[GroupId],
+        members: Mapping[GroupId, Group],
+        slots: Callable[[GroupId], tuple[Slot, ...]],
+    ) -> None:
+        """``slots``: those of a group's tiers in the directory."""
+        self.names = [name for name in names if slots(name)]
+        lent = [slots(name)[: _SLOWEST_LENT_TIER + 1][-1] for name in self.names]
+        self._slots = np.array(lent, dtype=np.intp)
+        self._members = [members.get(name) for name in self.names]
+        self.takes_G = np.array([float(name in names) for name in members])
+        for kept in (self._shunned_until_s, self._num_asked):
+            for name in kept.keys() - names:
+                del kept[name]
+
+    def best(self, lengths: Lengths, *, now_s: float) -> Source | None:
+        """Who has most of a prompt, and how many blocks of it. Among several, the one that fewest
+        requests fetch from now, then the least loaded."""
+        if not self.names:
+            return None
+        lent = lengths.take(self._slots)
+        if self._shunned_until_s:
+            lent *= [self._shunned_until_s.get(name, 0.0) <= now_s for name in self.names]
+        most = int(lent.max())
+        if not most:
+            return None
+        ties = (lent == most).nonzero()[0].tolist()
+        best = ties[0] if len(ties) == 1 else min(ties, key=self._load)
+        return Source(self.names[best], most)
+
+    def asked(self, group_id: GroupId, num: int) -> None:
+        """So many requests more fetch from the group now, or fewer where it is below 0."""
+        left = self._num_asked.get(group_id, 0) + num
+        if left > 0:
+            self._num_asked[group_id] = left
+        else:
+            self._num_asked.pop(group_id, None)
+
+    def failed(self, group_id: GroupId, *, now_s: float) -> None:
+        """A request could not fetch from the group what it was to."""
+        if group_id in self.names:
+            self._shunned_until_s[group_id] = now_s + _SHUNNED_FOR_S
+
+    def _load(self, index: int) -> tuple[int, float]:
+        member = self._members[index]
+        # A group that takes no requests is about to go.
+        queued = float("inf") if member is None else member.state.num_queued_tokens
+        return self._num_asked.get(self.names[index], 0), queued

@@ -1,0 +1,159 @@
+"""What groups can fetch of a prompt instead of computing it, and what that costs.
+
+A prompt's blocks lie, from the first on: in a group's KV cache, then in its slower tiers, then at
+another group, the *source*; what is left is computed. Fetching costs tokens, the time in which a
+group prefills one, so that a group's *effective hits* are what it need not compute less the cost of
+fetching. Each kind of fetching counts only where it saves something.
+
+    seconds = fixed + per_token * tokens
+
+of each kind are learned from the groups' counters. A guess stands for what has not been measured.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.router.policies.policy import Column, GroupLoad
+from quire.router.policies.speeds import PRIOR_PREFILL_PER_S, Line
+from quire.router.prefix_index.directory import GroupId
+
+# T slower tiers   G groups   K kinds of fetching
+
+KINDS = ("host", "disk", "peer")
+MIN_SAVED_TOKENS = 32.0
+"""A source is named only where that is forecast to save as much computing."""
+_PEER = KINDS.index("peer")
+_GUESSED_SHARES = (0.04, 0.08, 0.12)
+"""Of the time that computing takes, by kind."""
+_GUESSED_FIXED_S = (0.0005, 0.002, 0.004)
+_WAITS_KEPT = 50
+_FAILURES_KEPT_S = 60.0
+"""After which a failed pull counts for a third (1/e)."""
+
+
+class FetchCosts:
+    """What fetching costs one group, learned from its counters."""
+
+    def __init__(self) -> None:
+        self._lines = [Line(window=_WAITS_KEPT) for _ in KINDS]
+        # Tokens and seconds that are counted but not learned from: one may be told after the other.
+        self._unlearned = [(0, 0.0) for _ in KINDS]
+        self._last: GroupLoad | None = None
+        self._num_failures = 0.0
+        self._failures_at_s = 0.0
+
+    def observe(self, load: GroupLoad, *, at_s: float) -> bool:
+        """Takes in the group's load; says whether the costs may have changed."""
+        last, self._last = self._last, load
+        if last is None or sum(load.fetched) < sum(last.fetched):
+            return False
+        num_failures = max(load.num_failed_pulls - last.num_failed_pulls, 0)
+        if num_failures or self._num_failures > 0.01:
+            kept = exp(min(self._failures_at_s - at_s, 0.0) / _FAILURES_KEPT_S)
+            self._num_failures = self._num_failures * kept + num_failures
+            self._failures_at_s = at_s
+        elif load.fetched == last.fetched:
+            return False
+        # Copies from host memory are part of steps, and not timed.
+        counted = {
+            "disk": (load.num_disk_tokens - last.num_disk_tokens, load.disk_s - last.disk_s),
+            "peer": (load.num_peer_tokens - last.num_peer_tokens, load.peer_s - last.peer_s),
+        }
+        for name, (num_tokens, wait_s) in counted.items():
+            kind = KINDS.index(name)
+            num_before, before_s = self._unlearned[kind]
+            num_tokens, wait_s = num_before + num_tokens, before_s + wait_s
+            if num_tokens > 0 and wait_s > 0:
+                self._lines[kind].add(num_tokens, wait_s)
+                num_tokens, wait_s = 0, 0.0
+            self._unlearned[kind] = num_tokens, wait_s
+        return True
+
+    def tokens(self, prefill_per_s: float) -> Column:
+        """Fixed costs and those of a token, by kind, where computing is so fast: (2, K)."""
+        costs_2K = np.empty((2, len(KINDS)))
+        for kind, line in enumerate(self._lines):
+            parts = line.parts
+            if parts is None:
+                fixed, share = _GUESSED_FIXED_S[kind] * prefill_per_s, _GUESSED_SHARES[kind]
+            else:
+                fixed, share = parts[0] * prefill_per_s, parts[1] * prefill_per_s
+            costs_2K[:, kind] = fixed, share
+        costs_2K[:, _PEER] *= 1 + self._num_failures
+        return costs_2K
+
+
+GUESSED_2K = FetchCosts().tokens(PRIOR_PREFILL_PER_S)
+"""Of a group of which nothing is known."""
+
+
+class Fetches(NamedTuple):
+    """What each of some groups would fetch of a prompt."""
+
+    hits: Column
+    """Effective hits in tokens: cached ones, and fetched ones less their cost."""
+    num_tokens: Column
+    """Fetched ones."""
+    num_source_tokens: Column
+    """Those among them that the source has."""
+    costs: Column
+    """Of fetching, in tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Where blocks of a prompt lie besides the groups' KV caches."""
+
+    slower_TG: Column
+    """Blocks from the first on that each group has in each slower tier or in a faster one."""
+    source: GroupId | None
+    """The group that lends most of the prompt's beginning; ``None`` where nobody does."""
+    num_lent: int
+    """Blocks of it."""
+    takes_G: Column
+    """1 for each group that can fetch from others, else 0."""
+
+    def only(self, positions: Sequence[int]) -> "Elsewhere":
+        """For the groups at these positions."""
+        return Elsewhere(
+            self.slower_TG[:, positions], self.source, self.num_lent, self.takes_G[positions]
+        )
+
+    def fetches(
+        self, costs_2KG: Column, cached: Column, *, usable_blocks: int, block_size: int
+    ) -> Fetches | None:
+        """``cached``: tokens in each group's KV cache. None where there is nothing to fetch."""
+        is_lent = self.source is not None
+        rows = np.empty((len(self.slower_TG) + is_lent, len(cached)))
+        if not len(rows):
+            return None
+        rows[: len(self.slower_TG)] = self.slower_TG
+        if is_lent:
+            rows[-1] = self.num_lent * self.takes_G
+        np.minimum(rows, usable_blocks, out=rows)
+        rows *= block_size
+        np.maximum(rows[0], cached, out=rows[0])
+        ends = np.maximum.accumulate(rows, axis=0)
+        begins = np.concatenate((cached[np.newaxis], ends[:-1]))
+        num_tokens = ends - begins
+        if not num_tokens.any():
+            return None
+        kinds = [*range(len(self.slower_TG)), *[_PEER] * is_lent]
+        fixed, share = costs_2KG[:, kinds]
+        costs = fixed + share * num_tokens
+        saved = num_tokens - costs
+        is_worth = saved > 0.0
+        if is_lent:
+            is_worth[-1] = saved[-1] >= MIN_SAVED_TOKENS
+        num_tokens *= is_worth
+        costs *= is_worth
+        return Fetches(
+            hits=cached + (saved * is_worth).sum(axis=0),
+            num_tokens=num_tokens.sum(axis=0),
+            num_source_tokens=num_tokens[-1] if is_lent else np.zeros(len(cached)),
+            costs=costs.sum(axis=0),
+        )

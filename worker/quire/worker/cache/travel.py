@@ -1,0 +1,294 @@
+"""Blocks beyond the KV cache: kept in host memory and on disk, brought from there and from other
+groups, and lent to those.
+
+    evicted     the shelf keeps the block, and the disk gets it with all before it that it lacks
+    wanted      what the shelf has is copied back within the step that needs it; a `Pull` brings
+                what disk or another group has, in threads of its own (`quire.worker.cache.pulls`)
+    lent        a `Loan` takes blocks out through free slots (`quire.worker.cache.loans`)
+
+Every block that comes back has the bytes that left: its checksum is computed when it leaves the KV
+cache and compared whenever it is used. One that differs is thrown away and computed instead.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.worker.api.arrays import Ints
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.events import EventLog
+from quire.worker.api.hashing import BlockHash, BlockHashes
+from quire.worker.api.kv_format import Bytes, KvFormat, PeerSource
+from quire.worker.cache.blocks import BlockId, BlockPool
+from quire.worker.cache.checksum import checksum_of
+from quire.worker.cache.copies import Copies, Slot
+from quire.worker.cache.disk import BlockCorrupt, DiskReadError, DiskStore
+from quire.worker.cache.disk_fetcher import DiskFetcher
+from quire.worker.cache.disk_saver import DiskSaver
+from quire.worker.cache.loan import Loan
+from quire.worker.cache.loans import Loans
+from quire.worker.cache.pull import Fetch
+from quire.worker.cache.pulls import Arrival, Pulls
+from quire.worker.cache.shelf import HOST_TIER, Shelf
+
+_log = logging.getLogger(__name__)
+
+DISK_TIER = 2
+MIN_PULL_TOKENS = 32
+"""Fewer are computed sooner than a group answers."""
+_WAIT_S = 0.002
+"""How long an engine that has nothing else to do waits for blocks before it looks for requests."""
+
+
+def num_tiers(config: EngineConfig) -> int:
+    """Where an engine keeps blocks: in its KV cache, in host memory, on disk."""
+    if config.kv_disk_dir is not None:
+        return DISK_TIER + 1
+    return HOST_TIER + 1 if config.kv_offloading_size else 1
+
+
+class Travel:
+    """Used from the engine's thread, but for what threads call through `Pull` and `Loan`."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        log: EventLog,
+        *,
+        config: EngineConfig,
+        format: KvFormat,
+        host_blocks_XC: Bytes,
+        identity: str,
+        fetch: Fetch | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """``identity``: all that decides what a block of some name holds, for the disk. ``fetch``
+        brings pulls that have a source; without it they are not made.
+
+        Raises:
+            ConfigError: The disk's folder cannot be used.
+        """
+        self.format = format
+        self.copies = Copies()
+        self.num_corrupt_blocks = 0
+        self.num_host_tokens = 0
+        self._pool = pool
+        self._host_XC = host_blocks_XC
+        self._changed = threading.Event()
+        num_slots = len(host_blocks_XC)
+        num_kept = int(config.kv_offloading_size * 2**30) // format.block_bytes
+        self.shelf = Shelf(num_slots=num_slots, max_kept=num_kept, log=log)
+        self._disk: DiskStore | None = None
+        self._disk_fetch: DiskFetcher | None = None
+        self._saver: DiskSaver | None = None
+        self._lost_on_disk: deque[DiskReadError] = deque()
+        self._log = log
+        if config.kv_disk_dir is not None:
+            self._open_disk(config.kv_disk_dir, int(config.kv_disk_size * 2**30), identity)
+        self.pulls = Pulls(
+            pool,
+            self.shelf,
+            self.copies,
+            format=format,
+            host_blocks_XC=host_blocks_XC,
+            fetch=fetch,
+            fetch_from_disk=self._disk_fetch,
+            on_change=self._changed.set,
+            clock=clock,
+        )
+        self.loans = Loans(
+            pool,
+            self.shelf,
+            self.copies,
+            format=format,
+            host_blocks_XC=host_blocks_XC,
+            on_change=self._changed.set,
+            clock=clock,
+        )
+        pool.spill = self._spill
+
+    @property
+    def has_work(self) -> bool:
+        """Whether steps are needed though no request is there."""
+        return bool(len(self.copies) or self.pulls.num_arrivals or self.loans.num_loans)
+
+    def wait(self) -> None:
+        """Waits a moment for what threads bring and take. There is nothing else to do."""
+        self._changed.wait(_WAIT_S)
+
+    def advance(self, *, is_decoding: bool, step_s: float) -> None:
+        """Takes in what threads have brought and given back; to be called before each step, which
+        makes the copies. ``step_s``: about how long a step takes."""
+        self._changed.clear()
+        if self._saver is not None:
+            self._settle_disk(self._saver)
+        self.pulls.advance()
+        self.loans.advance(is_decoding=is_decoding, step_s=step_s)
+
+    def on_shelf(self, hashes: Sequence[BlockHash]) -> list[Slot]:
+        """The slots of the longest beginning of ``hashes`` that is kept in host memory."""
+        return self.shelf.match(hashes) if self.shelf.num_kept else []
+
+    def load(
+        self, slots: list[Slot], hashes: Sequence[BlockHash], parent: BlockId | None
+    ) -> list[BlockId]:
+        """Takes blocks of the KV cache, has the next step copy kept ones there, and registers them
+        under their names. ``parent`` is the registered block before them. Fewer where a checksum
+        differs. The caller holds the blocks, for which there must be room."""
+        for number, slot in enumerate(slots):
+            if not self._is_whole(slot):
+                self._throw_away(hashes[number])
+                slots = slots[:number]
+                break
+        for slot in slots:
+            self.shelf.pin(slot)
+        block_ids = self._pool.allocate(len(slots))
+        for slot, block_id in zip(slots, block_ids, strict=True):
+            self.copies.into(slot, block_id)
+        self._pool.register(block_ids, hashes[: len(slots)], parent=parent)
+        self.shelf.loaded(slots)
+        self.copies.then(lambda: self._unpin(slots))
+        self.num_host_tokens += len(slots) * self._pool.block_size
+        return block_ids
+
+    def _unpin(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            self.shelf.unpin(slot)
+
+    def want(
+        self, hashes: Sequence[BlockHash], *, num_useful: int, source: PeerSource | None
+    ) -> Arrival | None:
+        """Has blocks brought of which the KV cache and the shelf have not all: the first
+        ``num_useful`` of a chain. ``None`` where nobody has enough of them. `Pulls.let_go` must
+        follow for each arrival that is returned."""
+        held = self._pool.match(hashes[:num_useful])
+        slots = self.on_shelf(hashes[len(held) : num_useful])
+        num_here = len(held) + len(slots)
+        if num_here == num_useful:
+            return None
+        arrival = self.pulls.coming(hashes[num_here])
+        if arrival is None:
+            end, brings = self._end_of(hashes, num_here, num_useful, source)
+            if (end - num_here) * self._pool.block_size < MIN_PULL_TOKENS:
+                return None
+            if not self.pulls.has_room_for(num_here):
+                return None
+            self._pool.hold(held)
+            if slots:
+                names = hashes[len(held) : num_here]
+                held += self.load(slots, names, parent=held[-1] if held else None)
+                if len(held) < num_here:
+                    self._pool.release(held)
+                    return None
+            names = BlockHashes.of(hashes[num_here:end])
+            last = hashes[num_here - 1] if num_here else None
+            arrival = self.pulls.begin(names, after=last, source=brings, holds=held)
+            if arrival is None:
+                self._pool.release(held)
+                return None
+        arrival.num_users += 1
+        return arrival
+
+    def _end_of(
+        self,
+        hashes: Sequence[BlockHash],
+        begin: int,
+        num_useful: int,
+        source: PeerSource | None,
+    ) -> tuple[int, PeerSource | None]:
+        """Up to which block the disk or else another group has the chain from ``begin`` on, and
+        which of the two."""
+        if self._disk is not None:
+            end = begin + self._disk.match(hashes[begin:num_useful])
+            if (end - begin) * self._pool.block_size >= MIN_PULL_TOKENS:
+                return end, None
+        return (begin, None) if source is None else (min(num_useful, source.num_blocks), source)
+
+    def lend(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | str:
+        """Lends the longest beginning of ``hashes`` that is in the KV cache or host memory; or says
+        why not."""
+        if difference := self.format.difference(borrower_format):
+            return f"formats differ: the lender's blocks have {difference}"
+        return self.loans.lend(hashes)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of `EngineStats`, by name."""
+        return {
+            "num_host_tokens": self.num_host_tokens,
+            "num_disk_tokens": self.pulls.num_disk_tokens,
+            "num_peer_tokens": self.pulls.num_peer_tokens,
+            "disk_s": self.pulls.disk_s,
+            "peer_s": self.pulls.peer_s,
+            "num_lent_tokens": self.loans.num_lent_tokens,
+            "num_corrupt_blocks": self.num_corrupt_blocks,
+            "num_failed_pulls": self.pulls.num_failed,
+        }
+
+    def submitted(self) -> Ints | None:
+        """A step is submitted; what it has to copy."""
+        return self.copies.submitted()
+
+    def finished(self) -> None:
+        """The oldest step under way has run."""
+        self.copies.finished()
+
+    def reset(self) -> None:
+        """Forgets what host memory keeps. The disk keeps what it has."""
+        self.shelf.reset()
+
+    def close(self) -> None:
+        """Ends pulls, loans and threads, within seconds."""
+        self._pool.spill = None
+        self.loans.close()
+        self.pulls.close()
+        if self._saver is not None:
+            self._saver.close()
+        if self._disk_fetch is not None:
+            self._disk_fetch.close()
+        if self._disk is not None:
+            self._disk.close()
+
+    def _open_disk(self, folder: Path, max_bytes: int, identity: str) -> None:
+        self._disk = disk = DiskStore(
+            folder, identity=identity, format=self.format, max_bytes=max_bytes
+        )
+        self._disk_fetch = DiskFetcher(disk, on_error=self._lost_on_disk.append)
+        self._saver = DiskSaver(
+            disk, self._pool, self.shelf, self.copies, host_blocks_XC=self._host_XC
+        )
+        self._log.stored([name for name, _ in disk.blocks()], tier=DISK_TIER)
+
+    def _settle_disk(self, saver: DiskSaver) -> None:
+        """Tells of blocks that came to disk or were lost there."""
+        stored, removed = saver.settle()
+        while self._lost_on_disk:
+            error = self._lost_on_disk.popleft()
+            removed += error.removed
+            self.num_corrupt_blocks += isinstance(error, BlockCorrupt)
+        self._log.stored(stored, tier=DISK_TIER)
+        self._log.removed(removed, tier=DISK_TIER)
+
+    def _spill(self, block_id: BlockId, name: BlockHash, parent: BlockHash | None) -> None:
+        slot = self.shelf.keep(name, parent, num_hits=self._pool.num_hits(block_id))
+        if slot is not None:
+            self.copies.out(block_id, slot)
+            self.copies.then(lambda: self._note_checksum(slot, name))
+        if self._saver is not None:
+            self._saver.save(block_id, name, parent)
+
+    def _note_checksum(self, slot: Slot, name: BlockHash) -> None:
+        """The block has left the KV cache: this is what its bytes are."""
+        if self.shelf.find(name) == slot and not self.shelf.checksum(slot):
+            self.shelf.set_checksum(slot, checksum_of(self._host_XC[slot]))
+
+    def _is_whole(self, slot: Slot) -> bool:
+        known = self.shelf.checksum(slot)
+        return not known or known == checksum_of(self._host_XC[slot])
+
+    def _throw_away(self, name: BlockHash) -> None:
+        _log.error("tier 1 (host memory): block %s is corrupt and is dropped", name.hex()[:16])
+        self.num_corrupt_blocks += 1
+        self.shelf.drop(name)

@@ -1,0 +1,101 @@
+"""Requests whose blocks are on their way from disk or from another group, while others run.
+
+A request waits for more as long as what has landed would have taken longer to compute than it has
+waited, but for a tenth of the time in which all that it wants could be computed. After that it
+begins with what is there: so it ends at most that tenth later than if nothing had been fetched.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.worker.api.outputs import Fetched
+from quire.worker.cache.pulls import Arrival
+from quire.worker.cache.travel import Travel
+from quire.worker.schedule.sequence import Sequence
+
+SLACK = 0.1
+MIN_SLACK_S = 0.003
+"""A group's answer alone takes about as long: without it, no short prefix would be fetched."""
+_UNKNOWN_SLACK_S = 0.25
+"""How long a request waits for the next block before prompts were computed here."""
+
+
+@dataclass
+class _Waiting:
+    arrival: Arrival
+    began_s: float
+    num_wanted: int
+    """Blocks that were to come when it began to wait."""
+    num_before: int
+    """Those that had come by then."""
+
+
+class Arriving:
+    """Belongs to the engine's thread."""
+
+    def __init__(self, travel: Travel, *, block_size: int, clock: Callable[[], float]) -> None:
+        self._travel = travel
+        self._block_size = block_size
+        self._clock = clock
+        self._waiting: dict[Sequence, _Waiting] = {}
+        self._token_s: float | None = None  # Time in which a prompt's token is computed.
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self._waiting
+
+    def computed(self, num_tokens: int, seconds: float) -> None:
+        """A step of prompts alone computed so many of their tokens."""
+        token_s = seconds / num_tokens
+        self._token_s = token_s if self._token_s is None else 0.8 * self._token_s + 0.2 * token_s
+
+    def add(self, seq: Sequence) -> bool:
+        """Whether ``seq`` waits for blocks; `take` hands it out when it may begin."""
+        arrival = self._travel.want(
+            seq.hashes, num_useful=seq.num_shareable, source=seq.request.source
+        )
+        if arrival is None:
+            return False
+        num_wanted = len(arrival.pull.hashes) - arrival.num_here
+        self._waiting[seq] = _Waiting(arrival, self._clock(), num_wanted, arrival.num_here)
+        return True
+
+    def take(self) -> list[Sequence]:
+        """Those that wait no longer."""
+        taken = [seq for seq, waiting in self._waiting.items() if not self._is_worth_it(waiting)]
+        for seq in taken:
+            self._note(seq, self._waiting[seq])
+            self.remove(seq)
+        return taken
+
+    def remove(self, seq: Sequence) -> None:
+        """``seq`` waits no longer, or has ended."""
+        self._travel.pulls.let_go(self._waiting.pop(seq).arrival)
+
+    def _is_worth_it(self, waiting: _Waiting) -> bool:
+        arrival = waiting.arrival
+        if arrival.is_over or arrival.num_here == len(arrival.pull.hashes):
+            return False
+        waited_s = self._clock() - waiting.began_s
+        if self._token_s is None:
+            return waited_s < _UNKNOWN_SLACK_S * (1 + arrival.num_here - waiting.num_before)
+        block_s = self._token_s * self._block_size
+        slack_s = max(SLACK * block_s * waiting.num_wanted, MIN_SLACK_S)
+        return waited_s <= block_s * (arrival.num_here - waiting.num_before) + slack_s
+
+    def _note(self, seq: Sequence, waiting: _Waiting) -> None:
+        arrival = waiting.arrival
+        num_tokens = (arrival.num_here - waiting.num_before) * self._block_size
+        is_peer = arrival.pull.source is not None
+        error = arrival.pull.error
+        if not error and arrival.num_here < len(arrival.pull.hashes):
+            rest = len(arrival.pull.hashes) - arrival.num_here
+            error = f"{rest} blocks came too late: computing them is sooner"
+        seq.fetched = Fetched(
+            num_disk_tokens=0 if is_peer else num_tokens,
+            num_peer_tokens=num_tokens if is_peer else 0,
+            wait_s=self._clock() - waiting.began_s,
+            error=error,
+        )
