@@ -21,8 +21,8 @@ from bench.report import command, markdown
 from quire.kernels import native
 from quire.worker.api.hashing import BlockHash
 from quire.worker.api.kv_format import Bytes, KvFormat
+from quire.worker.cache.checksum import checksum_of
 from quire.worker.cache.disk import DiskStore
-from quire.worker.cache.disk_file import checksum_of
 from quire.worker.cache.host_memory import map_host_blocks
 from quire.worker.model.loader import Shard
 from quire.worker.runner.block_copies import CACHE, HOST, BlockCopies, CacheLayout

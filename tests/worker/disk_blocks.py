@@ -7,8 +7,8 @@ import numpy as np
 
 from quire.worker.api.hashing import BlockHash
 from quire.worker.api.kv_format import Bytes, KvFormat
+from quire.worker.cache.checksum import checksum_of
 from quire.worker.cache.disk import DiskStore, Put
-from quire.worker.cache.disk_file import checksum_of
 
 FORMAT = KvFormat(num_layers=2, num_kv_heads=2, head_bytes=32, block_size=4)
 FILE_BYTES = 4096

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quire.worker.api.hashing import HASH_BYTES, BlockHash
 from quire.worker.api.kv_format import Bytes, KvFormat
+from quire.worker.cache.checksum import checksum_of
 
 # C bytes of a block
 
@@ -28,14 +29,6 @@ _NAMES = (
 
 class BadFile(Exception):
     """A file is not what it should be; the message says in what."""
-
-
-def checksum_of(bytes_C: Bytes) -> bytes:
-    """XXH3 of a block's bytes, 128 bits."""
-    # Here and not above: only engines whose blocks travel need it.
-    import xxhash
-
-    return xxhash.xxh3_128(bytes_C.data).digest()
 
 
 def write_file(

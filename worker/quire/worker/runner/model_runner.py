@@ -188,6 +188,7 @@ class ModelRunner:
             layout=CacheLayout(format=self.kv_format, is_head_major=self._is_head_major),
             shard=self._shard,
             host_blocks_XC=host_blocks_XC,
+            meet=self._meet,
         )
         if self._buckets:
             self._graphs = self._decode_graphs(self._kv)
@@ -261,7 +262,8 @@ class ModelRunner:
         if step.copies_X22 is not None:
             self._copies.run(step.copies_X22)
         if not len(step.token_ids_T):
-            return self._meet()
+            self._meet()
+            return None if self._tp.rank else NoTokens(self._device)
         if self._is_encoder:
             return self._encode(step)
         rows = None
@@ -285,10 +287,9 @@ class ModelRunner:
             return self._device_sampler.sample(logits_SV, sampling, values_HC)
         return _done(sample(logits_SV, sampling, in_place=True), hidden)
 
-    def _meet(self) -> Pending | None:
-        """Rank 0's answer to a step without tokens, once all ranks have made its copies."""
+    def _meet(self) -> None:
+        """Waits until all ranks have come so far; on a GPU, what is queued after it does."""
         self._tp.all_reduce(torch.zeros(1, device=self._device))
-        return None if self._tp.rank else NoTokens(self._device)
 
     def _encode(self, step: StepInput) -> Pending:
         hidden = self._wanted_hidden(step, None)

@@ -67,9 +67,8 @@ class StepInput:
     """Blocks that every rank copies before it computes: each one's source and target, and of these
     the tier and the block's place there. Tier 0 is the cache that rows read and write, tier 1 the
     memory of `Executor.host_blocks_XC`, within which there are no copies. One copy after the other,
-    but of neighbours between the same two tiers none may read or write what another writes. In one
-    step, no place of tier 1 is both written and read: ranks do not wait for each other in between.
-    A step may have copies and no tokens."""
+    but of neighbours between the same two tiers none may read what another writes. A step may have
+    copies and no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
