@@ -133,9 +133,6 @@ class DiskStore:
         """Why blocks are not written at present; empty where they are."""
         return self._pause if self._clock() < self._paused_until_s else ""
 
-    def __len__(self) -> int:
-        return len(self._index)
-
     def __contains__(self, block: BlockHash) -> bool:
         return block in self._index
 
@@ -374,7 +371,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 def _foreign_files(slot: Path, *, own: str) -> list[tuple[Path, int]]:
     """Files of other identities with their sizes, the most recently used first."""
-    found = []
+    found: list[tuple[Path, os.stat_result]] = []
     for folder in os.scandir(slot):
         if folder.is_dir(follow_symlinks=False) and folder.name != own:
             shutil.rmtree(Path(folder) / _UNFINISHED, ignore_errors=True)
