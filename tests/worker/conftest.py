@@ -140,10 +140,16 @@ def make_engine() -> Callable[..., tuple[Engine, PagedExecutor]]:
         num_blocks: int = 16,
         block_size: int = 4,
         num_ahead: int = 0,
+        num_host_blocks: int = 0,
         read_adapter: Read | None = None,
         **options: object,
     ) -> tuple[Engine, PagedExecutor]:
-        executor = PagedExecutor(num_blocks=num_blocks, block_size=block_size, num_ahead=num_ahead)
+        executor = PagedExecutor(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_ahead=num_ahead,
+            host_kv_bytes=num_host_blocks * 24 * block_size,
+        )
         defaults: dict[str, object] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
         config = EngineConfig(
             model=Path("none"),
