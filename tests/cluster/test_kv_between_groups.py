@@ -3,14 +3,24 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.cluster.group_calls import connect, read_deltas, submit, tokens
 from tests.flaky_proxy import Fault, FlakyProxy
+from tests.prepared import prepared
 
+from quire import demo_model
+from quire.cluster.config import ClusterConfig
+from quire.cluster.group.server import GroupServer
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.kv_format import PeerSource
+from quire.worker.schedule import arriving
 
 pytestmark = pytest.mark.anyio
 
@@ -154,6 +164,46 @@ async def test_an_aborted_request_lets_go_of_its_pull(start_group: Any) -> None:
                     await asyncio.sleep(0.005)
             while borrower.peers._borrower.num_pulls:
                 await asyncio.sleep(0.005)
+
+
+async def test_a_new_group_is_warm_before_its_first_request(start_group: Any, model: Any) -> None:
+    async with (
+        two_groups(start_group) as (lender, borrower),
+        connect(borrower) as stub,
+    ):
+        request = group_pb2.WarmRequest(sources=[source_of(lender)], max_bytes=10**6)
+        answer = await stub.Warm(request)
+        # And what it has written behind the prompt.
+        assert (answer.num_blocks, answer.error) == ((len(PROMPT) + 9) // 4, "")
+        deltas = await ask(borrower)
+        assert deltas[0].num_cached_tokens == 4 * NUM_BLOCKS
+        assert tokens(deltas) == model.continuation(PROMPT, seed=1, max_tokens=10)
+
+
+@pytest.mark.parametrize("with_tls", [True, False], ids=["tls", "plain"])
+async def test_a_real_model_says_the_same_of_blocks_that_came_from_another_group(
+    with_tls: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arriving, "MIN_SLACK_S", 60.0)  # It computes sooner than it asks.
+    files = dict.fromkeys(["tls_certificate", "tls_key"], Path("unread") if with_tls else None)
+    config = ClusterConfig(
+        engine=EngineConfig(model=demo_model.PATH, num_blocks=64, num_threads=1),
+        num_groups=2,
+        **files,
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        lender, borrower = [await GroupServer.start(config, group_id=name) for name in "ab"]
+        for each in (lender, borrower):
+            stack.push_async_callback(each.stop, drain_timeout_s=0)
+        prompt = [number % 200 + 5 for number in range(120)]
+        asked = prepared("r", prompt, logprobs=3, max_tokens=8, ignore_eos=True)
+        computed = [delta async for delta in lender.generate(asked)]
+        source = PeerSource(group_id="a", **lender.contact.metadata(), num_blocks=7)
+        fetched = [delta async for delta in borrower.generate(replace(asked, source=source))]
+        assert fetched[0].fetched is not None
+        assert (fetched[0].fetched.num_peer_tokens, fetched[0].fetched.error) == (7 * 16, "")
+        for of in (attrgetter("token_ids"), attrgetter("logprobs")):
+            assert [of(delta) for delta in fetched] == [of(delta) for delta in computed]
 
 
 async def test_who_takes_over_a_stream_takes_its_blocks_too(start_cluster: Any) -> None:
