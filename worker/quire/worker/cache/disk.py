@@ -370,7 +370,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 def _foreign_files(slot: Path, *, own: str) -> list[tuple[Path, int]]:
     """Files of other identities with their sizes, the most recently used first."""
-    found = []
+    found: list[tuple[Path, os.stat_result]] = []
     for folder in os.scandir(slot):
         if folder.is_dir(follow_symlinks=False) and folder.name != own:
             shutil.rmtree(Path(folder) / _UNFINISHED, ignore_errors=True)
