@@ -46,6 +46,7 @@ from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.models import MAX_BODY_BYTES, Models
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.cluster.wire import format_to_proto
+from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, inference_pb2_grpc
 from quire.worker.api.config import EngineConfig
@@ -443,6 +444,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
         max_body_bytes: int = MAX_BODY_BYTES,
         keeper: Any = None,
         stores: Sequence[AdapterStore | None] = (None,),
+        routing: RoutingConfig | None = None,
         **options: Any,
     ) -> AsyncIterator[Cluster]:
         async with contextlib.AsyncExitStack() as stack:
@@ -452,7 +454,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                 )
                 for number in range(num_groups)
             ]
-            table = RoutingTable(block_size=BLOCK_SIZE)
+            table = RoutingTable(block_size=BLOCK_SIZE, config=routing)
             connections = Groups(
                 table=table,
                 expected=Expectation(

@@ -126,7 +126,11 @@ def prepared_of(submit: group_pb.Submit, *, request_id: str) -> Prepared:
         work = group_pb.Work.FromString(submit.work)
     except DecodeError as error:
         raise InvalidRequest(f"work of {len(submit.work)} bytes is broken: {error}") from None
-    sampling = _DEFAULTS.changed(**_values(work.sampling))
+    values = _values(work.sampling)
+    if submit.hand_over_after:
+        num_resumed = len(submit.resumed_token_ids) // 4
+        values["max_tokens"] = min(values["max_tokens"], num_resumed + submit.hand_over_after)
+    sampling = _DEFAULTS.changed(**values)
     prompt_token_ids, features = _prompt_of(work.segments)
     return Prepared(
         request_id=request_id,

@@ -30,6 +30,9 @@ class RoutingConfig:
     use_directory: bool = True
     """Off, the router follows no block events and knows nothing of caches: load decides, and ties
     go by the name of the prompt's first block."""
+    num_prefill_groups: int = 0
+    """Groups, of those that there are, that only compute prompts and hand each stream over with its
+    KV after its first token. 0: each group does both. With fewer groups than one more, too."""
     stale_after_s: float = 30.0
     """A group whose events were silent for longer is routed to by load alone."""
     reservation_timeout_s: float = 60.0
@@ -60,6 +63,6 @@ class RoutingConfig:
         ):
             if not getattr(self, name) > 0:  # Nor is what is not a number.
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
-        for name in ("max_decisions_kept", "max_candidates_kept"):
+        for name in ("num_prefill_groups", "max_decisions_kept", "max_candidates_kept"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")

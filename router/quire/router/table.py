@@ -45,6 +45,7 @@ from quire.router.prefix_index.directory import (
 )
 from quire.router.prefix_index.index import Lengths
 from quire.router.reservations import Reservations
+from quire.router.stages import Stages
 from quire.router.stats import GroupForecasts, RoutingStats
 from quire.worker.api.events import EventBatch
 from quire.worker.api.hashing import HASH_BYTES, BlockHash, BlockHashes
@@ -78,6 +79,7 @@ class RoutingTable:
         self._lock = threading.Lock()
         self._members = Members()
         self._lenders = Lenders()
+        self._stages = Stages(num_prefill_groups=config.num_prefill_groups)
         self._exchanging: frozenset[GroupId] = frozenset()
         self._are_lenders_stale = False
         self._known: frozenset[GroupId] = frozenset()  # Members and those that exchange.
@@ -110,6 +112,7 @@ class RoutingTable:
         tenant: str = "",
         moved_because: str = "",
         former: Source | None = None,
+        has_tokens: bool = False,
         is_submitted: bool = True,
     ) -> Decision:
         """Chooses a group and counts the request as its load until `completed`.
@@ -117,8 +120,9 @@ class RoutingTable:
         Routing a request again, after its group failed, first takes it back from that group;
         ``moved_because`` says why for its explanation, in which ``client_id`` is the name that the
         client gave the request, and which only ``tenant`` may see. ``former``: the group that ran
-        it until now, and the blocks that it has of it, output's too. ``is_submitted``: it is one of
-        those that `GroupLoad.num_shown` counts, as all are that gateways send.
+        it until now, and the blocks that it has of it, output's too. ``has_tokens``: there is
+        output, so that groups which only compute prompts do not take it. ``is_submitted``: it is
+        one of those that `GroupLoad.num_shown` counts, as all are that gateways send.
 
         Raises:
             NoGroupAvailable: Every group is excluded, or there is none. Nothing is counted.
@@ -131,6 +135,15 @@ class RoutingTable:
             lengths = self._directory.prefix_lengths(hashes)
             held = members.by_slot(lengths)
             elsewhere = self._elsewhere(lengths, former, now_s)
+            others = self._stages.others(
+                has_tokens=has_tokens,
+                num_prompt_tokens=num_prompt_tokens,
+                held=held,
+                members=members.groups,
+                block_size=self.block_size,
+            )
+            if others and not members.groups.keys() <= others | exclude:
+                exclude |= others
             request = RouteRequest(
                 hashes=hashes,
                 num_prompt_tokens=num_prompt_tokens,
@@ -181,6 +194,10 @@ class RoutingTable:
                 moved_because=moved_because,
             )
             return decision
+
+    def only_prefills(self, group_id: GroupId) -> bool:
+        """Whether the group only computes prompts."""
+        return group_id in self._stages.prefill
 
     def started(
         self, request_id: str, *, num_cached_tokens: int, fetched: Fetched | None = None
@@ -251,6 +268,7 @@ class RoutingTable:
             former = self._known
             for group_id in self._members.update(groups):
                 self._policy.left(group_id)
+            self._stages.update(self._members.groups)
             self._exchanging = frozenset(lenders)
             self._known = self._exchanging | self._members.groups.keys()
             for group_id in former - self._known:

@@ -44,7 +44,9 @@ class Lru:
         self._queue = EvictionQueue[int]()
         self._last_used = [0] * num_blocks
 
-    def stored(self, block_id: int, block_hash: BlockHash, *, position: int, now: int) -> None:
+    def stored(
+        self, block_id: int, block_hash: BlockHash, *, position: int, now: int, num_hits: int = 0
+    ) -> None:
         pass
 
     def hit(self, block_id: int) -> None:

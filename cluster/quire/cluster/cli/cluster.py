@@ -201,6 +201,14 @@ def _add_routing_flags(parser: argparse.ArgumentParser) -> None:
         help="one of these",
     )
     add(
+        "--prefill-groups",
+        type=int,
+        default=0,
+        metavar="N",
+        help="groups that only compute prompts and hand each stream over, with its KV, to the "
+        "others; 0: each does both",
+    )
+    add(
         "--directory",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -265,7 +273,9 @@ def _shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """Those of every model."""
     return given_fields(ModelConfig, arguments) | {
         "routing": RoutingConfig(
-            policy=arguments.routing_policy, use_directory=arguments.directory
+            policy=arguments.routing_policy,
+            use_directory=arguments.directory,
+            num_prefill_groups=arguments.prefill_groups,
         ),
         "autoscaling": _autoscaling(arguments),
         "chat_template": chat_template(arguments.chat_template),

@@ -23,7 +23,11 @@ Settings = dict[str, Any]
 _SECTIONS = ("engine", "routing", "autoscaling")
 _FIELDS = {field.name for field in fields(ClusterConfig)} - {"served_model_name", "lora_modules"}
 _OF_ENGINE = {field.name for field in fields(EngineConfig)} - {"model"}
-_ROUTING = {"routing_policy": "policy", "directory": "use_directory"}
+_ROUTING = {
+    "routing_policy": "policy",
+    "directory": "use_directory",
+    "prefill_groups": "num_prefill_groups",
+}
 _OF_MODELS = {field.name for field in fields(ModelConfig)}
 
 

@@ -239,6 +239,7 @@ class Attempts:
                     tenant=self._request.tenant,
                     moved_because=str(self._error or ""),
                     former=former,
+                    has_tokens=len(token_ids) > 0,
                 )
                 self.num_attempts += 1
                 self._stream = self._groups.submit(
@@ -317,6 +318,19 @@ class Attempts:
             resumed_token_ids=tokens_to_bytes(token_ids),
             isolated_tokens=isolated_tokens,
             source=source,
+            hand_over_after=int(self.hands_over),
+        )
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the group of the present attempt, its first, ends it after one token, and another
+        goes on."""
+        request = self._request
+        is_new = not (self._num_tokens or self._is_isolated) and request.task == "generate"
+        return (
+            is_new
+            and (request.sampling.max_tokens or 0) > 1
+            and self._table.only_prefills(self.decision.group)
         )
 
     def _quarantined(self) -> Quarantined:

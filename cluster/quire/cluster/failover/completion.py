@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from quire.cluster.errors import GroupLost, Quarantined, Unavailable
+from quire.cluster.errors import GroupLost, HandedOver, Quarantined, Unavailable
 from quire.cluster.failover.attempts import Attempts
 from quire.cluster.failover.chunk import Chunk, Start, Usage
 from quire.cluster.failover.ending import Ending
@@ -158,7 +158,10 @@ class Completion:
                 self._error = GroupLost(f"{told}, which it was not asked to")
             else:
                 assert delta.token_offset == len(self._token_ids), "the stream's promise"
-                self._add(delta, reason, chunk)
+                is_handed_over = reason == "length" and self._attempts.hands_over
+                self._add(delta, None if is_handed_over else reason, chunk)
+                if is_handed_over and self._finish_reason is None:
+                    self._error = HandedOver("its prompt is computed")
             if self._error is not None or self._finish_reason is not None:
                 break
         return chunk
