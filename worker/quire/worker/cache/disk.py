@@ -133,9 +133,6 @@ class DiskStore:
         """Why blocks are not written at present; empty where they are."""
         return self._pause if self._clock() < self._paused_until_s else ""
 
-    def __len__(self) -> int:
-        return len(self._index)
-
     def __contains__(self, block: BlockHash) -> bool:
         return block in self._index
 
