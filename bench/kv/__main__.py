@@ -7,6 +7,7 @@ python -m bench.kv drain [--streams N]       the gap of streams that move to ano
 """
 
 from bench.kv.equal import equal
+from bench.kv.faults import faults
 from bench.report import command
 
 
@@ -15,8 +16,12 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("equal").add_argument
     add("--requests", type=int, default=240)
+    add = commands.add_parser("faults").add_argument
+    add("--requests", type=int, default=1000)
     arguments = parser.parse_args()
-    return equal(num_requests=arguments.requests)
+    if arguments.command == "equal":
+        return equal(num_requests=arguments.requests)
+    return faults(num_requests=arguments.requests)
 
 
 if __name__ == "__main__":

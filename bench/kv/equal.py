@@ -143,7 +143,7 @@ class _Cell:
         begin, before = random_prompt(rng, 0), run
         if self.known and rng.random() < 0.75:
             # Some are in the cache, more in host memory and most on disk.
-            age = min(int(rng.exponential(12)), len(self.known) - 1)
+            age = min(int(rng.exponential(20)), len(self.known) - 1)
             prompt = self.known[-1 - age]
             begin = prompt.token_ids[: rng.integers(len(prompt.token_ids) // 2, 400)]
             begin, before, prompt.run = begin[:260], prompt.run, run

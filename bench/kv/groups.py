@@ -13,6 +13,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
@@ -162,6 +163,7 @@ class Remote:
     def __init__(self, config: ClusterConfig, name: str) -> None:
         self.name = name
         self._config = config
+        self._process: SpawnProcess | None = None
 
     async def __aenter__(self) -> "Remote":
         await self.start()
@@ -172,6 +174,8 @@ class Remote:
 
     async def start(self) -> None:
         """Again, after `kill`."""
+        if self._process is not None:
+            await asyncio.to_thread(self.end)
         self._pipe, theirs = multiprocessing.Pipe()
         self._process = multiprocessing.get_context("spawn").Process(
             target=_serve, args=(self._config, self.name, theirs)
@@ -201,14 +205,13 @@ class Remote:
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
+        assert self._process is not None, "it was not started"
+        assert self._process.pid is not None, "it was not started"
         return self._process.pid
 
     def kill(self) -> None:
         """At once, with no chance to say goodbye."""
-        self._process.kill()
-        self._process.join()
-        self._pipe.close()
+        os.kill(self.pid, signal.SIGKILL)
 
     def pause(self) -> None:
         os.kill(self.pid, signal.SIGSTOP)
@@ -217,6 +220,7 @@ class Remote:
         os.kill(self.pid, signal.SIGCONT)
 
     def end(self) -> None:
+        assert self._process is not None, "it was not started"
         self._pipe.close()
         self._process.join(30)
         self._process.kill()
