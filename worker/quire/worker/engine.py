@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 
 import numpy as np
@@ -48,7 +48,7 @@ from quire.worker.schedule.entrance import Entrance
 from quire.worker.schedule.intake import Intake
 from quire.worker.schedule.masks import Masks
 from quire.worker.schedule.reading import Read
-from quire.worker.schedule.schedule import Schedule
+from quire.worker.schedule.schedule import NOTHING, Schedule
 from quire.worker.schedule.scheduler import Scheduler
 from quire.worker.schedule.sequence import Sequence, Status
 from quire.worker.schedule.step_input import StepInputs
@@ -273,7 +273,11 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Stops the executor; requests at hand are lost. Can be called again."""
+        """Stops the executor; requests at hand are lost. Blocks that the disk lacks are written
+        there, for a few seconds at most. Can be called again."""
+        if self._failure is None and self._travel is not None:
+            with suppress(RankFailure):  # What it would have kept is lost, then.
+                self._travel.save_all(self._run_copies)
         self._failure = self._failure or "the engine is closed"
         self._entrance.close()
         self._masks.close()
@@ -317,6 +321,16 @@ class Engine:
                 param="request_id",
             )
         return self._intake.max_tokens(request)
+
+    def _run_copies(self) -> None:
+        """Runs a step that only copies, after those under way."""
+        assert self._travel is not None
+        while self._under_way:
+            self._take_tokens()
+        with self._failing():
+            self._executor.submit(self._inputs.build(NOTHING, self._travel.submitted()))
+            self._executor.result()
+        self._travel.finished()
 
     def _settle(self) -> None:
         """If no request is left, waits for the steps under way and drops their outputs."""

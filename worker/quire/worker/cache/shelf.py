@@ -79,6 +79,10 @@ class Shelf:
         assert named is not None
         return named[1]
 
+    def named(self) -> list[tuple[BlockHash, BlockHash | None]]:
+        """All kept blocks with the names of those before them, in no order."""
+        return [named for named in self._name_of if named is not None]
+
     def num_hits(self, slot: Slot) -> int:
         """How often requests found the kept block, in the KV cache or here."""
         return self._policy.num_hits(slot)

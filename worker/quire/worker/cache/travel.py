@@ -259,6 +259,15 @@ class Travel:
         """Forgets what host memory keeps. The disk keeps what it has."""
         self.shelf.reset()
 
+    def save_all(self, run_copies: Callable[[], None]) -> None:
+        """Writes what is here and not on disk yet, the blocks first that were found most, for a
+        few seconds at most. ``run_copies`` runs a step that makes all copies."""
+        if self._saver is None:
+            return
+        pool = self._pool
+        named = [pool.named(block_id) for block_id in pool.most_useful(pool.num_blocks)]
+        self._saver.save_all([*named, *self.shelf.named()], run_copies)
+
     def close(self) -> None:
         """Ends pulls, loans and threads, within seconds."""
         self._pool.spill = None
@@ -278,19 +287,27 @@ class Travel:
         )
         self._disk_fetch = DiskFetcher(disk, on_error=self._lost_on_disk.append)
         self._saver = DiskSaver(
-            disk, self._pool, self.shelf, self.copies, host_blocks_XC=self._host_XC
+            disk,
+            self._pool,
+            self.shelf,
+            self.copies,
+            host_blocks_XC=self._host_XC,
+            on_corrupt=self._throw_away,
         )
         self._log.stored([name for name, _ in disk.blocks()], tier=DISK_TIER)
 
     def _settle_disk(self, saver: DiskSaver) -> None:
         """Tells of blocks that came to disk or were lost there."""
+        disk = self._disk
+        assert disk is not None
         stored, removed = saver.settle()
         while self._lost_on_disk:
             error = self._lost_on_disk.popleft()
             removed += error.removed
             self.num_corrupt_blocks += isinstance(error, BlockCorrupt)
-        self._log.stored(stored, tier=DISK_TIER)
-        self._log.removed(removed, tier=DISK_TIER)
+        # A block may have come and gone meanwhile: what is true now counts.
+        self._log.stored([name for name in stored if name in disk], tier=DISK_TIER)
+        self._log.removed([name for name in removed if name not in disk], tier=DISK_TIER)
 
     def _spill(self, block_id: BlockId, name: BlockHash, parent: BlockHash | None) -> None:
         slot = self.shelf.keep(name, parent, num_hits=self._pool.num_hits(block_id))
@@ -298,7 +315,7 @@ class Travel:
             self.copies.out(block_id, slot)
             self.copies.then(lambda: self._check(slot))
         if self._saver is not None:
-            self._saver.save(block_id, name, parent)
+            self._saver.save(name, parent)
 
     def _check(self, slot: Slot) -> None:
         """A block has left the KV cache: its bytes are what they should be."""
