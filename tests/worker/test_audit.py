@@ -14,7 +14,7 @@ from quire.worker.schedule import audit
 def engine(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """One whose cache holds one prompt, and whose host memory holds what it evicts."""
     monkeypatch.setattr(audit, "EVERY_REQUESTS", 1)
-    return make_engine(num_blocks=24, num_host_blocks=128, kv_offloading_size=64 * 96 / 2**30)
+    return make_engine(num_blocks=24, host_kv_bytes=128 * 96, kv_offloading_size=64 * 96 / 2**30)
 
 
 def run(engine: Engine, request_id: str, tokens: Any) -> list[int]:

@@ -34,6 +34,8 @@ from quire.worker.cache.loans import Loans
 from quire.worker.cache.pull import Fetch
 from quire.worker.cache.pulls import Arrival, Pulls
 from quire.worker.cache.shelf import HOST_TIER, Shelf
+from quire.worker.model.facts import ModelFacts
+from quire.worker.step.messages import Executor
 
 _log = logging.getLogger(__name__)
 
@@ -123,9 +125,11 @@ class Travel:
             len(self.copies) or self.pulls.num_arrivals or self.loans.num_loans or is_saving
         )
 
-    def wait(self) -> None:
-        """Waits a moment for what threads bring and take. There is nothing else to do."""
-        self._changed.wait(_WAIT_S)
+    def wait(self, *, for_arrivals: bool) -> None:
+        """Waits a moment for what threads bring and take, if anything is under way or requests wait
+        ``for_arrivals``. There is nothing else to do."""
+        if for_arrivals or self.has_work:
+            self._changed.wait(_WAIT_S)
 
     def advance(self, *, is_decoding: bool, step_s: float) -> None:
         """Takes in what threads have brought and given back; to be called before each step, which
@@ -330,3 +334,29 @@ class Travel:
         )
         self.num_corrupt_blocks += 1
         self.shelf.drop(name)
+
+
+def make_travel(
+    pool: BlockPool,
+    log: EventLog,
+    config: EngineConfig,
+    model: ModelFacts,
+    executor: Executor,
+    *,
+    fetch: Fetch | None,
+    clock: Callable[[], float],
+) -> Travel | None:
+    """``None`` where blocks stay in the KV cache. Raises ConfigError, as `Travel` does."""
+    host_blocks_XC = executor.host_blocks_XC
+    if host_blocks_XC is None or not config.enable_prefix_caching or model.is_encoder:
+        return None
+    return Travel(
+        pool,
+        log,
+        config=config,
+        format=executor.kv_format,
+        host_blocks_XC=host_blocks_XC,
+        identity=f"{model.fingerprint} {model.kv_dtype} {executor.numerics}",
+        fetch=fetch,
+        clock=clock,
+    )
