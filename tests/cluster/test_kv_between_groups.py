@@ -30,6 +30,13 @@ NUM_BLOCKS = 25
 FRAME_BYTES = 64 + 32
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy the machine is, requests wait for their blocks."""
+    monkeypatch.setattr(arriving, "MIN_SLACK_S", 60.0)
+    monkeypatch.setattr(arriving, "_UNKNOWN_SLACK_S", 60.0)
+
+
 async def ask(
     group: Any, prompt: list[int] = PROMPT, *, source: group_pb2.BlockSource | None = None
 ) -> list[group_pb2.TokenDelta]:
@@ -70,6 +77,7 @@ async def fetched_by(model: Any, borrower: Any, source: group_pb2.BlockSource) -
     return deltas[0].fetched
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_request_takes_blocks_of_another_group(start_group: Any, model: Any) -> None:
     async with two_groups(start_group) as (lender, borrower):
         fetched = await fetched_by(model, borrower, source_of(lender))
@@ -139,6 +147,7 @@ async def test_a_peer_that_is_killed_in_between_is_named(start_group: Any, model
         assert fetched.error
 
 
+@pytest.mark.usefixtures("patient")
 async def test_two_groups_borrow_from_a_third_at_once(start_group: Any, model: Any) -> None:
     async with (
         two_groups(start_group) as (lender, borrower),
@@ -180,11 +189,11 @@ async def test_a_new_group_is_warm_before_its_first_request(start_group: Any, mo
         assert tokens(deltas) == model.continuation(PROMPT, seed=1, max_tokens=10)
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("with_tls", [True, False], ids=["tls", "plain"])
 async def test_a_real_model_says_the_same_of_blocks_that_came_from_another_group(
-    with_tls: bool, monkeypatch: pytest.MonkeyPatch
+    with_tls: bool,
 ) -> None:
-    monkeypatch.setattr(arriving, "MIN_SLACK_S", 60.0)  # It computes sooner than it asks.
     files = dict.fromkeys(["tls_certificate", "tls_key"], Path("unread") if with_tls else None)
     config = ClusterConfig(
         engine=EngineConfig(model=demo_model.PATH, num_blocks=64, num_threads=1),
@@ -206,6 +215,7 @@ async def test_a_real_model_says_the_same_of_blocks_that_came_from_another_group
             assert [of(delta) for delta in fetched] == [of(delta) for delta in computed]
 
 
+@pytest.mark.usefixtures("patient")
 async def test_who_takes_over_a_stream_takes_its_blocks_too(start_cluster: Any) -> None:
     async with start_cluster(kv_transfer=True) as cluster:
         cluster.take_steps_of(0.05)

@@ -120,7 +120,11 @@ class Borrower:
             reason = self._why_not(source)
             if not reason:
                 self._threads[thread] = source.address
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # The process may have no more of them.
+                    del self._threads[thread]
+                    reason = str(error)
         if reason:
             self._end(pull, expected, _told(source, reason))
 

@@ -212,7 +212,13 @@ class Lender:
                 daemon=True,
             )
             self._senders[connection] = thread
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # The process may have no more of them.
+                _log.warning("a loan cannot be sent: %s", error)
+                del self._senders[connection]
+                self._offers[ticket] = offer  # It is withdrawn soon.
+                return False
         return True
 
     # In a thread of each loan.
