@@ -45,6 +45,7 @@ class Shelf:
         self._name_of: list[tuple[BlockHash, BlockHash | None] | None] = [None] * num_slots
         self._checksums: list[bytes] = [b""] * num_slots
         self._pins = array("i", bytes(4 * num_slots))
+        self._filling: set[Slot] = set()
         self._num_children: Counter[BlockHash] = Counter()
         self._spare: dict[BlockHash, None] = {}
         self._clock = 0  # Ticks once per block kept.
@@ -64,11 +65,11 @@ class Shelf:
         return self._slot_of.get(block_hash)
 
     def match(self, hashes: Iterable[BlockHash]) -> list[Slot]:
-        """The slots of the longest kept beginning of ``hashes``. Takes nothing."""
+        """The slots of the longest kept beginning of ``hashes`` that are filled. Takes nothing."""
         slots = []
         for block_hash in hashes:
             slot = self._slot_of.get(block_hash)
-            if slot is None:
+            if slot is None or slot in self._filling:
                 break
             slots.append(slot)
         return slots
@@ -93,8 +94,8 @@ class Shelf:
     def keep(
         self, block_hash: BlockHash, parent: BlockHash | None, *, num_hits: int
     ) -> Slot | None:
-        """A slot for a block that the KV cache evicts, pinned for the caller, who fills it;
-        ``None`` where the block is not kept, or has its slot already."""
+        """A slot for a block that the KV cache evicts, pinned for the caller, who fills it and
+        says so by `filled`; ``None`` where the block is not kept, or has its slot already."""
         slot = self._slot_of.get(block_hash)
         if slot is not None:
             self._spare.pop(block_hash, None)
@@ -112,11 +113,16 @@ class Shelf:
         self._name_of[slot] = block_hash, parent
         self._checksums[slot] = b""
         self._pins[slot] = 1
+        self._filling.add(slot)
         if parent is not None:
             self._num_children[parent] += 1
         self._release(slot, num_hits)
         self._log.stored([block_hash], tier=HOST_TIER)
         return slot
+
+    def filled(self, slot: Slot) -> None:
+        """The block lies in the slot, still pinned, that `keep` returned."""
+        self._filling.discard(slot)
 
     def loaded(self, slots: Iterable[Slot]) -> None:
         """The KV cache has these blocks again: they are the first to go."""

@@ -14,6 +14,8 @@ from quire.worker.cache.travel import Travel
 from quire.worker.schedule.sequence import Sequence
 
 SLACK = 0.1
+_FADING = 0.8
+"""Part of what was measured that counts beside the next step."""
 MIN_SLACK_S = 0.003
 """A group's answer alone takes about as long: without it, no short prefix would be fetched."""
 _UNKNOWN_SLACK_S = 0.25
@@ -38,7 +40,9 @@ class Arriving:
         self._block_size = block_size
         self._clock = clock
         self._waiting: dict[Sequence, _Waiting] = {}
-        self._token_s: float | None = None  # Time in which a prompt's token is computed.
+        # Of recent steps with chunks of prompts; both fade.
+        self._num_tokens = 0.0
+        self._seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -47,9 +51,10 @@ class Arriving:
         return seq in self._waiting
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step of prompts alone computed so many of their tokens."""
-        token_s = seconds / num_tokens
-        self._token_s = token_s if self._token_s is None else 0.8 * self._token_s + 0.2 * token_s
+        """A step computed so many tokens of prompts."""
+        # Summed up, and not a mean of rates: a step of few tokens says little about long prompts.
+        self._num_tokens = _FADING * self._num_tokens + num_tokens
+        self._seconds = _FADING * self._seconds + seconds
 
     def add(self, seq: Sequence) -> bool:
         """Whether ``seq`` waits for blocks; `take` hands it out when it may begin."""
@@ -64,10 +69,17 @@ class Arriving:
 
     def take(self) -> list[Sequence]:
         """Those that wait no longer."""
-        taken = [seq for seq, waiting in self._waiting.items() if not self._is_worth_it(waiting)]
-        for seq in taken:
-            self._note(seq, self._waiting[seq])
+        taken = []
+        for seq, waiting in list(self._waiting.items()):
+            if self._is_worth_it(waiting):
+                continue
+            self._note(seq, waiting)
             self.remove(seq)
+            arrival = waiting.arrival
+            is_whole = arrival.num_here == len(arrival.pull.hashes) > waiting.num_before
+            # The disk may have had the beginning, and another group has more.
+            if not (is_whole and self.add(seq)):
+                taken.append(seq)
         return taken
 
     def remove(self, seq: Sequence) -> None:
@@ -79,9 +91,9 @@ class Arriving:
         if arrival.is_over or arrival.num_here == len(arrival.pull.hashes):
             return False
         waited_s = self._clock() - waiting.began_s
-        if self._token_s is None:
+        if not self._num_tokens:
             return waited_s < _UNKNOWN_SLACK_S * (1 + arrival.num_here - waiting.num_before)
-        block_s = self._token_s * self._block_size
+        block_s = self._seconds / self._num_tokens * self._block_size
         slack_s = max(SLACK * block_s * waiting.num_wanted, MIN_SLACK_S)
         return waited_s <= block_s * (arrival.num_here - waiting.num_before) + slack_s
 
@@ -93,9 +105,10 @@ class Arriving:
         if not error and arrival.num_here < len(arrival.pull.hashes):
             rest = len(arrival.pull.hashes) - arrival.num_here
             error = f"{rest} blocks came too late: computing them is sooner"
-        seq.fetched = Fetched(
-            num_disk_tokens=0 if is_peer else num_tokens,
-            num_peer_tokens=num_tokens if is_peer else 0,
-            wait_s=self._clock() - waiting.began_s,
+        before = seq.fetched or Fetched()
+        seq.fetched = before._replace(
+            num_disk_tokens=before.num_disk_tokens + (0 if is_peer else num_tokens),
+            num_peer_tokens=before.num_peer_tokens + (num_tokens if is_peer else 0),
+            wait_s=before.wait_s + self._clock() - waiting.began_s,
             error=error,
         )

@@ -341,6 +341,9 @@ class Scheduler:
         pool = self._tables.pool
         num_available = pool.num_available - pool.num_unheld(hits)
         if num_blocks + num_promised + len(self.running) > num_available:
+            # Where nobody runs, nobody else will make room.
+            if not self.running:
+                self._tables.yield_room()
             return False
         self._unqueue(seq)
         self._pending.computed(seq.hashes[seq.num_queued_hits : prefix.num_blocks])
@@ -372,6 +375,8 @@ class Scheduler:
         What the step computes already is not undone: then the step goes on without ``seq``.
         """
         while self._tables.are_lacking(seq, num_tokens):
+            if self._tables.yield_room():
+                continue
             victim = self.running[-1]
             if victim is seq or any(victim is other for other, _ in chosen):
                 return False
