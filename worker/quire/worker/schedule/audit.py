@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 EVERY_REQUESTS = 16
 """Of this number of requests that fetched blocks, one has a block checked."""
 _MAX_WAITING = 16
-_ASKED = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, seed=0)
+_ASKED = SamplingParams(temperature=0, max_tokens=1, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
