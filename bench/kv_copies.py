@@ -21,8 +21,8 @@ from bench.report import command, markdown
 from quire.kernels import native
 from quire.worker.api.hashing import BlockHash
 from quire.worker.api.kv_format import Bytes, KvFormat
+from quire.worker.cache.checksum import checksum_of
 from quire.worker.cache.disk import DiskStore
-from quire.worker.cache.disk_file import checksum_of
 from quire.worker.cache.host_memory import map_host_blocks
 from quire.worker.model.loader import Shard
 from quire.worker.runner.block_copies import CACHE, HOST, BlockCopies, CacheLayout
@@ -111,11 +111,8 @@ def _copies(
             num_places = num_blocks if tier == CACHE else len(host_XC)
             copies_X22[:, end, 1] = rng.permutation(num_places)[:num_copied]
 
-        def way() -> None:
-            torch.set_num_threads(num_threads)
-            copies.run(copies_X22)
-
-        return way
+        torch.set_num_threads(num_threads)
+        return lambda: copies.run(copies_X22)
 
     threads = f"{num_threads} thread" + "s" * (num_threads > 1)
     return {

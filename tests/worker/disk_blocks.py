@@ -7,8 +7,8 @@ import numpy as np
 
 from quire.worker.api.hashing import BlockHash
 from quire.worker.api.kv_format import Bytes, KvFormat
+from quire.worker.cache.checksum import checksum_of
 from quire.worker.cache.disk import DiskStore, Put
-from quire.worker.cache.disk_file import checksum_of
 
 FORMAT = KvFormat(num_layers=2, num_kv_heads=2, head_bytes=32, block_size=4)
 FILE_BYTES = 4096
@@ -24,7 +24,11 @@ def content(number: int) -> Bytes:
 
 
 def store_in(folder: Path, *, num_blocks: int = 100, **options: Any) -> DiskStore:
-    given = {"identity": "model", "format": FORMAT, "max_bytes": num_blocks * FILE_BYTES}
+    given: dict[str, Any] = {
+        "identity": "model",
+        "format": FORMAT,
+        "max_bytes": num_blocks * FILE_BYTES,
+    }
     return DiskStore(folder, **(given | options))
 
 

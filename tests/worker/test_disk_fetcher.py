@@ -12,9 +12,9 @@ from tests.worker.disk_blocks import FORMAT, content, files, name, numbers, put_
 
 from quire.worker.api.hashing import BlockHashes
 from quire.worker.cache import disk_fetcher
+from quire.worker.cache.checksum import checksum_of
 from quire.worker.cache.disk import BlockCorrupt, DiskReadError, DiskStore
 from quire.worker.cache.disk_fetcher import DiskFetcher
-from quire.worker.cache.disk_file import checksum_of
 from quire.worker.cache.pull import Landed, Pull
 
 PATIENCE_S = 30.0

@@ -13,7 +13,9 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 from tests.examples import examples
+from tests.prepared import prepared
 from tests.worker.conftest import owner
+from tests.worker.engine_requests import take_checksums
 from tests.worker.test_engine_machine import ADAPTERS, EngineMachine, Generate, MakeEngine
 
 from quire.worker.api.errors import QueueFull
@@ -83,17 +85,11 @@ class TravelMachine(EngineMachine):
         )
         self.max_loras = 2
         for adapter in ADAPTERS:
-            self.engine.check_request(self.warm_up(adapter))
+            self.engine.check_request(prepared("adapter", [2], adapter=adapter, max_tokens=1))
         self.executor.on_execute = self.its_blocks_are_held
         self.max_num_seqs, self.max_num_tokens = max_num_seqs, max_num_seqs + extra_tokens
         self.engine.events.subscribe(self.replay)
         self.will_fetch = True
-
-    @staticmethod
-    def warm_up(adapter: str) -> Any:
-        from tests.prepared import prepared
-
-        return prepared("adapter", [2], adapter=adapter, max_tokens=1)
 
     @property
     def travel(self) -> Any:
@@ -185,9 +181,7 @@ class TravelMachine(EngineMachine):
     @rule(choice=st.integers(0, 100))
     def spoil(self, choice: int) -> None:
         """A bit of a kept block changes, while nobody reads it."""
-        for _, check in self.travel._checks:
-            check.result()
-        self.travel._take_checksums()
+        take_checksums(self.engine)
         shelf = self.travel.shelf
         slots = [slot for slot in shelf._slot_of.values() if not shelf._pins[slot]]
         if slots:
@@ -273,8 +267,7 @@ class TravelMachine(EngineMachine):
             loan.close()
         self.peers.clear()
         for _ in range(100):
-            for _, check in self.travel._checks:
-                check.result()
+            take_checksums(self.engine)
             self.step(1)
         travel, stats = self.travel, self.engine.stats()
         assert not self.engine.has_work

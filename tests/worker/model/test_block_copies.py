@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -267,6 +269,53 @@ def plain_bytes(
             at = (token * own_heads + own) * of_token
             whole += data[at : at + of_token]
     return whole
+
+
+@pytest.mark.parametrize("is_head_major", [True, False])
+def test_of_copies_to_one_place_the_last_counts(is_head_major: bool) -> None:
+    rng = np.random.default_rng(0)
+    format = KvFormat(num_layers=1, num_kv_heads=2, head_bytes=64, block_size=4)
+    kv = random_cache(rng, torch.int8, 1, (6, 4, 2, 16))
+    host_XC = np.zeros((3, format.block_bytes), np.uint8)
+    layout = CacheLayout(format=format, is_head_major=is_head_major)
+    copies = BlockCopies(kv, layout=layout, shard=Shard(), host_blocks_XC=host_XC)
+    out = [((0, block), (1, 2)) for block in (3, 5, 1)]
+    copies.run(np.array([*out, ((1, 2), (0, 0)), ((0, 4), (1, 2))], np.int32))
+    for cache in kv[0]:
+        assert (cache[0] == cache[1]).all()
+    expected = plain_bytes([kv], [Shard()], 4, 2, is_head_major)
+    assert bytes(host_XC[2]) == bytes(expected)
+
+
+def test_ranks_that_have_one_head_read_what_the_first_of_them_writes_in_the_same_step() -> None:
+    rng = np.random.default_rng(0)
+    format = KvFormat(num_layers=1, num_kv_heads=1, head_bytes=64, block_size=4)
+    host_XC = np.zeros((3, format.block_bytes), np.uint8)
+    first = random_cache(rng, torch.int8, 1, (6, 4, 1, 16))
+    second = [(k.clone(), v.clone()) for k, v in first]
+    barrier = threading.Barrier(2)
+    there_and_back = np.array([((0, 3), (1, 2)), ((1, 2), (0, 0)), ((0, 5), (1, 2))], np.int32)
+
+    def run(rank: int, kv: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        copies = BlockCopies(
+            kv,
+            layout=CacheLayout(format=format, is_head_major=True),
+            shard=Shard(rank=rank, size=2),
+            host_blocks_XC=host_XC,
+            meet=lambda: barrier.wait(30),
+        )
+        if not rank:
+            time.sleep(0.05)  # The other rank would long have read.
+        copies.run(there_and_back)
+
+    threads = [threading.Thread(target=run, args=each) for each in ((0, first), (1, second))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for kv in (first, second):
+        for cache in kv[0]:
+            assert (cache[0] == cache[3]).all()
 
 
 def test_copies_of_blocks_that_are_not_there_are_refused(tiny_llama: Path, runner_of: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.worker.engine_requests import request
+from tests.worker.engine_requests import request, take_checksums
 from tests.worker.lenders import Lender
 
 from quire.worker.api.kv_format import PeerSource
@@ -193,12 +193,10 @@ def test_a_damaged_block_is_computed_instead(
     computed = contents(ask(engine))
     travel = engine._travel
     assert travel is not None
-    for _, check in travel._checks:
-        check.result()
-    travel._take_checksums()
+    take_checksums(engine)
     hashes = engine._intake.sequence(request("x", PROMPTS[0]), 1).hashes
     slot = travel.on_shelf(hashes[len(engine._pool.match(hashes)) :])[0]
-    travel._host_XC[slot, 3] ^= 4
+    travel.host_blocks_XC[slot, 3] ^= 4
     with caplog.at_level(logging.ERROR):
         assert contents(ask(engine, PROMPTS[:1])) == computed[:1]
     assert engine.stats().num_corrupt_blocks == 1

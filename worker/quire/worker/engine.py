@@ -42,6 +42,7 @@ from quire.worker.cache.pull import Fetch
 from quire.worker.cache.travel import make_travel, num_tiers
 from quire.worker.model.dense import DenseLayer
 from quire.worker.model.facts import ModelFacts
+from quire.worker.schedule.audit import Audit
 from quire.worker.schedule.compiling import cannot_go_on
 from quire.worker.schedule.counters import Counters
 from quire.worker.schedule.entrance import Entrance
@@ -96,6 +97,9 @@ class Engine:
         self._travel = make_travel(
             self._pool, self.events, config, model, executor, fetch=fetch, clock=clock
         )
+        self._audit: Audit | None = None
+        if self._travel is not None:
+            self._audit = Audit(self._travel, self._pool, on_wrong=self._stop_naming)
         self._scheduler = Scheduler(
             pool=self._pool,
             max_num_seqs=config.max_num_seqs,
@@ -138,7 +142,7 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
         travels = self._travel is not None and self._travel.has_work
-        return bool(self._sequences or self._under_way or travels)
+        return bool(self._sequences or self._under_way or travels or self._audit)
 
     def check_request(self, request: Prepared) -> None:
         """Refuses what `add_request`, or compiling its constraint, or reading its adapter, would
@@ -216,6 +220,8 @@ class Engine:
         if self._entrance:
             outputs += self._let_in()
         outputs += self._take_masks(self._beside)
+        if self._audit and not self._sequences:
+            self._begin_check(self._audit)
         schedule = self._scheduler.schedule()
         self._beside = schedule.sequences
         num_prefilled = schedule.num_prefilled
@@ -309,6 +315,19 @@ class Engine:
     def _num_waiting(self) -> int:
         return self._scheduler.num_waiting + len(self._entrance)
 
+    def _begin_check(self, audit: Audit) -> None:
+        """There is nothing else to do: has a block computed again."""
+        seq = audit.next(eos_token_ids=self._model.eos_token_ids)
+        if seq is not None:
+            self._sequences[seq.request.request_id] = seq
+            self._scheduler.add(seq)
+
+    def _stop_naming(self, wrong: frozenset[BlockHash]) -> None:
+        """What is computed behind ``wrong`` blocks is wrong too: nobody else shall find it."""
+        for seq in self._sequences.values():
+            if seq.num_blocks and not wrong.isdisjoint(seq.hashes):
+                seq.stop_naming()
+
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise RankFailure(self._failure)
@@ -374,6 +393,11 @@ class Engine:
             # One that has finished was aborted since, or its end was not known when this was
             # submitted.
             if not num_samples or seq.status is Status.FINISHED or seq in schedule.void:
+                continue
+            if self._audit is not None and self._audit.is_checking(seq):
+                self._audit.computed(seq)
+                self._scheduler.remove(seq)
+                self._forget(seq)
                 continue
             drawn = begin + num_scored
             if result.broken_rows and any(row in result.broken_rows for row in range(begin, drawn)):
@@ -465,6 +489,8 @@ class Engine:
             self._forget(seq)
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         fetched, seq.fetched = seq.fetched, None
+        if fetched is not None and self._audit is not None:
+            self._audit.fetched(seq, fetched)
         if seq.prompt_logprobs:
             prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
         return TokenDelta(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quire.worker.bench.workload import Workload
 
 _SWEPT = (4, 8, 16, 32, 64)
+_LENGTHS = (128, 256, 512, 1024, 2048)
 _CACHE_SIZES = ["10%", "30%", "100%"]
 
 
@@ -22,7 +23,7 @@ def add_bench_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds ``bench`` and what it measures to the command line."""
     bench = commands.add_parser(
         "bench",
-        help="measure prefix caching or block sizes",
+        help="measure prefix caching, block sizes, or where prefixes are kept",
         description="Measures one engine in this process; docs/benchmarks.md explains the numbers.",
     )
     kinds = bench.add_subparsers(required=True, metavar="BENCHMARK")
@@ -39,6 +40,15 @@ def add_bench_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     block_size = _add_kind(kinds, "blocksize", "run a workload over block sizes, prefix caching on")
     _add_sweep_flags(block_size, cache_sizes=["100%"], output=Path("quire-bench-blocksize"))
     block_size.set_defaults(run=_block_size)
+
+    reuse = _add_kind(
+        kinds,
+        "reuse",
+        "measure the time to the first token with a prefix cached, in host memory, on disk, in "
+        "another group and nowhere",
+    )
+    _add_reuse_flags(reuse)
+    reuse.set_defaults(run=_reuse)
 
 
 def _add_kind(
@@ -105,6 +115,26 @@ def _add_sweep_flags(
     sweep("--repeats", type=int, default=3, help="repeats of everything; medians are shown")
     sweep("--output", type=Path, default=output, help="path and stem of the JSON and the plot")
     sweep("--plot-format", choices=("png", "svg"), default="png", help="plot format")
+
+
+def _add_reuse_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what to measure").add_argument
+    add("--lengths", type=int, nargs="+", default=_LENGTHS, metavar="N", help="tokens of prefixes")
+    add("--block-size", type=int, choices=BLOCK_SIZES, default=16, help="tokens in a KV block")
+    add(
+        "--kv-disk-dir",
+        type=Path,
+        help="a folder on the disk to measure; where temporary files are, if absent",
+    )
+    add("--repeats", type=int, default=5, help="new prompts of each length; medians are shown")
+    add("--seed", type=int, default=0, help="seed of the prompts")
+    add("--output", type=Path, default=Path("quire-bench-reuse"), help="stem of the JSON and plot")
+
+
+def _reuse(arguments: argparse.Namespace) -> int:
+    from quire.cluster.bench.reuse import reuse
+
+    return reuse(arguments)
 
 
 def _prefix(arguments: argparse.Namespace) -> int:

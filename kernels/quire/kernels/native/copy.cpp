@@ -1,9 +1,18 @@
 // Blocks of KV between the cache and memory outside it: a piece of each cache for each block, where
 // a call for each would take longer than the bytes.
 
+#include <algorithm>
 #include <cstring>
 
 #include "quire.h"
+
+namespace {
+
+// One thread copies these in a millisecond. Beside busy neighbours, several threads wait longer
+// for each other.
+constexpr int64_t kBytesPerThread = 8 << 20;
+
+}  // namespace
 
 void quire_copy_blocks(const CopyBlocksArgs* args, char* const* caches, int32_t num_threads) {
   const CopyBlocksArgs& a = *args;
@@ -18,5 +27,8 @@ void quire_copy_blocks(const CopyBlocksArgs* args, char* const* caches, int32_t 
                  : memcpy(in_cache, outside, a.piece_bytes);
     }
   };
-  parallel(num_threads, [&](Team team) { team.share_rows(a.num_blocks * a.num_caches, copy); });
+  const int64_t num_pieces = a.num_blocks * a.num_caches;
+  const int64_t most = num_pieces * a.piece_bytes / kBytesPerThread + 1;
+  parallel(int(std::min<int64_t>(num_threads, most)),
+           [&](Team team) { team.share_rows(num_pieces, copy); });
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.worker.api.errors import ConfigError
+from quire.worker.bench.reuse import PLACES, ReuseRow
 from quire.worker.bench.summary import Row
 
 INSTALL = "pip install matplotlib"
@@ -45,6 +46,33 @@ def plot_prefix(rows: Sequence[Row], file: Path, *, title: str) -> None:
 
     _hit_panel(hits, rows)
     _fragmentation_panel(fragmentation, rows)
+    _save(figure, file)
+
+
+def plot_reuse(rows: Sequence[ReuseRow], file: Path, *, title: str) -> None:
+    """The time to the first token over the prefix's length, a line for each place, and the shares
+    of computing it."""
+    figure, (times, shares) = _figure(title, num_rows=1, num_columns=2)
+    lengths = [row.num_tokens for row in rows]
+    for number, place in enumerate(PLACES):
+        colour = _GREY if place == "computed" else _COLOURS[number - 1]
+        times.plot(
+            lengths, [1e3 * row.seconds[place] for row in rows], "o-", color=colour, label=place
+        )
+        if place != "computed":
+            shares.plot(lengths, [row.share(place) for row in rows], "o-", color=colour)
+    for panel, name, unit in (
+        (times, "Time to the first token", "ms"),
+        (shares, "Share of computing the prompt", ""),
+    ):
+        panel.set_title(name)
+        panel.set_xlabel("tokens of the prefix")
+        panel.set_ylabel(unit)
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        panel.set_xticks(lengths, [str(length) for length in lengths])
+        panel.grid(alpha=0.3)
+    times.legend()
     _save(figure, file)
 
 

@@ -135,6 +135,28 @@ class BlockPool:
         for block_id in block_ids:
             self._hold(block_id)
 
+    def disown(self, block_hash: BlockHash) -> list[BlockHash]:
+        """Takes the names of a block and of all behind it away, so that nobody finds them; returns
+        the names. Those that are held stay their holders' until they are released."""
+        first = self._block_of.get(block_hash)
+        if first is None:
+            return []
+        # Parents first: a block whose parent loses its name loses it too.
+        lost: dict[BlockId, BlockHash] = {first: block_hash}
+        more = True
+        while more:
+            children = {
+                block_id: name
+                for name, block_id in self._block_of.items()
+                if block_id not in lost and self._parent[block_id] in lost
+            }
+            lost |= children
+            more = bool(children)
+        for block_id, name in reversed(lost.items()):
+            self._forget(block_id, name)
+        self._log.removed(lost.values())
+        return list(lost.values())
+
     def num_unheld(self, block_ids: Iterable[BlockId]) -> int:
         """How many of these registered blocks `acquire` would take from those available."""
         refs = self._refs
@@ -294,9 +316,27 @@ class BlockPool:
         del self._block_of[block_hash]
         self._retention.forget(block_id)
         self._num_cached -= 1
+        self._leave(block_id)
+        return block_id, block_hash
+
+    def _forget(self, block_id: BlockId, name: BlockHash) -> None:
+        """Takes a block's name away."""
+        is_waiting = self._retention.held(block_id)
+        self._retention.forget(block_id)
+        del self._block_of[name]
+        self._hash_of[block_id] = None
+        if not self._refs[block_id]:
+            self._policy.held(block_id, now=self._clock)  # It is not on offer any more.
+            self._num_offered -= self._num_children[block_id] == 0 and not is_waiting
+            self._num_cached -= 1
+            self._returned.append(block_id)
+        self._leave(block_id)
+
+    def _leave(self, block_id: BlockId) -> None:
+        """The block is in no chain any more: its parent may be evicted."""
         parent = self._parent[block_id]
         if parent != _NO_PARENT:
             self._num_children[parent] -= 1
             if self._num_children[parent] == 0 and self._refs[parent] == 0:
                 self._offer(parent)
-        return block_id, block_hash
+        self._parent[block_id] = _NO_PARENT

@@ -133,9 +133,6 @@ class DiskStore:
         """Why blocks are not written at present; empty where they are."""
         return self._pause if self._clock() < self._paused_until_s else ""
 
-    def __len__(self) -> int:
-        return len(self._index)
-
     def __contains__(self, block: BlockHash) -> bool:
         return block in self._index
 
@@ -220,6 +217,10 @@ class DiskStore:
             with suppress(OSError):  # A disk that cannot be written to can still be read.
                 os.utime(path)
         return checksum
+
+    def discard(self, block: BlockHash) -> list[BlockHash]:
+        """Deletes a block and all behind it; returns those that were there. Waits for the disk."""
+        return self._forget(block)
 
     def close(self) -> None:
         """Lets another engine have the slot. Nothing may be written afterwards."""
@@ -370,7 +371,7 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 def _foreign_files(slot: Path, *, own: str) -> list[tuple[Path, int]]:
     """Files of other identities with their sizes, the most recently used first."""
-    found = []
+    found: list[tuple[Path, os.stat_result]] = []
     for folder in os.scandir(slot):
         if folder.is_dir(follow_symlinks=False) and folder.name != own:
             shutil.rmtree(Path(folder) / _UNFINISHED, ignore_errors=True)

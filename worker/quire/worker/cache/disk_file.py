@@ -10,6 +10,7 @@ from pathlib import Path
 
 from quire.worker.api.hashing import HASH_BYTES, BlockHash
 from quire.worker.api.kv_format import Bytes, KvFormat
+from quire.worker.cache.checksum import checksum_of
 
 # C bytes of a block
 
@@ -30,14 +31,6 @@ class BadFile(Exception):
     """A file is not what it should be; the message says in what."""
 
 
-def checksum_of(bytes_C: Bytes) -> bytes:
-    """XXH3 of a block's bytes, 128 bits."""
-    # Here and not above: only engines whose blocks travel need it.
-    import xxhash
-
-    return xxhash.xxh3_128(memoryview(bytes_C)).digest()
-
-
 def write_file(
     path: Path,
     bytes_C: Bytes,
@@ -53,7 +46,7 @@ def write_file(
         OSError: It cannot be written, or is there. What was written of it stays.
     """
     header = _FIELDS.pack(*_expected(format, block, parent), checksum)
-    left = [memoryview(header), memoryview(bytes_C)]
+    left = [memoryview(header), bytes_C.data]
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         while left:
@@ -86,10 +79,10 @@ def read_file(
         if size != HEADER_BYTES + format.block_bytes:
             raise BadFile(f"it has {size} bytes, not {HEADER_BYTES + format.block_bytes}")
         header = bytearray(HEADER_BYTES)
-        num_read = os.readv(file, [header, memoryview(into_C)])
+        num_read = os.readv(file, [header, into_C.data])
         more = num_read
         while more and HEADER_BYTES <= num_read < size:
-            more = os.preadv(file, [memoryview(into_C)[num_read - HEADER_BYTES :]], num_read)
+            more = os.preadv(file, [into_C.data[num_read - HEADER_BYTES :]], num_read)
             num_read += more
     finally:
         os.close(file)

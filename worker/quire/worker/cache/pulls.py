@@ -73,6 +73,7 @@ class Pulls:
         self._arrivals: list[Arrival] = []
         self._coming: dict[BlockHash, Arrival] = {}
         self._num_held = 0
+        self._distrusted: set[str] = set()
 
     @property
     def num_arrivals(self) -> int:
@@ -109,6 +110,10 @@ class Pulls:
         QueueFull: too much is under way."""
         if self._begin(hashes, parents, source, holds=[], is_chain=False) is None:
             raise QueueFull(f"{len(self._arrivals)} pulls are under way")
+
+    def distrust(self, group_id: str) -> None:
+        """Fetches nothing from that group any more."""
+        self._distrusted.add(group_id)
 
     def let_go(self, arrival: Arrival) -> None:
         """One that waited for it does not any more."""
@@ -158,6 +163,8 @@ class Pulls:
     ) -> Arrival | None:
         fetch = self._fetch if source is not None else self._fetch_from_disk
         if fetch is None or len(self._arrivals) >= _MAX_ARRIVALS:
+            return None
+        if source is not None and source.group_id in self._distrusted:
             return None
         pull = Pull(
             names,

@@ -79,7 +79,7 @@ class Travel:
         self.num_corrupt_blocks = 0
         self.num_host_tokens = 0
         self._pool = pool
-        self._host_XC = host_blocks_XC
+        self.host_blocks_XC = host_blocks_XC
         self._changed = threading.Event()
         num_slots = len(host_blocks_XC)
         num_kept = int(config.kv_offloading_size * 2**30) // format.block_bytes
@@ -291,7 +291,7 @@ class Travel:
             self._pool,
             self.shelf,
             self.copies,
-            host_blocks_XC=self._host_XC,
+            host_blocks_XC=self.host_blocks_XC,
             on_corrupt=self._throw_away,
         )
         self._log.stored([name for name, _ in disk.blocks()], tier=DISK_TIER)
@@ -309,6 +309,14 @@ class Travel:
         self._log.stored([name for name in stored if name in disk], tier=DISK_TIER)
         self._log.removed([name for name in removed if name not in disk], tier=DISK_TIER)
 
+    def throw_away(self, names: Sequence[BlockHash]) -> None:
+        """Forgets blocks that are not what they should be, wherever they are kept."""
+        for name in names:
+            if name in self.shelf:
+                self.shelf.drop(name)
+            if self._disk is not None and name in self._disk:
+                self._log.removed(self._disk.discard(name), tier=DISK_TIER)
+
     def _spill(self, block_id: BlockId, name: BlockHash, parent: BlockHash | None) -> None:
         slot = self.shelf.keep(name, parent, num_hits=self._pool.num_hits(block_id))
         if slot is not None:
@@ -320,7 +328,7 @@ class Travel:
     def _check(self, slot: Slot) -> None:
         """A block has left the KV cache: its bytes are what they should be."""
         self.shelf.filled(slot)
-        self._checks.append((slot, self._checker.submit(checksum_of, self._host_XC[slot])))
+        self._checks.append((slot, self._checker.submit(checksum_of, self.host_blocks_XC[slot])))
 
     def _take_checksums(self) -> None:
         while self._checks and self._checks[0][1].done():
@@ -330,7 +338,7 @@ class Travel:
 
     def _is_whole(self, slot: Slot) -> bool:
         known = self.shelf.checksum(slot)
-        return not known or known == checksum_of(self._host_XC[slot])
+        return not known or known == checksum_of(self.host_blocks_XC[slot])
 
     def _throw_away(self, name: BlockHash) -> None:
         slot = self.shelf.find(name)

@@ -30,9 +30,9 @@ from quire.worker.model.spec import Experts, ModelSpec
 
 _OWN_CODE = (
     *("model/**/*.py", "sampling/*.py", "runner/model_runner.py", "step/sampling_batch.py"),
-    "text/grammar.py",
+    *("text/grammar.py", "runner/block_copies.py"),
 )
-"""Modules of the worker that compute, or choose tokens."""
+"""Modules of the worker that compute, choose tokens, or lay out the blocks that groups exchange."""
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16")
 
 

@@ -2,10 +2,11 @@
 
 A cache is one tensor for K and V of each layer, with this rank's heads; host memory has a block's
 bytes in one piece, with all heads (`quire.worker.api.kv_format`). A rank writes and reads its own
-heads there. Where several ranks have the same head, the first of them writes it.
+heads there. Where several ranks have the same head, the first of them writes it, and the others
+wait for it before they read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,15 @@ class BlockCopies:
         layout: CacheLayout,
         shard: Shard,
         host_blocks_XC: Bytes | None,
+        meet: Callable[[], object] = lambda: None,
     ) -> None:
-        """On a GPU, host memory is pinned here, for as long as the process runs."""
+        """On a GPU, host memory is pinned here, for as long as the process runs. ``meet`` waits
+        until all ranks have called it."""
         first, end = shard.kv_heads(layout.format.num_kv_heads)
         before = Shard(rank=max(0, shard.rank - 1), size=shard.size)
         self._writes = shard.rank == 0 or before.kv_heads(layout.format.num_kv_heads)[0] != first
+        self._shares_heads = shard.size > layout.format.num_kv_heads
+        self._meet = meet
         caches = [cache for layer in kv for cache in layer]
         self._device = caches[0].device
         self._caches = [_by_heads(cache, is_head_major=layout.is_head_major) for cache in caches]
@@ -75,14 +80,16 @@ class BlockCopies:
             IndexError: There is no such tier, or no such block in it.
             ValueError: A copy is from host memory to host memory, which no step needs.
         """
-        for tiers, places_X2 in _runs(copies_X22):
+        for number, (tiers, places_X2) in enumerate(_runs(copies_X22)):
+            if number and self._shares_heads:
+                self._meet()
             for tier, place in zip(tiers, places_X2.T, strict=True):
                 self._check(tier, place)
             if tiers == (HOST, HOST):
                 raise ValueError("copies within host memory: there are none")
             if tiers == (CACHE, HOST) and not self._writes:
                 continue
-            from_X, to_X = places_X2.T.astype(np.int64)
+            from_X, to_X = _last_of_each(places_X2).T.astype(np.int64)
             if self._native is not None and tiers != (CACHE, CACHE):
                 goes_out = tiers == (CACHE, HOST)
                 blocks_X, slots_X = (from_X, to_X) if goes_out else (to_X, from_X)
@@ -114,6 +121,15 @@ def _runs(copies_X22: Ints) -> Iterator[tuple[tuple[int, int], Ints]]:
         if len(run_X22):
             source, target = run_X22[0, :, 0].tolist()
             yield (source, target), run_X22[:, :, 1]
+
+
+def _last_of_each(places_X2: Ints) -> Ints:
+    """Without the copies whose target a later one overwrites: all others may be made at once."""
+    targets = places_X2[:, 1].tolist()
+    if len(set(targets)) == len(targets):
+        return places_X2
+    last = {target: number for number, target in enumerate(targets)}
+    return places_X2[sorted(last.values())]
 
 
 def _by_heads(cache: Tensor, *, is_head_major: bool) -> Tensor:

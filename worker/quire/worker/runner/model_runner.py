@@ -39,7 +39,7 @@ from quire.worker.model.numerics import numerics
 from quire.worker.model.tensor_parallel import TensorParallel
 from quire.worker.runner import kv_cache
 from quire.worker.runner.adapters import RankAdapters
-from quire.worker.runner.block_copies import BlockCopies, CacheLayout
+from quire.worker.runner.block_copies import CACHE, HOST, BlockCopies, CacheLayout
 from quire.worker.runner.decode_graphs import Bucket, CudaCapture, DecodeGraphs, make_buckets
 from quire.worker.runner.gpu_profile import (
     graph_bytes,
@@ -119,7 +119,7 @@ class ModelRunner:
         """What decides the bits of outputs besides the weights."""
         self._vocab_size = spec.vocab_size if tp.rank == 0 else None
         self._kv: KvCache = []
-        self._copies: BlockCopies | None = None
+        self._copies: BlockCopies
         self._graphs: DecodeGraphs | None = None
         self._buckets: list[Bucket] = []
         self._device_sampler: DeviceSampler | None = None
@@ -188,6 +188,7 @@ class ModelRunner:
             layout=CacheLayout(format=self.kv_format, is_head_major=self._is_head_major),
             shard=self._shard,
             host_blocks_XC=host_blocks_XC,
+            meet=self._meet,
         )
         if self._buckets:
             self._graphs = self._decode_graphs(self._kv)
@@ -203,6 +204,9 @@ class ModelRunner:
         *chunks, decodes = warm_up_steps(
             self._config, block_size=self._layout.block_size, max_model_len=self._max_model_len
         )
+        if self.num_host_blocks:
+            there_and_back = (((CACHE, 0), (HOST, 0)), ((HOST, 0), (CACHE, 0)))
+            self._copies.run(np.array(there_and_back, np.int32))
         graphs, self._graphs = self._graphs, None
         for step in (*chunks, decodes):
             self.execute(step)
@@ -256,10 +260,10 @@ class ModelRunner:
             assert self._adapters is not None, "the engine refuses adapters"
             self._adapters.load(step.adapter_loads)
         if step.copies_X22 is not None:
-            assert self._copies is not None, "`allocate` comes first"
             self._copies.run(step.copies_X22)
         if not len(step.token_ids_T):
-            return self._meet()
+            self._meet()
+            return None if self._tp.rank else NoTokens(self._device)
         if self._is_encoder:
             return self._encode(step)
         rows = None
@@ -283,10 +287,9 @@ class ModelRunner:
             return self._device_sampler.sample(logits_SV, sampling, values_HC)
         return _done(sample(logits_SV, sampling, in_place=True), hidden)
 
-    def _meet(self) -> Pending | None:
-        """Rank 0's answer to a step without tokens, once all ranks have made its copies."""
+    def _meet(self) -> None:
+        """Waits until all ranks have come so far; on a GPU, what is queued after it does."""
         self._tp.all_reduce(torch.zeros(1, device=self._device))
-        return None if self._tp.rank else NoTokens(self._device)
 
     def _encode(self, step: StepInput) -> Pending:
         hidden = self._wanted_hidden(step, None)

@@ -356,6 +356,11 @@ class Sequence:
         self.num_blocks_in_row = 0
         return block_ids
 
+    def stop_naming(self) -> None:
+        """Its further blocks get no names, as blocks before them have lost theirs."""
+        del self.hashes[self.num_registered :]
+        self._chain = None
+
     def _extend_hashes(self) -> None:
         if self._chain is not None:
             self.hashes += self._chain.extend(self.token_ids)

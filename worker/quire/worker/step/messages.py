@@ -66,8 +66,9 @@ class StepInput:
     copies_X22: Ints | None = None
     """Blocks that every rank copies before it computes: each one's source and target, and of these
     the tier and the block's place there. Tier 0 is the cache that rows read and write, tier 1 the
-    memory of `Executor.host_blocks_XC`. One copy after the other, but of neighbours between the
-    same two tiers none may read what another writes. A step may have copies and no tokens."""
+    memory of `Executor.host_blocks_XC`, within which there are no copies. One copy after the other,
+    but of neighbours between the same two tiers none may read what another writes. A step may have
+    copies and no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
