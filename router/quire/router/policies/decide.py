@@ -45,7 +45,11 @@ def decide(
     fetches = None
     if elsewhere is not None:
         fetches = elsewhere.fetches(
-            groups.fetch_costs_2KG, own, usable_blocks=usable, block_size=request.block_size
+            groups.fetch_costs_2KG,
+            own,
+            groups.step_rest(request.now_s),
+            usable_blocks=usable,
+            block_size=request.block_size,
         )
         hits = own if fetches is None else fetches.hits
     costs = policy.costs(request, groups, hits)

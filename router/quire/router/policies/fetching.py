@@ -11,12 +11,13 @@ of each kind are learned from the groups' counters. A guess stands for what has 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 from typing import NamedTuple
 
 import numpy as np
 
+from quire.router.accuracy import moved_mean
 from quire.router.policies.policy import Column, GroupLoad
 from quire.router.policies.speeds import PRIOR_PREFILL_PER_S, Line
 from quire.router.prefix_index.directory import GroupId
@@ -26,6 +27,9 @@ from quire.router.prefix_index.directory import GroupId
 KINDS = ("host", "disk", "peer")
 MIN_SAVED_TOKENS = 32.0
 """A source is named only where that is forecast to save as much computing."""
+PATIENCE = 0.1
+"""As a share of the time that computing it takes: how long an engine waits for the first of what it
+fetches, once it could compute instead."""
 _PEER = KINDS.index("peer")
 _GUESSED_SHARES = (0.04, 0.08, 0.12)
 """Of the time that computing takes, by kind."""
@@ -43,6 +47,7 @@ class FetchCosts:
         # Tokens and seconds that are counted but not learned from: one may be told after the other.
         self._unlearned = [(0, 0.0) for _ in KINDS]
         self._last: GroupLoad | None = None
+        self._source_rest_s: float | None = None
         self._num_failures = 0.0
         self._failures_at_s = 0.0
 
@@ -73,15 +78,22 @@ class FetchCosts:
             self._unlearned[kind] = num_tokens, wait_s
         return True
 
+    def asked(self, *, source_rest_s: float) -> None:
+        """The group is to fetch from a source whose present step has so much left."""
+        self._source_rest_s = moved_mean(self._source_rest_s, source_rest_s)
+
     def tokens(self, prefill_per_s: float) -> Column:
-        """Fixed costs and those of a token, by kind, where computing is so fast: (2, K)."""
+        """Fixed costs and those of a token, by kind, where computing is so fast: (2, K). Without
+        the rest of a source's step, which is known better at each decision."""
         costs_2K = np.empty((2, len(KINDS)))
         for kind, line in enumerate(self._lines):
             parts = line.parts
             if parts is None:
                 fixed, share = _GUESSED_FIXED_S[kind] * prefill_per_s, _GUESSED_SHARES[kind]
             else:
-                fixed, share = parts[0] * prefill_per_s, parts[1] * prefill_per_s
+                rest_s = (self._source_rest_s or 0.0) if kind == _PEER else 0.0
+                fixed_s, token_s = max(parts[0] - rest_s, 0.0), parts[1]
+                fixed, share = fixed_s * prefill_per_s, token_s * prefill_per_s
             costs_2K[:, kind] = fixed, share
         costs_2K[:, _PEER] *= 1 + self._num_failures
         return costs_2K
@@ -116,17 +128,26 @@ class Elsewhere:
     """Blocks of it."""
     takes_G: Column
     """1 for each group that can fetch from others, else 0."""
+    source_rest: float = 0.0
+    """What is left of the source's present step, in tokens: it lends from the next one on."""
 
     def only(self, positions: Sequence[int]) -> "Elsewhere":
         """For the groups at these positions."""
-        return Elsewhere(
-            self.slower_TG[:, positions], self.source, self.num_lent, self.takes_G[positions]
+        return replace(
+            self, slower_TG=self.slower_TG[:, positions], takes_G=self.takes_G[positions]
         )
 
     def fetches(
-        self, costs_2KG: Column, cached: Column, *, usable_blocks: int, block_size: int
+        self,
+        costs_2KG: Column,
+        cached: Column,
+        step_rest: Column,
+        *,
+        usable_blocks: int,
+        block_size: int,
     ) -> Fetches | None:
-        """``cached``: tokens in each group's KV cache. None where there is nothing to fetch."""
+        """``cached``: tokens in each group's KV cache; ``step_rest``: what is left of its present
+        step, meanwhile it fetches. None where there is nothing to fetch."""
         is_lent = self.source is not None
         rows = np.empty((len(self.slower_TG) + is_lent, len(cached)))
         if not len(rows):
@@ -144,11 +165,14 @@ class Elsewhere:
             return None
         kinds = [*range(len(self.slower_TG)), *[_PEER] * is_lent]
         fixed, share = costs_2KG[:, kinds]
-        costs = fixed + share * num_tokens
-        saved = num_tokens - costs
-        is_worth = saved > 0.0
         if is_lent:
-            is_worth[-1] = saved[-1] >= MIN_SAVED_TOKENS
+            fixed[-1] += self.source_rest
+        fixed -= step_rest
+        costs = np.maximum(fixed + share * num_tokens, 0.0)
+        saved = num_tokens - costs
+        is_worth = (saved > 0.0) & (fixed <= PATIENCE * num_tokens)
+        if is_lent:
+            is_worth[-1] &= saved[-1] >= MIN_SAVED_TOKENS
         num_tokens *= is_worth
         costs *= is_worth
         return Fetches(

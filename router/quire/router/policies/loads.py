@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 
 from quire.router.policies.fetching import GUESSED_2K
-from quire.router.policies.policy import Column, GroupState
+from quire.router.policies.policy import LATE_STEPS, Column, GroupState
 from quire.router.policies.speeds import (
     MIN_PER_S,
     PRIOR_OUTPUT_PER_S,
@@ -19,9 +19,6 @@ from quire.router.policies.speeds import (
     Speeds,
 )
 
-LATE_STEPS = 2.0
-"""A step that exceeds its expected time by this factor says nothing: the guess was wrong, or its
-frame went to other gateways only, or the group hangs."""
 _NUM_ROWS = 12
 """Those of a `GroupState`; the terms of the rates follow them, then the costs of fetching."""
 
@@ -109,6 +106,11 @@ class Loads:
         share = (now_s - self._step_began_s) / self._step_s
         over: Column = np.minimum(np.maximum(share, 0.0), 1.0) * (share < LATE_STEPS)
         return over
+
+    def step_rest(self, now_s: float) -> Column:
+        """Prompt tokens that each group's present step has yet to compute."""
+        rest: Column = self.num_step_tokens * (1.0 - self.step_over(now_s))
+        return rest
 
     def only(self, positions: Sequence[int]) -> "Loads":
         """The groups at these positions, as they are now; nothing is put into it."""

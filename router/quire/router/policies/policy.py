@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 Column: TypeAlias = npt.NDArray[np.float64]
 """A number for each group. Every count that can occur is exact in it."""
 
+LATE_STEPS = 2.0
+"""A step that exceeds its expected time by this factor says nothing: the guess was wrong, or its
+frame went to other gateways only, or the group hangs."""
+
 Reason = Literal[
     "cached_prefix",
     "fetched_prefix",
@@ -168,6 +172,11 @@ class GroupState:
         adapters that have requests can be loaded."""
         num = self.num_adapters + (adapter not in self.adapters)
         return max(num - self.max_adapters, 0) / self.max_adapters if self.max_adapters else 0.0
+
+    def step_rest_s(self, now_s: float) -> float:
+        """How long its present step still takes; 0 where nothing is known, or it is long past."""
+        over_s = now_s - self.step_began_s
+        return max(self.step_s - over_s, 0.0) if over_s < LATE_STEPS * self.step_s else 0.0
 
     def forecast_s(self, num_prefill_tokens: int) -> float | None:
         """The seconds to the first token of a request that lacks ``num_prefill_tokens`` here."""

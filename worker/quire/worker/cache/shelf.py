@@ -12,7 +12,6 @@ the other and back: without them, each tier would learn of half of them.
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable
 
 from quire.worker.api.events import EventLog
@@ -46,7 +45,7 @@ class Shelf:
         self._checksums: list[bytes] = [b""] * num_slots
         self._pins = array("i", bytes(4 * num_slots))
         self._filling: set[Slot] = set()
-        self._num_children: Counter[BlockHash] = Counter()
+        self._children: dict[BlockHash, set[BlockHash]] = {}
         self._spare: dict[BlockHash, None] = {}
         self._clock = 0  # Ticks once per block kept.
 
@@ -80,6 +79,10 @@ class Shelf:
         assert named is not None
         return named[1]
 
+    def named(self) -> list[tuple[BlockHash, BlockHash | None]]:
+        """All kept blocks with the names of those before them, in no order."""
+        return [named for named in self._name_of if named is not None]
+
     def num_hits(self, slot: Slot) -> int:
         """How often requests found the kept block, in the KV cache or here."""
         return self._policy.num_hits(slot)
@@ -103,9 +106,9 @@ class Shelf:
             self._release(slot, num_hits)
             self._offer(slot)
             return None
-        if self.num_kept >= self.max_kept and not self._evict():
-            return None
-        if not self._free:
+        has_room = self.num_kept < self.max_kept or self._evict()
+        if not (has_room and self._free):
+            self._drop_behind(block_hash)
             return None
         slot = self._free.pop()
         self._clock += 1
@@ -115,7 +118,7 @@ class Shelf:
         self._pins[slot] = 1
         self._filling.add(slot)
         if parent is not None:
-            self._num_children[parent] += 1
+            self._children.setdefault(parent, set()).add(block_hash)
         self._release(slot, num_hits)
         self._log.stored([block_hash], tier=HOST_TIER)
         return slot
@@ -157,20 +160,21 @@ class Shelf:
 
     def drop(self, block_hash: BlockHash) -> None:
         """Forgets a kept block that is of no use, and those behind it in its chain."""
-        children: dict[BlockHash | None, list[BlockHash]] = {}
-        for named in self._name_of:
-            if named is not None:
-                children.setdefault(named[1], []).append(named[0])
-        found = [block_hash]
-        for each in found:
-            found += children.get(each, ())
-        for each in reversed(found):
-            self._forget(self._slot_of[each])
+        self._drop_behind(block_hash)
+        self._forget(self._slot_of[block_hash])
 
     def reset(self) -> None:
         """Forgets all kept blocks."""
         for slot in list(self._slot_of.values()):
             self._forget(slot)
+
+    def _drop_behind(self, block_hash: BlockHash) -> None:
+        """Forgets the kept blocks behind one that is in no tier any more."""
+        found = list(self._children.get(block_hash, ()))
+        for each in found:
+            found += self._children.get(each, ())
+        for each in reversed(found):
+            self._forget(self._slot_of[each])
 
     def _release(self, slot: Slot, num_hits: int) -> None:
         """The kept block is no longer in the KV cache, where it had so many hits."""
@@ -183,7 +187,7 @@ class Shelf:
         """Lets the kept block be evicted, where nothing speaks against it."""
         named = self._name_of[slot]
         assert named is not None
-        is_last = not self._num_children[named[0]]
+        is_last = named[0] not in self._children
         if is_last and not self._pins[slot] and named[0] not in self._spare:
             self._policy.offer(slot, now=self._clock)
             self._num_offered += not self._is_offered[slot]
@@ -219,9 +223,9 @@ class Shelf:
         self._name_of[slot] = None
         self._spare.pop(block_hash, None)
         if parent is not None:
-            self._num_children[parent] -= 1
-            if not self._num_children[parent]:
-                del self._num_children[parent]
+            self._children[parent].discard(block_hash)
+            if not self._children[parent]:
+                del self._children[parent]
                 before = self._slot_of.get(parent)
                 if before is not None:
                     self._offer(before)

@@ -34,6 +34,8 @@ from quire.worker.cache.loans import Loans
 from quire.worker.cache.pull import Fetch
 from quire.worker.cache.pulls import Arrival, Pulls
 from quire.worker.cache.shelf import HOST_TIER, Shelf
+from quire.worker.model.facts import ModelFacts
+from quire.worker.step.messages import Executor
 
 _log = logging.getLogger(__name__)
 
@@ -123,9 +125,11 @@ class Travel:
             len(self.copies) or self.pulls.num_arrivals or self.loans.num_loans or is_saving
         )
 
-    def wait(self) -> None:
-        """Waits a moment for what threads bring and take. There is nothing else to do."""
-        self._changed.wait(_WAIT_S)
+    def wait(self, *, for_arrivals: bool) -> None:
+        """Waits a moment for what threads bring and take, if anything is under way or requests wait
+        ``for_arrivals``. There is nothing else to do."""
+        if for_arrivals or self.has_work:
+            self._changed.wait(_WAIT_S)
 
     def advance(self, *, is_decoding: bool, step_s: float) -> None:
         """Takes in what threads have brought and given back; to be called before each step, which
@@ -255,6 +259,15 @@ class Travel:
         """Forgets what host memory keeps. The disk keeps what it has."""
         self.shelf.reset()
 
+    def save_all(self, run_copies: Callable[[], None]) -> None:
+        """Writes what is here and not on disk yet, the blocks first that were found most, for a
+        few seconds at most. ``run_copies`` runs a step that makes all copies."""
+        if self._saver is None:
+            return
+        pool = self._pool
+        named = [pool.named(block_id) for block_id in pool.most_useful(pool.num_blocks)]
+        self._saver.save_all([*named, *self.shelf.named()], run_copies)
+
     def close(self) -> None:
         """Ends pulls, loans and threads, within seconds."""
         self._pool.spill = None
@@ -274,19 +287,27 @@ class Travel:
         )
         self._disk_fetch = DiskFetcher(disk, on_error=self._lost_on_disk.append)
         self._saver = DiskSaver(
-            disk, self._pool, self.shelf, self.copies, host_blocks_XC=self.host_blocks_XC
+            disk,
+            self._pool,
+            self.shelf,
+            self.copies,
+            host_blocks_XC=self.host_blocks_XC,
+            on_corrupt=self._throw_away,
         )
         self._log.stored([name for name, _ in disk.blocks()], tier=DISK_TIER)
 
     def _settle_disk(self, saver: DiskSaver) -> None:
         """Tells of blocks that came to disk or were lost there."""
+        disk = self._disk
+        assert disk is not None
         stored, removed = saver.settle()
         while self._lost_on_disk:
             error = self._lost_on_disk.popleft()
             removed += error.removed
             self.num_corrupt_blocks += isinstance(error, BlockCorrupt)
-        self._log.stored(stored, tier=DISK_TIER)
-        self._log.removed(removed, tier=DISK_TIER)
+        # A block may have come and gone meanwhile: what is true now counts.
+        self._log.stored([name for name in stored if name in disk], tier=DISK_TIER)
+        self._log.removed([name for name in removed if name not in disk], tier=DISK_TIER)
 
     def throw_away(self, names: Sequence[BlockHash]) -> None:
         """Forgets blocks that are not what they should be, wherever they are kept."""
@@ -302,7 +323,7 @@ class Travel:
             self.copies.out(block_id, slot)
             self.copies.then(lambda: self._check(slot))
         if self._saver is not None:
-            self._saver.save(block_id, name, parent)
+            self._saver.save(name, parent)
 
     def _check(self, slot: Slot) -> None:
         """A block has left the KV cache: its bytes are what they should be."""
@@ -330,3 +351,29 @@ class Travel:
         )
         self.num_corrupt_blocks += 1
         self.shelf.drop(name)
+
+
+def make_travel(
+    pool: BlockPool,
+    log: EventLog,
+    config: EngineConfig,
+    model: ModelFacts,
+    executor: Executor,
+    *,
+    fetch: Fetch | None,
+    clock: Callable[[], float],
+) -> Travel | None:
+    """``None`` where blocks stay in the KV cache. Raises ConfigError, as `Travel` does."""
+    host_blocks_XC = executor.host_blocks_XC
+    if host_blocks_XC is None or not config.enable_prefix_caching or model.is_encoder:
+        return None
+    return Travel(
+        pool,
+        log,
+        config=config,
+        format=executor.kv_format,
+        host_blocks_XC=host_blocks_XC,
+        identity=f"{model.fingerprint} {model.kv_dtype} {executor.numerics}",
+        fetch=fetch,
+        clock=clock,
+    )

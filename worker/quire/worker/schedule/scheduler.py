@@ -232,10 +232,8 @@ class Scheduler:
                 if seq is None or turn < self._turn(seq):
                     prefix = self._tables.find_prefix(head)
                     num_hits = prefix.num_blocks
-                    gone = head.hashes[num_hits : head.num_queued_hits]
-                    if gone:
-                        self._pending.lost(gone)
-                        self._push(head, num_hits)
+                    if num_hits < head.num_queued_hits:
+                        self._push_again(head, num_hits)
                         continue
                     seq = self._leader(head, num_hits, begun)
                     if seq is None:
@@ -304,9 +302,7 @@ class Scheduler:
         outdated = self.waiting.take_outdated(self._num_turns_left)
         self._num_turns_left -= len(outdated)
         for seq in outdated:
-            num_hits = self._tables.num_hits(seq)
-            self._pending.lost(seq.hashes[num_hits : seq.num_queued_hits])
-            self._push(seq, num_hits)
+            self._push_again(seq, self._tables.num_hits(seq))
 
     def _leader(self, seq: Sequence, num_hits: int, begun: list[Sequence]) -> Sequence | None:
         """The sequence in ``begun`` whose next block is also the first that ``seq`` lacks.
@@ -398,9 +394,7 @@ class Scheduler:
         for seq in resumed:
             if seq.status is Status.WAITING:
                 self._aside.remove(seq)
-                num_hits = self._tables.num_hits(seq)
-                self._pending.lost(seq.hashes[num_hits : seq.num_queued_hits])
-                self._push(seq, num_hits)
+                self._push_again(seq, self._tables.num_hits(seq))
 
     def _queue(self, seq: Sequence) -> None:
         num_hits = self._tables.num_hits(seq)
@@ -410,6 +404,13 @@ class Scheduler:
         else:
             self._push(seq, num_hits)
         self._pending.queued(seq)
+
+    def _push_again(self, seq: Sequence, num_hits: int) -> None:
+        """Gives ``seq``, which waits, the turn that is its now that so many blocks are there."""
+        before = seq.num_queued_hits
+        self._pending.lost(seq.hashes[num_hits:before])
+        self._pending.found(seq.hashes[before:num_hits])
+        self._push(seq, num_hits)
 
     def _push(self, seq: Sequence, num_hits: int) -> None:
         seq.num_queued = seq.num_tokens - num_hits * self._block_size
