@@ -4,9 +4,9 @@
                                       [--cost PRESET ...] [--link NAME ...]
 
 Our policy on our engine without transfers, beside links of each rate, with and without host memory
-of four times the KV cache; and Mooncake's rule on its kind of engine (first come first served, least
-recently used), which waits for all that it fetches. A source lends from its next step on. The first
-tenth of the requests is not counted. More than 16 groups serve copies of the trace that share
+of four times the KV cache; and Mooncake's rule on its kind of engine (first come first served,
+least recently used), which waits for all that it fetches. A source lends from its next step on. The
+first tenth of the requests is not counted. More than 16 groups serve copies of the trace that share
 nothing.
 """
 

@@ -252,7 +252,8 @@ class MooncakeFetching(Mooncake):
         num_tokens = np.maximum(num_lent - own, 0.0) * is_far
         fixed, share = groups.fetch_costs_2KG[:, KINDS.index("peer")]
         costs = (fixed + share * num_tokens) * (num_tokens > 0)
-        return Fetches(own + num_tokens - costs, own - cached + num_tokens, num_tokens, costs)
+        num_RG = np.array([own - cached, num_tokens])
+        return Fetches(own + num_tokens - costs, num_RG, np.array([0 * costs, costs]), True)
 
 
 class DynamoCost(OneByOne):

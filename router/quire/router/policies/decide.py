@@ -53,8 +53,8 @@ def decide(
     state, num_hit_tokens = groups.states[index], int(hits[index])
     num_found, source = int(own[index]), None
     if fetches is not None:
-        num_found += int(fetches.num_tokens[index])
-        if elsewhere is not None and fetches.num_source_tokens[index]:
+        num_found += int(fetches.num_RG[:, index].sum())
+        if elsewhere is not None and fetches.num_lent(index):
             source = elsewhere.source
     reason = policy.reason
     if len(groups) == 1:

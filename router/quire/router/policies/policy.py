@@ -301,12 +301,12 @@ class Decision:
     @property
     def num_fetched_tokens(self) -> int:
         """How many prompt tokens the group is to fetch."""
-        return 0 if self.fetches is None else int(self.fetches.num_tokens[self.index])
+        return 0 if self.fetches is None else int(self.fetches.num_RG[:, self.index].sum())
 
     @property
     def fetch_cost(self) -> float:
         """What fetching them costs, in tokens."""
-        return 0.0 if self.fetches is None else float(self.fetches.costs[self.index])
+        return 0.0 if self.fetches is None else float(self.fetches.costs_RG[:, self.index].sum())
 
     @property
     def fetch_s(self) -> float | None:
