@@ -6,8 +6,12 @@ python -m bench.kv disturb [--rounds N]      what a lender's decodes lose while 
 python -m bench.kv drain [--streams N]       the gap of streams that move to another group
 """
 
+import os
+
+from bench.kv.drain import drain
 from bench.kv.equal import equal
 from bench.kv.faults import faults
+from bench.provenance import commit, cpu
 from bench.report import command
 
 
@@ -18,10 +22,23 @@ def main() -> int:
     add("--requests", type=int, default=240)
     add = commands.add_parser("faults").add_argument
     add("--requests", type=int, default=1000)
+    add = commands.add_parser("drain").add_argument
+    add("--streams", type=int, default=50)
+    add("--tokens", type=int, default=2048, help="of each prompt")
+    add("--rounds", type=int, default=2)
     arguments = parser.parse_args()
-    if arguments.command == "equal":
-        return equal(num_requests=arguments.requests)
-    return faults(num_requests=arguments.requests)
+    print(f"{cpu()}, commit {commit()}, load {os.getloadavg()[0]:.1f}\n", flush=True)
+    match arguments.command:
+        case "equal":
+            return equal(num_requests=arguments.requests)
+        case "faults":
+            return faults(num_requests=arguments.requests)
+        case _:
+            return drain(
+                num_streams=arguments.streams,
+                num_tokens=arguments.tokens,
+                rounds=arguments.rounds,
+            )
 
 
 if __name__ == "__main__":
