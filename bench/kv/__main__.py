@@ -7,10 +7,13 @@ python -m bench.kv drain [--streams N]       the gap of streams that move to ano
 """
 
 import os
+from pathlib import Path
 
+from bench.kv.disturb import disturb
 from bench.kv.drain import drain
 from bench.kv.equal import equal
 from bench.kv.faults import faults
+from bench.peers.checkpoints import SHAPES
 from bench.provenance import commit, cpu
 from bench.report import command
 
@@ -26,6 +29,12 @@ def main() -> int:
     add("--streams", type=int, default=50)
     add("--tokens", type=int, default=2048, help="of each prompt")
     add("--rounds", type=int, default=2)
+    add = commands.add_parser("disturb").add_argument
+    add("--shape", choices=SHAPES, default="M")
+    add("--streams", type=int, default=8)
+    add("--rounds", type=int, default=12)
+    add("--window-s", type=float, default=2.0)
+    add("--cache", type=Path, default=Path.home() / ".cache/quire/bench", help="for checkpoints")
     arguments = parser.parse_args()
     print(f"{cpu()}, commit {commit()}, load {os.getloadavg()[0]:.1f}\n", flush=True)
     match arguments.command:
@@ -33,6 +42,14 @@ def main() -> int:
             return equal(num_requests=arguments.requests)
         case "faults":
             return faults(num_requests=arguments.requests)
+        case "disturb":
+            return disturb(
+                shape=arguments.shape,
+                num_streams=arguments.streams,
+                rounds=arguments.rounds,
+                window_s=arguments.window_s,
+                cache=arguments.cache,
+            )
         case _:
             return drain(
                 num_streams=arguments.streams,

@@ -83,9 +83,7 @@ def drain(*, num_streams: int, num_tokens: int, rounds: int) -> int:
     print(markdown(header, rows))
     gaps_s = {key: median(_gaps(each)) for key, each in found.items()}
     is_equal = all(
-        _agree(moved.tokens, other.tokens)
-        for moved in found[True]
-        for other in found[False]
+        _agree(moved.tokens, other.tokens) for moved in found[True] for other in found[False]
     )
     print(
         f"\n{num_streams} streams of {num_tokens} tokens, {rounds} rounds: a gap is "
@@ -117,9 +115,7 @@ def _agree(some: list[list[int]], others: list[list[int]]) -> bool:
 
 def _config(model: Path, num_streams: int, num_tokens: int, *, moves_kv: bool) -> ClusterConfig:
     num_blocks = num_streams * ((num_tokens + _MAX_TOKENS) // BLOCK_SIZE + 2)
-    config = config_of(
-        model=model, dtype="bfloat16", num_blocks=num_blocks, kv_transfer=moves_kv
-    )
+    config = config_of(model=model, dtype="bfloat16", num_blocks=num_blocks, kv_transfer=moves_kv)
     return replace(config, served_model_name="demo", num_groups=2)
 
 
