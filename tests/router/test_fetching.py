@@ -80,7 +80,8 @@ def test_what_a_group_fetches_is_worked_out_for_all_as_for_each(
     costs_2KG = np.array(kinds).transpose(2, 1, 0)
     cached = np.array(own) * float(SIZE)
     rest = np.array(data.draw(st.lists(rests, min_size=num_groups, max_size=num_groups)))
-    found = elsewhere.fetches(costs_2KG, cached, rest, usable_blocks=usable, block_size=SIZE)
+    step = np.array(data.draw(st.lists(rests, min_size=num_groups, max_size=num_groups)))
+    found = elsewhere.fetches(costs_2KG, cached, rest, step, usable_blocks=usable, block_size=SIZE)
     for group in range(num_groups):
         end, hits, fetched, of_source = own[group], own[group] * float(SIZE), 0, 0
         ways = [(kind, tier[group], 0.0, 0.0) for kind, tier in enumerate(tiers)]
@@ -92,7 +93,10 @@ def test_what_a_group_fetches_is_worked_out_for_all_as_for_each(
             fixed, share = kinds[group][kind]
             # Beside the group's own step; a source lends after its own.
             fixed += later - rest[group]
-            saved = num - max(fixed + share * num, 0)
+            cost = max(fixed + share * num, 0)
+            # What comes within a step waits for its end.
+            cost += step[group] if cost and min_saved else 0
+            saved = num - cost
             if num and saved > 0 and saved >= min_saved and fixed <= PATIENCE * num:
                 hits, fetched = hits + saved, fetched + num
                 of_source = num if kind == 2 else 0
