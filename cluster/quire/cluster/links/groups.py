@@ -180,8 +180,7 @@ class Groups:
     def source(self, source: GroupId, *, taker: GroupId, num_blocks: int) -> pb.BlockSource | None:
         """How ``taker`` reaches ``source``, which has ``num_blocks`` blocks of a request; ``None``
         where the two do not exchange blocks, or one is not attached any longer."""
-        both = [self._attached.get(group_id) for group_id in (source, taker)]
-        lender, borrower = both
+        lender, borrower = self._attached.get(source), self._attached.get(taker)
         if lender is None or borrower is None or not num_blocks:
             return None
         if not _exchange(lender.description, borrower.description):
