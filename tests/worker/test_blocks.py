@@ -37,6 +37,9 @@ class Scored:
     ) -> None:
         self._uses[block_id] = Use(0, 0, position)
 
+    def num_hits(self, block_id: int) -> int:
+        return 0
+
     def hit(self, block_id: int) -> None:
         use = self._uses[block_id]
         self._uses[block_id] = use._replace(num_hits=use.num_hits + 1)

@@ -52,6 +52,9 @@ class Lru:
     def hit(self, block_id: int) -> None:
         pass
 
+    def num_hits(self, block_id: int) -> int:
+        return 0
+
     def held(self, block_id: int, *, now: int) -> None:
         self._queue.remove(block_id)
 

@@ -9,7 +9,7 @@ newest token is then in flight, and the ranks insert it themselves. Penalties, a
 constraints, which follow from it, are computed and sent while that step's model runs. A request
 that turns out to have ended, or whose mask is late, has a part in the step whose token is dropped.
 Without steps ahead, no step is under way between two calls, and every held block belongs to a
-running request.
+running request, a loan, or blocks on their way (`quire.worker.cache.travel`).
 """
 
 import time
@@ -25,13 +25,7 @@ import numpy as np
 from quire.worker.api.arrays import Floats
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.engine_stats import EngineStats
-from quire.worker.api.errors import (
-    BrokenLogits,
-    InvalidRequest,
-    QueueFull,
-    QuireError,
-    RankFailure,
-)
+from quire.worker.api.errors import InvalidRequest, QueueFull, QuireError, RankFailure
 from quire.worker.api.events import EventLog
 from quire.worker.api.hashing import BlockHash, BlockHashes
 from quire.worker.api.kv_format import KvFormat, PeerSource
@@ -41,13 +35,13 @@ from quire.worker.cache.blocks import BlockPool
 from quire.worker.cache.loan import Loan
 from quire.worker.cache.pull import Fetch
 from quire.worker.cache.travel import make_travel, num_tiers
-from quire.worker.model.dense import DenseLayer
 from quire.worker.model.facts import ModelFacts
 from quire.worker.schedule.audit import Audit
 from quire.worker.schedule.compiling import cannot_go_on
 from quire.worker.schedule.counters import Counters
+from quire.worker.schedule.deltas import Pooling, broken_logits, delta_of, failure_of
 from quire.worker.schedule.entrance import Entrance
-from quire.worker.schedule.intake import Intake
+from quire.worker.schedule.intake import Intake, speculates
 from quire.worker.schedule.masks import Masks
 from quire.worker.schedule.reading import Read
 from quire.worker.schedule.schedule import NOTHING, Schedule
@@ -55,7 +49,6 @@ from quire.worker.schedule.scheduler import Scheduler
 from quire.worker.schedule.sequence import Sequence, Status
 from quire.worker.schedule.step_input import StepInputs
 from quire.worker.step.messages import Executor, StepOutput
-from quire.worker.text.embeddings import normalized
 from quire.worker.text.tokenizer import Tokenizer
 
 
@@ -106,13 +99,13 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.scheduling_policy,
-            speculates=_speculates(config, executor),
+            speculates=speculates(config, executor),
             takes_whole=model.is_encoder,
             max_adapters=config.max_loras,
             travel=self._travel,
         )
         self._inputs = StepInputs(block_size=config.block_size)
-        self._dense = [DenseLayer(each) for each in model.pooling.dense] if model.pooling else []
+        self._pooling = Pooling(model)
         self._entrance = Entrance(
             config,
             model,
@@ -424,16 +417,11 @@ class Engine:
 
     def _take_embedding(self, seq: Sequence, state_C: Floats) -> TokenDelta:
         """Ends ``seq`` with its vector. The token behind it means nothing."""
-        assert self._model.pooling is not None
-        for layer in self._dense:
-            state_C = layer(state_C)
-        if not np.isfinite(state_C).all():
+        vector_C = self._pooling.vector(state_C)
+        if vector_C is None:
             return self._break_off(seq)
         self._scheduler.remove(seq)
-        if self._model.pooling.normalize:
-            state_C = normalized(state_C)
-        output = self._output(seq, (), "stop")
-        return output._replace(hidden=state_C[None])
+        return self._output(seq, (), "stop")._replace(hidden=vector_C[None])
 
     def _take_masks(self, beside: list[Sequence]) -> list[TokenDelta]:
         """Waits a while for masks that are not known; ends the requests that cannot go on."""
@@ -490,39 +478,20 @@ class Engine:
         """The output of ``seq``, whose newest tokens are ``token_ids``; forgets an ended one."""
         if finish_reason is not None:
             self._forget(seq)
-        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         fetched, seq.fetched = seq.fetched, None
         if fetched is not None and self._audit is not None:
             self._audit.fetched(seq, fetched)
-        if seq.prompt_logprobs:
-            prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
-        return TokenDelta(
-            seq.request.request_id,
-            seq.num_output_tokens - len(token_ids),
-            token_ids,
-            logprobs,
-            finish_reason,
-            seq.num_cached or 0,
-            prompt_logprobs=prompt_logprobs,
-            fetched=fetched,
-        )
+        return delta_of(seq, token_ids, finish_reason, logprobs, fetched)
 
     def _break_off(self, seq: Sequence) -> TokenDelta:
         """Ends ``seq``, whose logits are broken."""
         self._scheduler.remove(seq)
-        num_prompt, num_output = seq.num_prompt_tokens, seq.num_output_tokens
-        error = BrokenLogits(
-            f"the model produced NaN or infinite logits at position {num_prompt + num_output}, "
-            f"behind {num_prompt} tokens of prompt and {num_output} of output: its weights are "
-            "damaged, or too large for the type it is computed in; other requests are unharmed"
-        )
-        return self._fail(seq, error)
+        return self._fail(seq, broken_logits(seq))
 
     def _fail(self, seq: Sequence, error: QuireError) -> TokenDelta:
         """The last output of ``seq``, which the scheduler no longer has."""
         self._forget(seq)
-        request_id, num_output = seq.request.request_id, seq.num_output_tokens
-        return TokenDelta(request_id, num_output, (), (), "abort", seq.num_cached or 0, error=error)
+        return failure_of(seq, error)
 
     def _forget(self, seq: Sequence) -> None:
         del self._sequences[seq.request.request_id]
@@ -542,10 +511,3 @@ class Engine:
 
 
 _LENDS_NONE = "this group's blocks do not leave its KV cache"
-
-
-def _speculates(config: EngineConfig, executor: Executor) -> bool:
-    """A step ahead is asked for before the tokens are known that guesses would follow."""
-    if config.speculation is None:
-        return executor.num_ahead == 0 and executor.numerics.startswith("cpu")
-    return config.speculation and executor.num_ahead == 0

@@ -165,12 +165,14 @@ class Elsewhere:
         costs_2KG: Column,
         cached: Column,
         step_rest: Column,
+        next_step: Column,
         *,
         usable_blocks: int,
         block_size: int,
     ) -> Fetches | None:
         """``cached``: tokens in each group's KV cache; ``step_rest``: what is left of its present
-        step, meanwhile it fetches. None where there is nothing to fetch."""
+        step, meanwhile it fetches; ``next_step``: what the step after that takes without the
+        request. All in tokens. None where there is nothing to fetch."""
         is_lent, num_slower = self.source is not None, len(self.slower_TG)
         if not num_slower + is_lent:
             return None
@@ -194,6 +196,9 @@ class Elsewhere:
         costs_RG = share_RG * num_RG
         costs_RG += fixed_RG
         np.maximum(costs_RG, 0.0, out=costs_RG)
+        if is_lent:
+            # What comes in the middle of the next step waits for its end.
+            costs_RG[-1] += (costs_RG[-1] > 0.0) * next_step
         saved_RG = num_RG - costs_RG
         is_worth_RG = (saved_RG >= _LEAST_SAVED[is_lent][-len(saved_RG) :]) & (
             fixed_RG <= PATIENCE * num_RG

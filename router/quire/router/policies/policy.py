@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 Column: TypeAlias = npt.NDArray[np.float64]
 """A number for each group. Every count that can occur is exact in it."""
 
+_DECODE_TOKENS = 24.0
+"""What a running sequence adds to a step, in tokens of prefill."""
 LATE_STEPS = 2.0
 """A step that exceeds its expected time by this factor says nothing: the guess was wrong, or its
 frame went to other gateways only, or the group hangs."""
@@ -215,6 +217,7 @@ class Policy(Protocol):
             groups.fetch_costs_2KG,
             cached,
             groups.step_rest(request.now_s),
+            _DECODE_TOKENS * groups.num_running,
             usable_blocks=request.usable_blocks,
             block_size=request.block_size,
         )

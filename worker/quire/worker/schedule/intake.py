@@ -45,3 +45,11 @@ class Intake:
             block_size=self._config.block_size,
             chain=chain,
         )
+
+
+def speculates(config: EngineConfig, executor: Executor) -> bool:
+    """Whether tokens are guessed. A step ahead is asked for before the tokens are known that
+    guesses would follow."""
+    if config.speculation is None:
+        return executor.num_ahead == 0 and executor.numerics.startswith("cpu")
+    return config.speculation and executor.num_ahead == 0
