@@ -165,8 +165,6 @@ def test_another_engine_s_blocks_give_the_same(
     engine_of: Callable[..., Engine],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # So small a model computes sooner than anything comes.
-    monkeypatch.setattr("quire.worker.schedule.arriving.MIN_SLACK_S", 60.0)
     options = {"kv_transfer": True, "async_scheduling": ahead, **KINDS[kind]}
     lending = engine_of(tensor_parallel_size=num_lenders_ranks, **options)
     computed = contents(ask(lending))
