@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, suppress
 from itertools import islice
+from math import inf
 
 import numpy as np
 
@@ -248,7 +249,9 @@ class Engine:
             if num_prefilled and self._entrance.arriving is not None:
                 self._entrance.arriving.computed(num_prefilled, seconds)
         elif self._travel is not None and not (self._under_way or self._scheduler.running):
-            self._travel.wait(for_arrivals=bool(self._entrance.arriving))
+            arriving = self._entrance.arriving
+            most_s = arriving.left_s if arriving else inf
+            self._travel.wait(for_arrivals=bool(arriving), most_s=most_s)
         return outputs
 
     def stats(self) -> EngineStats:

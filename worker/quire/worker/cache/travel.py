@@ -125,11 +125,11 @@ class Travel:
             len(self.copies) or self.pulls.num_arrivals or self.loans.num_loans or is_saving
         )
 
-    def wait(self, *, for_arrivals: bool) -> None:
-        """Waits a moment for what threads bring and take, if anything is under way or requests wait
-        ``for_arrivals``. There is nothing else to do."""
+    def wait(self, *, for_arrivals: bool, most_s: float) -> None:
+        """Waits a moment for what threads bring and take, ``most_s`` at most, if anything is under
+        way or requests wait ``for_arrivals``. There is nothing else to do."""
         if for_arrivals or self.has_work:
-            self._changed.wait(_WAIT_S)
+            self._changed.wait(max(0.0, min(_WAIT_S, most_s)))
 
     def advance(self, *, is_decoding: bool, step_s: float) -> None:
         """Takes in what threads have brought and given back; to be called before each step, which

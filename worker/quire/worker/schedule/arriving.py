@@ -7,6 +7,7 @@ begins with what is there: so it ends at most that tenth later than if nothing h
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from quire.worker.api.outputs import Fetched
 from quire.worker.cache.pulls import Arrival
@@ -58,14 +59,20 @@ class Arriving:
 
     def add(self, seq: Sequence) -> bool:
         """Whether ``seq`` waits for blocks; `take` hands it out when it may begin."""
+        began_s = self._clock()  # To begin a pull takes a while, too.
         arrival = self._travel.want(
             seq.hashes, num_useful=seq.num_shareable, source=seq.request.source
         )
         if arrival is None:
             return False
         num_wanted = len(arrival.pull.hashes) - arrival.num_here
-        self._waiting[seq] = _Waiting(arrival, self._clock(), num_wanted, arrival.num_here)
+        self._waiting[seq] = _Waiting(arrival, began_s, num_wanted, arrival.num_here)
         return True
+
+    @property
+    def left_s(self) -> float:
+        """When the next one waits no longer, if nothing more lands; infinite where none waits."""
+        return min(map(self._left_s, self._waiting.values()), default=inf)
 
     def take(self) -> list[Sequence]:
         """Those that wait no longer."""
@@ -90,12 +97,18 @@ class Arriving:
         arrival = waiting.arrival
         if arrival.is_over or arrival.num_here == len(arrival.pull.hashes):
             return False
-        waited_s = self._clock() - waiting.began_s
-        if not self._num_tokens:
-            return waited_s < _UNKNOWN_SLACK_S * (1 + arrival.num_here - waiting.num_before)
-        block_s = self._seconds / self._num_tokens * self._block_size
-        slack_s = max(SLACK * block_s * waiting.num_wanted, MIN_SLACK_S)
-        return waited_s <= block_s * (arrival.num_here - waiting.num_before) + slack_s
+        return self._left_s(waiting) > 0
+
+    def _left_s(self, waiting: _Waiting) -> float:
+        """How much longer it waits if nothing more lands."""
+        num_landed = waiting.arrival.num_here - waiting.num_before
+        if self._num_tokens:
+            block_s = self._seconds / self._num_tokens * self._block_size
+            slack_s = max(SLACK * block_s * waiting.num_wanted, MIN_SLACK_S)
+            patience_s = block_s * num_landed + slack_s
+        else:
+            patience_s = _UNKNOWN_SLACK_S * (1 + num_landed)
+        return waiting.began_s + patience_s - self._clock()
 
     def _note(self, seq: Sequence, waiting: _Waiting) -> None:
         arrival = waiting.arrival
