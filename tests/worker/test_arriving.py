@@ -1,13 +1,20 @@
 """How long requests wait for blocks from elsewhere, by a clock that the test moves; what may hold
 the KV cache's room meanwhile; and what is done with blocks that come too late."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.worker.conftest import owner
-from tests.worker.engine_requests import MakeEngine, range_prompt, request, run
+from tests.worker.engine_requests import (
+    MakeEngine,
+    range_prompt,
+    request,
+    run,
+    take_checksums,
+)
 
 from quire.worker.api.hashing import BlockHashes
 from quire.worker.api.kv_format import PeerSource
@@ -17,6 +24,7 @@ from quire.worker.cache.pull import Pull
 from quire.worker.engine import Engine
 
 SIZE = 4
+BLOCK_BYTES = SIZE * 3 * 8
 PROMPT = range_prompt(81)
 """20 blocks that another group may have computed, and a token."""
 
@@ -226,3 +234,49 @@ def test_nothing_is_evicted_for_blocks_that_nobody_waits_for(rig: Callable[..., 
     group.pulls[0].end("it was not wanted")
     again = run(group.engine, request("again", range_prompt(81, first=7), max_tokens=1))
     assert again["again"].num_cached_tokens == 80
+
+
+def test_a_long_prefix_in_host_memory_is_checked_beside_others(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.worker.cache.checker._AT_ONCE_BYTES", 5 * BLOCK_BYTES)
+    group = rig(num_blocks=25, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
+    run(group.engine, request("first", PROMPT, max_tokens=1))
+    run(group.engine, request("next", range_prompt(81, first=30), max_tokens=1))
+    take_checksums(group.engine)
+    travel = group.engine._travel
+    assert travel is not None
+    names = names_of(group.engine)
+    slots = travel.on_shelf(names[len(group.engine._pool.match(names)) :])
+    assert len(slots) > 6
+    may_go_on = threading.Event()
+    travel.checker._reader.submit(may_go_on.wait)
+    group.engine.add_request(request("again", PROMPT, max_tokens=1))
+    group.engine.add_request(request("other", range_prompt(9, first=20), max_tokens=1))
+    assert [output.request_id for output in group.step()] == ["other"]
+    travel.host_blocks_XC[slots[2], 0] ^= 1
+    may_go_on.set()
+    ended: list[TokenDelta] = []
+    while not ended:
+        ended = group.step()
+    num_here = len(names) - len(slots)
+    assert ended[0].num_cached_tokens == (num_here + 2) * SIZE
+    assert ended[0].fetched is not None
+    assert ended[0].fetched.num_host_tokens > 0
+    assert group.engine.stats().num_corrupt_blocks == 1
+
+
+def test_a_check_that_nobody_waits_for_is_given_up(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.worker.cache.checker._AT_ONCE_BYTES", 0)
+    group = rig(num_blocks=25, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
+    run(group.engine, request("first", PROMPT, max_tokens=1))
+    run(group.engine, request("next", range_prompt(81, first=30), max_tokens=1))
+    take_checksums(group.engine)
+    group.engine.add_request(request("again", PROMPT, max_tokens=1))
+    assert group.engine.abort("again")
+    travel = group.engine._travel
+    assert travel is not None
+    assert not any(travel.shelf._pins)
+    assert not group.engine.has_work
