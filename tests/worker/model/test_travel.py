@@ -45,6 +45,12 @@ class Answer:
         return self.token_ids, self.logprobs
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small a model computes sooner than anything comes."""
+    monkeypatch.setattr("quire.worker.schedule.arriving.MIN_SLACK_S", 60.0)
+
+
 @pytest.fixture
 def engine_of(tiny_llama: Path, config_of: Callable[..., Any]) -> Iterator[Callable[..., Engine]]:
     engines = []
@@ -154,10 +160,7 @@ def test_another_engine_s_blocks_give_the_same(
     num_lenders_ranks: int,
     num_borrowers_ranks: int,
     engine_of: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # So small a model computes sooner than anything comes.
-    monkeypatch.setattr("quire.worker.schedule.arriving.MIN_SLACK_S", 60.0)
     options = {"kv_transfer": True, "async_scheduling": ahead, **KINDS[kind]}
     lending = engine_of(tensor_parallel_size=num_lenders_ranks, **options)
     computed = contents(ask(lending))
@@ -204,8 +207,9 @@ def test_a_damaged_block_is_computed_instead(
 
 
 def test_a_request_goes_on_without_a_group_that_says_nothing(
-    engine_of: Callable[..., Engine],
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("quire.worker.schedule.arriving.MIN_SLACK_S", 0.003)
     computed = contents(ask(engine_of()))
     pulls: list[Pull] = []
     engine = engine_of(kv_transfer=True, fetch=pulls.append)
@@ -223,10 +227,7 @@ def test_a_request_goes_on_without_a_group_that_says_nothing(
     assert not engine.has_work
 
 
-def test_what_came_before_the_end_is_used(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("quire.worker.schedule.arriving.MIN_SLACK_S", 60.0)
+def test_what_came_before_the_end_is_used(engine_of: Callable[..., Engine]) -> None:
     lending = engine_of(kv_transfer=True)
     computed = contents(ask(lending))
     lender = Lender(lending)
