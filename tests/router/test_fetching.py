@@ -255,6 +255,40 @@ def test_costs_are_learned_from_the_groups_counters_and_guessed_before() -> None
     assert fixed.tolist() == pytest.approx([5.0, 20.0, 100.0], rel=1e-3)
 
 
+def test_what_is_left_of_sources_steps_is_no_part_of_the_learned_cost() -> None:
+    """It is added at each decision instead, as it is then."""
+    costs = FetchCosts()
+    costs.observe(load(), at_s=0)
+    for step in range(1, 30):
+        costs.asked(source_rest_s=0.03)
+        costs.observe(load(num_peer_tokens=100 * step, peer_s=0.05 * step), at_s=step)
+    assert costs.tokens(1000.0)[0][2] == pytest.approx(50.0 - 30.0)
+    for _ in range(200):
+        costs.asked(source_rest_s=0.2)
+    assert costs.tokens(1000.0)[0][2] == 0.0
+
+
+def test_a_source_whose_step_lasts_too_long_is_not_asked(blocks: Blocks) -> None:
+    clock = Clock()
+    table = table_of(A, B, lenders=(A, B), clock=clock)
+    prompt = blocks(range(200))
+    hold(table, A, prompt)
+    for step in range(12):  # Of a second each, in which 20,000 tokens are computed.
+        clock.now_s = float(step)
+        table.update_load(
+            A, load(num_running=9, num_pending_prefill_tokens=20_000 * (20 - step), num_steps=step)
+        )
+
+    def source(name: str) -> GroupId | None:
+        asked = table.route(name, hashes=prompt, num_prompt_tokens=3210, exclude=frozenset({A}))
+        table.completed(name)
+        return asked.source
+
+    assert source("r") is None, "a second is left"
+    clock.now_s += 0.999
+    assert source("s") == A
+
+
 def test_failed_pulls_make_sources_dear_for_a_while() -> None:
     costs = FetchCosts()
     costs.observe(load(), at_s=0)

@@ -371,7 +371,8 @@ class RoutingTable:
             rest = lender.state.step_rest_s(now_s) * lender.speeds.prefill_per_s
         return Elsewhere(
             members.slower_tiers(lengths),
-            *(source or (None, 0)),
+            source=None if source is None else source.group,
+            num_lent=0 if source is None else source.num_blocks,
             takes_G=lenders.takes_G,
             source_rest=rest,
         )

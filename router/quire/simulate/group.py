@@ -291,10 +291,10 @@ class Group:
                 ):
                     self._parked[request_id] = heappop(waiting)
                     continue
-                first = heappop(waiting)
+                entry = heappop(waiting)
                 num_hits = self._admit(request_id, now)
                 if num_hits is None:
-                    heappush(waiting, first)
+                    heappush(waiting, entry)
                     is_blocked = True
                     continue
                 if is_srpf:

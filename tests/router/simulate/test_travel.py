@@ -133,6 +133,7 @@ def test_a_request_waits_for_its_blocks_and_computes_the_rest() -> None:
             group.resume(each, now_ms)
     # It lands from 1 ms to 3 ms. The step computes what is behind it for both, and copies 4 blocks.
     assert group.wake_at == pytest.approx(3.0 + 10 + 0.1 * 20 + 4 * 0.25)
+    assert group.wake_at is not None
     group.end(group.wake_at)
     assert hits == {0: 128, 1: 128}, "the second one shares the transfer"
     assert group.counters.num_peer_tokens == 128
@@ -149,6 +150,7 @@ def test_a_request_of_which_blocks_come_too_late_computes_all_of_it() -> None:
         group.resume(each, patience_ms)
     assert group.wake_at == pytest.approx(patience_ms + 10 + 0.1 * 138)
     assert network.next_ms == inf, "no more of it is wanted"
+    assert group.wake_at is not None
     group.end(group.wake_at)
     assert (hits, group.counters.num_peer_tokens) == ({0: 0}, 0)
 
@@ -168,6 +170,7 @@ def test_what_leaves_the_cache_goes_to_host_memory_and_comes_back_as_copies() ->
     ], "it has room for four, and ends of chains go first"
     group.add(0, 0.0)
     assert group.wake_at == pytest.approx(10 + 0.1 * 10 + 3 * 0.25)
+    assert group.wake_at is not None
     group.end(group.wake_at)
     assert hits == {0: 96}
     assert group.counters.num_host_tokens == 96
