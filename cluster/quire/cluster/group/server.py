@@ -241,6 +241,7 @@ def _describe(
         eos_token_ids=facts.eos_token_ids,
         numerics=facts.numerics,
         num_tiers=_num_tiers(config.engine),
+        kv_events=config.engine.kv_events,
     )
 
 
