@@ -334,13 +334,14 @@ def start_group(model: HashModel) -> StartGroup:
         name: str = "g0",
         *,
         num_blocks: int = 200,
+        host_kv_bytes: int = 0,
         model_len: int = MAX_MODEL_LEN,
         description: dict[str, Any] | None = None,
         service: dict[str, Any] | None = None,
         store: AdapterStore | None = None,
         **options: Any,
     ) -> AsyncIterator[Group]:
-        executor = HashExecutor(model, num_blocks=num_blocks)
+        executor = HashExecutor(model, num_blocks=num_blocks, host_kv_bytes=host_kv_bytes)
         config = EngineConfig(
             **{
                 "model": Path("none"),
@@ -380,6 +381,7 @@ def start_group(model: HashModel) -> StartGroup:
             "num_blocks": num_blocks,
             "max_num_seqs": config.max_num_seqs,
             "eos_token_ids": facts.eos_token_ids,
+            "kv_events": config.kv_events,
             **(description or {}),
         }
         group_service = GroupService(

@@ -13,7 +13,7 @@ from quire.v1 import group_pb2 as pb
 from quire.worker.api.events import BlockContent, BlocksStored, EventBatch
 from quire.worker.api.hashing import BlockHash
 
-PIECE_BLOCKS = 1024
+PIECE_BLOCKS = 512
 """Blocks in a message. Others have the event loop after so many."""
 
 
