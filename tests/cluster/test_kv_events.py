@@ -7,7 +7,7 @@ missing, and is compared with the engines' own blocks.
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import grpc
@@ -18,10 +18,13 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 from tests.cluster.test_grpc_errors import details, refusal
 
-from quire.cluster.edge import vllm_grpc
+from quire.cluster.edge import kv_events, vllm_grpc
 from quire.cluster.edge.auth import ApiKeys, Caller
 from quire.cluster.edge.kv_events import KvEventsConfig
+from quire.cluster.wire import events_from_proto
+from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
+from quire.worker.api.events import BlockEvent, BlocksRemoved, EventBatch
 from quire.worker.engine import Engine
 
 pytestmark = pytest.mark.anyio
@@ -218,21 +221,40 @@ async def test_a_group_that_comes_is_a_rank_of_its_own_and_one_that_goes_has_no_
             assert len(twin.chunks) == 1
 
 
-async def test_what_a_group_lost_or_made_up_is_found_by_its_digest(start_cluster: Any) -> None:
-    """Events that the group's log has not: as if its feed had left some out."""
+async def test_blocks_that_got_lost_on_the_way_are_found_by_the_digest(
+    start_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost: list[BlockEvent] = []
+
+    def lose(message: group_pb2.EventBatch) -> EventBatch:
+        batch = events_from_proto(message)
+        if not batch.events or lost:
+            return batch
+        lost.append(batch.events[0])
+        return replace(batch, events=(BlocksRemoved(()), *batch.events[1:]))
+
     async with start_cluster(num_groups=1, kv_events=True) as cluster:
-        engine = cluster.groups["g0"].engine
         async with subscribed(cluster) as (twin, reader):
             await generate(cluster, *range(20, 60))
             await until(reader, lambda: told(twin) == state(cluster))
-            listeners = cluster.groups["g0"].engine_loop._listeners
-            kept, listeners[:] = listeners[:], listeners[:1]  # The feed hears nothing.
-            with pytest.MonkeyPatch.context() as patch:
-                log = engine.events
-                patch.setattr(log, "since", lambda seq: log.__class__.since(log, log.next_seq))
-                await generate(cluster, *range(70, 99))
-            listeners[:] = kept
+            monkeypatch.setattr(kv_events, "events_from_proto", lose)
+            await generate(cluster, *range(70, 99))
+            await until(reader, lambda: bool(lost) and told(twin) == state(cluster))
+            assert len(twin.chunks) == 1, "what differs is told, and not all again"
+
+
+async def test_a_subscriber_for_whom_a_group_has_told_too_much_hears_what_differs(
+    start_cluster: Any,
+) -> None:
+    """The group's feed drops events that nobody takes, and sends a snapshot."""
+    async with start_cluster(
+        num_groups=1, kv_events=True, service={"buffer_events": 1}, num_blocks=60, model_len=200
+    ) as cluster:
+        async with subscribed(cluster) as (twin, reader):
+            for first in range(20, 40):
+                await generate(cluster, *range(first, first + 40))
             await until(reader, lambda: told(twin) == state(cluster))
+            assert len(twin.chunks) == 1
 
 
 async def test_a_subscriber_that_comes_back_is_told_to_begin_again(start_cluster: Any) -> None:
@@ -280,18 +302,29 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 async def test_a_subscriber_that_reads_nothing_is_cut_off(
-    start_cluster: Any, hurried: Callable[..., None]
+    start_cluster: Any, hurried: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hurried(stall_s=0.5, heartbeat_s=0.001)
+    is_over = asyncio.Event()
+
+    class Watched(kv_events.Subscription):
+        async def run(self, *given: Any) -> None:
+            try:
+                await super().run(*given)
+            finally:
+                is_over.set()
+
+    monkeypatch.setattr(vllm_grpc, "Subscription", Watched)
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
     async with (
         start_cluster(num_groups=1, kv_events=True) as cluster,
-        grpc.aio.insecure_channel(cluster.grpc_address) as channel,
+        grpc.aio.insecure_channel(cluster.grpc_address, options=options) as channel,
     ):
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         request = common.SubscribeKvEventsRequest(load_records_before_first_batch=True)
         call = stub.SubscribeKvEvents(request)
         await call.read()
-        await asyncio.sleep(3)
+        await is_over.wait()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             while True:
                 await call.read()

@@ -23,7 +23,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from quire.cluster.edge.kv_format import events_of, load_of
 from quire.cluster.errors import GroupLost, Unavailable
-from quire.cluster.links.block_ledger import Change, Gap, Keys, Ledger
+from quire.cluster.links.block_ledger import MAX_BLOCKS, Change, Gap, Keys, Ledger
 from quire.cluster.links.group_client import GroupClient
 from quire.cluster.links.groups import Groups
 from quire.cluster.wire import contents_from_proto, events_from_proto
@@ -209,21 +209,25 @@ class Subscription:
                 count=self._num_chunks,
                 blocks=contents.num_blocks,
             )
-        told: list[Change] = []
-        for changes in rank.ledger.apply(batch, blocks, num_more=contents.num_more):
-            if chunk is None:
+        changes: list[Change] = []
+        for more in rank.ledger.apply(batch, blocks, num_more=contents.num_more):
+            changes += more
+            if chunk is None and sum(each.num_blocks for each in changes) >= MAX_BLOCKS:
                 await self._tell(rank, changes)
-            else:
-                told += changes
+                changes = []
             await asyncio.sleep(0)
-        if chunk is not None:
-            await self._batches.put(_Batch(rank, told, chunk))
-            if not contents.num_more:
-                self._has_begun.set()
+        await self._tell(rank, changes, chunk)
+        if is_beginning and not contents.num_more:
+            self._has_begun.set()
 
-    async def _tell(self, rank: _Rank, changes: Sequence[Change]) -> None:
-        if changes:
-            await self._batches.put(_Batch(rank, changes))
+    async def _tell(
+        self,
+        rank: _Rank,
+        changes: Sequence[Change],
+        chunk: common.KvSnapshotChunk | None = None,
+    ) -> None:
+        if changes or chunk is not None:
+            await self._batches.put(_Batch(rank, changes, chunk))
 
     async def _write_all(self, write: Write) -> None:
         loop = asyncio.get_running_loop()

@@ -43,12 +43,20 @@ class Told(NamedTuple):
     tier: int
     blocks: Sequence[Block]
 
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
 
 class Gone(NamedTuple):
     """Blocks that are not in a tier any more."""
 
     tier: int
     keys: Sequence[int]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.keys)
 
 
 Change = Told | Gone
