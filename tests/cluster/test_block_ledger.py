@@ -106,7 +106,7 @@ def present(log: EventLog) -> dict[int, tuple[int, BlockContent]]:
 
 @pytest.mark.anyio
 @settings(max_examples=examples(150), deadline=None)
-@given(rounds=st.lists(st.tuples(CHANGES, st.sampled_from("all all lost snapshot".split()))))
+@given(rounds=st.lists(st.tuples(CHANGES, st.sampled_from(["all", "all", "lost", "snapshot"]))))
 async def test_what_is_told_is_what_the_log_has_also_where_messages_are_lost(
     rounds: list[tuple[list[tuple[bool, int, int, int]], str]],
 ) -> None:
@@ -125,8 +125,8 @@ async def test_what_is_told_is_what_the_log_has_also_where_messages_are_lost(
         assert log.contents is not None
         assert log.contents.keys() == {each for each in CONTENTS if key_of(each) in present(log)}
         assert twin.blocks == present(log)
-    for changes in ledger.clear():
-        twin.hear(changes)
+    for last in ledger.clear():
+        twin.hear(last)
     assert not twin.blocks
 
 
@@ -214,7 +214,10 @@ async def test_events_that_do_not_follow_on_and_a_digest_that_differs_are_notice
 
 
 def test_contents_survive_the_wire_and_broken_ones_are_refused() -> None:
-    blocks = [(each, held._replace(adapter="a" * (n % 2))) for n, (each, held) in enumerate(CONTENTS.items())]
+    blocks = [
+        (each, held._replace(adapter="a" * (n % 2)))
+        for n, (each, held) in enumerate(CONTENTS.items())
+    ]
     message = contents_to_proto(blocks)
     assert contents_from_proto(message, block_size=4) == blocks
     assert len(message.namespaces) == 2

@@ -123,9 +123,7 @@ class Subscription:
         self._event_ids = itertools.count(1)
         self._samples = itertools.count(1)
 
-    async def run(
-        self, write: Write, is_over: Callable[[], bool]
-    ) -> None:
+    async def run(self, write: Write, is_over: Callable[[], bool]) -> None:
         """Sends batches by ``write``, which waits for the subscriber, until ``is_over``.
 
         Raises:
