@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -32,7 +33,7 @@ from bench.provenance import PARTS, ROOT
 from bench.report import command, markdown
 
 from quire.router.policies.policy import GroupLoad
-from quire.router.prefix_index.directory import GroupId
+from quire.router.prefix_index.directory import GroupId, NeedsResync
 from quire.router.table import RoutingTable
 from quire.worker.api.events import BlocksStored, EventBatch
 from quire.worker.api.hashing import HASH_BYTES, BlockHashes, hash_blocks, root_hash
@@ -56,16 +57,23 @@ def main() -> None:
     parser.add_argument("--decisions", type=int, default=600, help="fewer where groups are many")
     parser.add_argument("--beside", type=Path, help="another checkout, timed as `before`")
     parser.add_argument("--output", type=Path, help="of the tables; they are printed anyway")
+    parser.add_argument(
+        "--travels", action="store_true", help="also with groups that exchange blocks"
+    )
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         (num_groups,) = arguments.groups
-        print(json.dumps(measure(num_groups, arguments.decisions)))
+        print(json.dumps(measure(num_groups, arguments.decisions, travels=arguments.travels)))
         return
     rows = {}
     for num_groups in arguments.groups:
         rows[num_groups] = _rounds(
-            num_groups, arguments.rounds, arguments.decisions, arguments.beside
+            num_groups,
+            arguments.rounds,
+            arguments.decisions,
+            arguments.beside,
+            travels=arguments.travels,
         )
         print(json.dumps({num_groups: rows[num_groups]}), file=sys.stderr, flush=True)
     text = report(rows)
@@ -74,25 +82,37 @@ def main() -> None:
         arguments.output.write_text(text)
 
 
-def measure(num_groups: int, num_decisions: int) -> Times:
-    """All cases in this process."""
+def measure(num_groups: int, num_decisions: int, *, travels: bool) -> Times:
+    """All cases in this process. ``travels``: groups exchange blocks, and have host memory."""
+    make = partial(_Cluster, num_groups, travels=travels)
     num_decisions = max(min(num_decisions, 500_000 // num_groups), 20)
     return {
-        **_quantiles("mixed", _decide(_Cluster(num_groups), num_decisions)),
-        **_quantiles("begun", _decide(_Cluster(num_groups, shared=True), num_decisions)),
-        **_quantiles("idle", _decide_idle(_Cluster(num_groups, idle=True), num_decisions)),
-        **_from_tokens(_Cluster(num_groups), num_decisions),
+        **_quantiles("mixed", _decide(make(), num_decisions)),
+        **_quantiles("begun", _decide(make(shared=True), num_decisions)),
+        **_quantiles("idle", _decide_idle(make(idle=True), num_decisions)),
+        **_from_tokens(make(), num_decisions),
     }
 
 
 class _Cluster:
     """A table that knows of groups, their loads and their caches."""
 
-    def __init__(self, num_groups: int, *, shared: bool = False, idle: bool = False) -> None:
+    def __init__(
+        self,
+        num_groups: int,
+        *,
+        shared: bool = False,
+        idle: bool = False,
+        travels: bool = False,
+    ) -> None:
         self.draw = draw = random.Random(0)
         self.table = RoutingTable(block_size=BLOCK_SIZE)
         self.groups = [GroupId(f"group-{number:05}") for number in range(num_groups)]
-        self.table.update_members(self.groups)
+        if travels:
+            self.table.update_members(self.groups, lenders=self.groups)
+        else:
+            self.table.update_members(self.groups)
+        self._num_tiers = 1 + travels
         beginning = draw.randbytes(HASH_BYTES * NUM_SHARED_BLOCKS) if shared else b""
         num_bytes = HASH_BYTES * NUM_BLOCKS - len(beginning)
         self.prompts = [
@@ -114,8 +134,13 @@ class _Cluster:
 
     def _hold(self, group: GroupId, hashes: BlockHashes) -> None:
         seq = self.table.events_position(group).next_seq
-        batch = EventBatch(epoch=1, first_seq=seq, events=(BlocksStored(hashes),))
-        self.table.apply_events(group, batch)
+        events = [BlocksStored(hashes)]
+        if self._num_tiers > 1:  # The second half of it is in host memory.
+            half = len(hashes) // 2
+            events = [BlocksStored(hashes[:half]), BlocksStored(hashes[half:], 1)]
+        batch = EventBatch(epoch=1, first_seq=seq, events=tuple(events))
+        if isinstance(self.table.apply_events(group, batch), NeedsResync):
+            raise RuntimeError("a group must begin with both tiers")
 
 
 def _decide(cluster: _Cluster, num_decisions: int) -> Iterator[float]:
@@ -167,27 +192,38 @@ def _quantiles(name: str, times_us: Iterable[float]) -> Times:
 
 
 def _rounds(
-    num_groups: int, num_rounds: int, num_decisions: int, beside: Path | None
+    num_groups: int,
+    num_rounds: int,
+    num_decisions: int,
+    beside: Path | None,
+    *,
+    travels: bool,
 ) -> dict[str, Times]:
     """Each way in turn."""
     ways: dict[str, Path | None] = {"now": None}
+    if travels:
+        ways["travels"] = None
     if beside is not None:
         ways["before"] = beside
     found: dict[str, list[Times]] = {way: [] for way in ways}
     for _ in range(num_rounds):
         for way, checkout in ways.items():
-            found[way].append(_in_process(num_groups, num_decisions, checkout))
+            more = ["--travels"] if way == "travels" else []
+            found[way].append(_in_process(num_groups, num_decisions, checkout, more))
     return {
         way: {name: median(each[name] for each in times) for name in times[0]}
         for way, times in found.items()
     }
 
 
-def _in_process(num_groups: int, num_decisions: int, checkout: Path | None) -> Times:
+def _in_process(
+    num_groups: int, num_decisions: int, checkout: Path | None, more: list[str]
+) -> Times:
     environment = dict(os.environ)
     if checkout is not None:
         environment["PYTHONPATH"] = os.pathsep.join(str(checkout / part) for part in PARTS)
     flags = ["--measure", "--groups", str(num_groups), "--decisions", str(num_decisions)]
+    flags += more
     done = subprocess.run(
         [sys.executable, "-m", "bench.decisions", *flags],
         cwd=ROOT,

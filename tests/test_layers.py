@@ -124,7 +124,7 @@ def test_gateways_and_the_router_import_the_workers_api_alone(package: str) -> N
 
 def test_nothing_that_serves_knows_the_simulator_or_the_benches() -> None:
     """The command line finds them when it is asked for them."""
-    tools = ("quire.simulate.", "quire.worker.bench.")
+    tools = ("quire.simulate.", "quire.worker.bench.", "quire.cluster.bench.")
     found = 0
     for name, path in MODULES.items():
         if not f"{name}.".startswith(tools):

@@ -46,7 +46,9 @@ class _Furthest(Lru):
         self._next = [0] * num_blocks
         self._hash_at: list[BlockHash | None] = [None] * num_blocks
 
-    def stored(self, block_id: int, block_hash: BlockHash, *, position: int, now: int) -> None:
+    def stored(
+        self, block_id: int, block_hash: BlockHash, *, position: int, now: int, num_hits: int = 0
+    ) -> None:
         self._hash_at[block_id] = block_hash
 
     def released(self, block_id: int, *, now: int) -> None:

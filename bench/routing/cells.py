@@ -125,14 +125,19 @@ class Bench:
         return self._last[1]
 
     def _load_trace(self, name: str, num_copies: int, seed: int) -> Trace:
-        source = SOURCES[name]
-        if source.file is None:
-            trace = made_up_trace(name, seed=seed)
-        else:
-            trace = load_trace(self._data / "traces" / source.file)
-        rows = [_copied(row, copy) for row in trace.rows for copy in range(num_copies)]
-        trace = Trace.of(rows, name=name, block_size=trace.block_size)
-        return trace.spread(seed=seed, within_ms=source.spread_ms)
+        return load_copies(self._data, name, num_copies=num_copies, seed=seed)
+
+
+def load_copies(data: Path, name: str, *, num_copies: int, seed: int) -> Trace:
+    """The trace of a source so many times at once; the copies share nothing."""
+    source = SOURCES[name]
+    if source.file is None:
+        trace = made_up_trace(name, seed=seed)
+    else:
+        trace = load_trace(data / "traces" / source.file)
+    rows = [_copied(row, copy) for row in trace.rows for copy in range(num_copies)]
+    trace = Trace.of(rows, name=name, block_size=trace.block_size)
+    return trace.spread(seed=seed, within_ms=source.spread_ms)
 
 
 def _simulate(trace: Trace, cell: Cell) -> Result:

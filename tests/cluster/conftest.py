@@ -35,7 +35,9 @@ from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app
 from quire.cluster.failover.resume import CompletionConfig
 from quire.cluster.group.adapters import Check, GroupAdapters
+from quire.cluster.group.borrowing import Borrower
 from quire.cluster.group.engine_loop import EngineLoop
+from quire.cluster.group.peers import Peers
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.groups import Groups
@@ -43,6 +45,7 @@ from quire.cluster.model_card import Expectation
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.models import MAX_BODY_BYTES, Models
 from quire.cluster.serving.service import GatewayConfig, ModelService
+from quire.cluster.wire import format_to_proto
 from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, inference_pb2_grpc
@@ -186,6 +189,8 @@ class HashExecutor(DirectExecutor):
     def execute(self, step: StepInput) -> StepOutput:
         if self.fails:
             raise RankFailure("rank 1 died")
+        if not len(step.token_ids_T):  # There were copies alone.
+            return StepOutput(np.empty(0, dtype=np.int64))
         self.num_steps += 1
         time.sleep(self.step_s)
         self._adapters.update(step.adapter_loads)
@@ -243,10 +248,13 @@ class Group:
     service: GroupService
     server: grpc.aio.Server
     address: str
+    peers: Peers | None = None
 
     async def kill(self) -> None:
         """Breaks every connection at once, as a killed process would."""
         await self.server.stop(None)
+        if self.peers is not None:
+            await self.peers.close()
 
     async def close(self) -> None:
         await self.kill()
@@ -334,14 +342,12 @@ def start_group(model: HashModel) -> StartGroup:
         name: str = "g0",
         *,
         num_blocks: int = 200,
-        host_kv_bytes: int = 0,
         model_len: int = MAX_MODEL_LEN,
         description: dict[str, Any] | None = None,
         service: dict[str, Any] | None = None,
         store: AdapterStore | None = None,
         **options: Any,
     ) -> AsyncIterator[Group]:
-        executor = HashExecutor(model, num_blocks=num_blocks, host_kv_bytes=host_kv_bytes)
         config = EngineConfig(
             **{
                 "model": Path("none"),
@@ -351,6 +357,10 @@ def start_group(model: HashModel) -> StartGroup:
                 **options,
             }
         )
+        executor = HashExecutor(
+            model, num_blocks=num_blocks, host_kv_bytes=config.host_kv_bytes and 1
+        )
+        borrower = Borrower() if config.kv_transfer else None
         facts = ModelFacts(
             name=MODEL,
             fingerprint="hash-1",
@@ -366,9 +376,25 @@ def start_group(model: HashModel) -> StartGroup:
             reads = {"read_adapter": held_in(store)}
             kept = {"adapters": GroupAdapters(store, checked_in(store))}
         engine = Engine(
-            config, facts, executor, epoch=epoch, load_tokenizer=lambda: model.tokenizer, **reads
+            config,
+            facts,
+            executor,
+            epoch=epoch,
+            load_tokenizer=lambda: model.tokenizer,
+            fetch=borrower.fetch if borrower else None,
+            **reads,
         )
         engine_loop = EngineLoop(engine)
+        peers = None
+        if borrower is not None:
+            peers = Peers(
+                borrower,
+                engine_loop.call,
+                format=executor.kv_format,
+                host="127.0.0.1",
+                tls=None,
+            )
+            kept["peers"] = peers
         said: dict[str, Any] = {
             "group_id": name,
             "epoch": epoch,
@@ -382,6 +408,7 @@ def start_group(model: HashModel) -> StartGroup:
             "max_num_seqs": config.max_num_seqs,
             "eos_token_ids": facts.eos_token_ids,
             "kv_events": config.kv_events,
+            "kv_format": format_to_proto(executor.kv_format) if peers else None,
             **(description or {}),
         }
         group_service = GroupService(
@@ -393,12 +420,13 @@ def start_group(model: HashModel) -> StartGroup:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         group = Group(
-            name, executor, engine, engine_loop, group_service, server, f"127.0.0.1:{port}"
+            name, executor, engine, engine_loop, group_service, server, f"127.0.0.1:{port}", peers
         )
         try:
             yield group
         finally:
             await group.close()
+            engine.close()
 
     return start
 

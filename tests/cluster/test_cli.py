@@ -75,6 +75,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["explain", "--limit", "0"], "limit=0: must be 1 or more"),
         (["simulate", "/nowhere"], "/nowhere: No such file or directory; give the path of a trace"),
         (["simulate", "x", "--speed", "nan"], "argument --speed: 'nan' is no finite number"),
+        (["simulate", "x", "--link", "fast"], "link='fast': must be one of none, 25g, 100g"),
         (["simulate", "x", "--event-lag-s", "-1"], "event_lag_s=-1.0: must not be negative"),
         (["serve", "--step-deadline-s", "nan"], "step_deadline_s=nan: must be above 0"),
         (["serve", "--drain-timeout-s", "inf"], "drain_timeout_s=inf: must be 0 or more, and fini"),

@@ -196,8 +196,7 @@ async def test_blocks_are_told_under_eviction_and_in_their_tiers(start_cluster: 
         kv_events=True,
         num_blocks=24,
         model_len=80,
-        host_kv_bytes=64 * block_bytes,
-        kv_offloading_size=40 * block_bytes / 2**30,
+        kv_offloading_size=24 * block_bytes / 2**30,
     ) as cluster:
         async with subscribed(cluster) as (twin, reader):
             for first in [*range(20, 36), *range(20, 36, 3)]:
@@ -238,14 +237,16 @@ async def test_blocks_that_got_lost_on_the_way_are_found_by_the_digest(
         lost.append(batch.events[0])
         return replace(batch, events=(BlocksRemoved(()), *batch.events[1:]))
 
-    async with start_cluster(num_groups=1, kv_events=True) as cluster:
-        async with subscribed(cluster) as (twin, reader):
-            await generate(cluster, *range(20, 60))
-            await until(reader, lambda: told(twin) == state(cluster))
-            monkeypatch.setattr(kv_events, "events_from_proto", lose)
-            await generate(cluster, *range(70, 99))
-            await until(reader, lambda: bool(lost) and told(twin) == state(cluster))
-            assert len(twin.chunks) == 1, "what differs is told, and not all again"
+    async with (
+        start_cluster(num_groups=1, kv_events=True) as cluster,
+        subscribed(cluster) as (twin, reader),
+    ):
+        await generate(cluster, *range(20, 60))
+        await until(reader, lambda: told(twin) == state(cluster))
+        monkeypatch.setattr(kv_events, "events_from_proto", lose)
+        await generate(cluster, *range(70, 99))
+        await until(reader, lambda: bool(lost) and told(twin) == state(cluster))
+        assert len(twin.chunks) == 1, "what differs is told, and not all again"
 
 
 async def test_a_subscriber_for_whom_a_group_has_told_too_much_hears_what_differs(
@@ -340,12 +341,14 @@ async def test_a_gateway_has_a_bounded_number_of_subscribers(
     start_cluster: Any, hurried: Callable[..., None]
 ) -> None:
     hurried(max_subscribers=1)
-    async with start_cluster(num_groups=1, kv_events=True) as cluster:
-        async with subscribed(cluster) as (twin, first):
-            await until(first, lambda: bool(twin.chunks))
-            async with subscribed(cluster) as (_, reader):
-                error = await refusal(reader)
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    async with (
+        start_cluster(num_groups=1, kv_events=True) as cluster,
+        subscribed(cluster) as (twin, first),
+    ):
+        await until(first, lambda: bool(twin.chunks))
+        async with subscribed(cluster) as (_, reader):
+            error = await refusal(reader)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_loads_come_with_batches_and_alone(
@@ -366,8 +369,10 @@ async def test_a_gateway_that_stops_ends_the_stream(
     start_cluster: Any, hurried: Callable[..., None]
 ) -> None:
     hurried(heartbeat_s=0.05)
-    async with start_cluster(num_groups=1, kv_events=True) as cluster:
-        async with subscribed(cluster) as (twin, reader):
-            await until(reader, lambda: bool(twin.chunks))
-            cluster.models.begin_drain()
-            assert (await refusal(reader)).code() is grpc.StatusCode.UNAVAILABLE
+    async with (
+        start_cluster(num_groups=1, kv_events=True) as cluster,
+        subscribed(cluster) as (twin, reader),
+    ):
+        await until(reader, lambda: bool(twin.chunks))
+        cluster.models.begin_drain()
+        assert (await refusal(reader)).code() is grpc.StatusCode.UNAVAILABLE

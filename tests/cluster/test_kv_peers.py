@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -334,6 +335,25 @@ async def test_visitors_without_a_ticket_are_hung_up_on_and_stop_nobody() -> Non
         for each in silent:
             assert await asyncio.to_thread(each.recv, 1) == b""
             each.close()
+
+
+async def test_a_process_without_threads_to_spare_borrows_and_lends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with lending_group(BLOCKS, claim_s=0.1) as group, borrowing() as borrower:
+        start = threading.Thread.start
+
+        def refuse(thread: threading.Thread) -> None:
+            if thread.name == name:
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        name = "quire-kv-pull"
+        assert (await fetched(borrower, group))[1].endswith("can't start new thread")
+        name = "quire-kv-sender"
+        assert (await fetched(borrower, group))[1].endswith("the connection ended")
+        await group.settle()
 
 
 async def test_a_lender_that_closes_ends_its_loans() -> None:

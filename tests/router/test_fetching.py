@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.examples import examples
 
 from quire.router.config import RoutingConfig
-from quire.router.policies.fetching import KINDS, MIN_SAVED_TOKENS, Elsewhere, FetchCosts
+from quire.router.policies.fetching import KINDS, MIN_SAVED_TOKENS, PATIENCE, Elsewhere, FetchCosts
 from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
@@ -50,6 +50,7 @@ def hold(
     table.apply_events(group, log.since(0))
 
 
+rests = st.sampled_from([0.0, 20.0, 300.0])
 lengths = st.sampled_from([0, 1, 2, 3, 40, 100]) | st.integers(0, 200)
 costs = st.tuples(
     st.sampled_from([0.0, 1.0, 31.0, 64.0, 500.0]), st.sampled_from([0, 0.04, 0.9, 2])
@@ -66,7 +67,7 @@ def test_what_a_group_fetches_is_worked_out_for_all_as_for_each(
     own = [min(length, usable) for length in data.draw(of_groups)]
     tiers = [data.draw(of_groups) for _ in range(num_tiers - 1)]
     source = data.draw(st.sampled_from([None, A]))
-    num_lent = data.draw(lengths)
+    num_lent, source_rest = data.draw(lengths), data.draw(rests)
     takes = data.draw(st.lists(st.booleans(), min_size=num_groups, max_size=num_groups))
     kinds = [[data.draw(costs) for _ in KINDS] for _ in range(num_groups)]
     elsewhere = Elsewhere(
@@ -74,21 +75,29 @@ def test_what_a_group_fetches_is_worked_out_for_all_as_for_each(
         source,
         num_lent,
         np.array(takes, dtype=float),
+        source_rest,
     )
     costs_2KG = np.array(kinds).transpose(2, 1, 0)
     cached = np.array(own) * float(SIZE)
-    found = elsewhere.fetches(costs_2KG, cached, usable_blocks=usable, block_size=SIZE)
+    rest = np.array(data.draw(st.lists(rests, min_size=num_groups, max_size=num_groups)))
+    step = np.array(data.draw(st.lists(rests, min_size=num_groups, max_size=num_groups)))
+    found = elsewhere.fetches(costs_2KG, cached, rest, step, usable_blocks=usable, block_size=SIZE)
     for group in range(num_groups):
         end, hits, fetched, of_source = own[group], own[group] * float(SIZE), 0, 0
-        ways = [(kind, tier[group], 0.0) for kind, tier in enumerate(tiers)]
+        ways = [(kind, tier[group], 0.0, 0.0) for kind, tier in enumerate(tiers)]
         if source and takes[group]:
-            ways.append((2, num_lent, MIN_SAVED_TOKENS))
-        for kind, length, min_saved in ways:
+            ways.append((2, num_lent, MIN_SAVED_TOKENS, source_rest))
+        for kind, length, min_saved, later in ways:
             num = max(min(length, usable) - end, 0) * SIZE
             end = max(end, min(length, usable))
             fixed, share = kinds[group][kind]
-            saved = num - fixed - share * num
-            if num and saved > 0 and saved >= min_saved:
+            # Beside the group's own step; a source lends after its own.
+            fixed += later - rest[group]
+            cost = max(fixed + share * num, 0)
+            # What comes within a step waits for its end.
+            cost += step[group] if cost and min_saved else 0
+            saved = num - cost
+            if num and saved > 0 and saved >= min_saved and fixed <= PATIENCE * num:
                 hits, fetched = hits + saved, fetched + num
                 of_source = num if kind == 2 else 0
         if found is None:
@@ -96,8 +105,9 @@ def test_what_a_group_fetches_is_worked_out_for_all_as_for_each(
             continue
         assert found.hits[group] == pytest.approx(hits)
         assert found.num_tokens[group] == fetched
-        assert found.num_source_tokens[group] == of_source
-        assert found.hits[group] + found.costs[group] == pytest.approx(cached[group] + fetched)
+        assert found.num_lent(group) == of_source
+        costs_of_group = found.costs_RG[:, group].sum()
+        assert found.hits[group] + costs_of_group == pytest.approx(cached[group] + fetched)
 
 
 def test_a_busy_groups_prefix_is_fetched_by_an_idle_one(blocks: Blocks) -> None:
@@ -243,6 +253,40 @@ def test_costs_are_learned_from_the_groups_counters_and_guessed_before() -> None
     fixed, share = costs.tokens(per_s)
     assert share.tolist() == pytest.approx([0.04, 0.08, 0.2], rel=1e-3)
     assert fixed.tolist() == pytest.approx([5.0, 20.0, 100.0], rel=1e-3)
+
+
+def test_what_is_left_of_sources_steps_is_no_part_of_the_learned_cost() -> None:
+    """It is added at each decision instead, as it is then."""
+    costs = FetchCosts()
+    costs.observe(load(), at_s=0)
+    for step in range(1, 30):
+        costs.asked(source_rest_s=0.03)
+        costs.observe(load(num_peer_tokens=100 * step, peer_s=0.05 * step), at_s=step)
+    assert costs.tokens(1000.0)[0][2] == pytest.approx(50.0 - 30.0)
+    for _ in range(200):
+        costs.asked(source_rest_s=0.2)
+    assert costs.tokens(1000.0)[0][2] == 0.0
+
+
+def test_a_source_whose_step_lasts_too_long_is_not_asked(blocks: Blocks) -> None:
+    clock = Clock()
+    table = table_of(A, B, lenders=(A, B), clock=clock)
+    prompt = blocks(range(200))
+    hold(table, A, prompt)
+    for step in range(12):  # Of a second each, in which 20,000 tokens are computed.
+        clock.now_s = float(step)
+        table.update_load(
+            A, load(num_running=9, num_pending_prefill_tokens=20_000 * (20 - step), num_steps=step)
+        )
+
+    def source(name: str) -> GroupId | None:
+        asked = table.route(name, hashes=prompt, num_prompt_tokens=3210, exclude=frozenset({A}))
+        table.completed(name)
+        return asked.source
+
+    assert source("r") is None, "a second is left"
+    clock.now_s += 0.999
+    assert source("s") == A
 
 
 def test_failed_pulls_make_sources_dear_for_a_while() -> None:

@@ -8,6 +8,7 @@ the prompt alone.
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from quire.worker.api.arrays import Longs
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import RankFailure
 from quire.worker.api.outputs import TokenLogprobs
+from quire.worker.cache.pull import Fetch
 from quire.worker.engine import Engine
 from quire.worker.model.facts import ModelFacts
 from quire.worker.schedule.reading import Read
@@ -140,15 +142,17 @@ def make_engine() -> Callable[..., tuple[Engine, PagedExecutor]]:
         num_blocks: int = 16,
         block_size: int = 4,
         num_ahead: int = 0,
-        num_host_blocks: int = 0,
         read_adapter: Read | None = None,
+        host_kv_bytes: int = 0,
+        fetch: Fetch | None = None,
+        clock: Callable[[], float] = time.monotonic,
         **options: object,
     ) -> tuple[Engine, PagedExecutor]:
         executor = PagedExecutor(
             num_blocks=num_blocks,
             block_size=block_size,
             num_ahead=num_ahead,
-            host_kv_bytes=num_host_blocks * 24 * block_size,
+            host_kv_bytes=host_kv_bytes,
         )
         defaults: dict[str, object] = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
         config = EngineConfig(
@@ -164,7 +168,10 @@ def make_engine() -> Callable[..., tuple[Engine, PagedExecutor]]:
             eos_token_ids=(EOS,),
             kv_dtype="float32",
         )
-        return Engine(config, facts, executor, read_adapter=read_adapter), executor
+        engine = Engine(
+            config, facts, executor, read_adapter=read_adapter, fetch=fetch, clock=clock
+        )
+        return engine, executor
 
     return make
 

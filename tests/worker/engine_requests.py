@@ -52,3 +52,12 @@ def run(engine: Engine, *requests: Prepared) -> dict[str, TokenDelta]:
 
 def range_prompt(length: int, *, first: int = 2) -> list[int]:
     return [(first + index) % 50 for index in range(length)]
+
+
+def take_checksums(engine: Engine) -> None:
+    """Waits until those of all blocks in host memory are known."""
+    travel = engine._travel
+    assert travel is not None
+    for _, check in travel._checks:
+        check.result()
+    travel._take_checksums()

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.prepared import prepared
+from tests.worker.engine_requests import take_checksums
 
 from quire.worker.engine import Engine
 from quire.worker.schedule import audit
@@ -14,7 +15,7 @@ from quire.worker.schedule import audit
 def engine(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """One whose cache holds one prompt, and whose host memory holds what it evicts."""
     monkeypatch.setattr(audit, "EVERY_REQUESTS", 1)
-    return make_engine(num_blocks=24, num_host_blocks=128, kv_offloading_size=64 * 96 / 2**30)
+    return make_engine(num_blocks=24, host_kv_bytes=128 * 96, kv_offloading_size=64 * 96 / 2**30)
 
 
 def run(engine: Engine, request_id: str, tokens: Any) -> list[int]:
@@ -45,6 +46,7 @@ def test_a_block_from_host_memory_is_computed_again_and_found_equal(engine: Any)
 def test_a_wrong_block_is_dropped_with_all_behind_it(engine: Any, caplog: Any) -> None:
     engine, _ = engine
     first = [run(engine, f"a{place}", prompt) for place, prompt in enumerate(PROMPTS)]
+    take_checksums(engine)
     shelf = engine._travel.shelf
     for slot in shelf._slot_of.values():  # As a broken group would have computed them.
         tokens = engine._travel.host_blocks_XC[slot].view(np.int64)[::3]

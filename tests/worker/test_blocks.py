@@ -32,8 +32,13 @@ class Scored:
         self._queue = EvictionQueue[int]()
         self._uses = [Use(0, 0, 0)] * num_blocks
 
-    def stored(self, block_id: int, block_hash: BlockHash, *, position: int, now: int) -> None:
+    def stored(
+        self, block_id: int, block_hash: BlockHash, *, position: int, now: int, num_hits: int = 0
+    ) -> None:
         self._uses[block_id] = Use(0, 0, position)
+
+    def num_hits(self, block_id: int) -> int:
+        return 0
 
     def hit(self, block_id: int) -> None:
         use = self._uses[block_id]

@@ -50,7 +50,7 @@ def test_contents_follow_blocks_through_host_memory_and_disk(
 ) -> None:
     options: dict[str, Any] = {
         "num_blocks": 16,
-        "num_host_blocks": 64,
+        "host_kv_bytes": 64 * BLOCK_BYTES,
         "kv_offloading_size": 30 * BLOCK_BYTES / 2**30,
         "kv_disk_dir": tmp_path,
         "kv_events": True,

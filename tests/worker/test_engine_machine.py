@@ -23,6 +23,7 @@ from tests.prepared import prepared
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.events import BlockContent, BlockEvent, BlocksRemoved, BlocksStored
 from quire.worker.api.hashing import BlockHash, TokenIds, as_token_ids, hash_blocks, root_hash
+from quire.worker.api.kv_format import PeerSource
 from quire.worker.api.outputs import TokenDelta
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.engine import Engine
@@ -177,6 +178,7 @@ class EngineMachine(RuleBasedStateMachine):
             cache_salt=spec.salt,
             adapter=spec.adapter,
             priority=spec.priority,
+            source=self.source(),
         )
         num_tokens = len(prompt) + (params.max_tokens or 0)
         fits = len(prompt) >= 1 and num_tokens <= self.engine.max_model_len
@@ -193,6 +195,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.to_score[request.request_id] = prompt[1:]
         self.received[request.request_id] = output[: spec.num_resumed]
         self.learn_chain([*prompt, *output], spec.salt, spec.adapter)
+
+    def source(self) -> PeerSource | None:
+        """Another group that has blocks of a request's chain."""
+        return None
 
     @rule(num_steps=st.integers(1, 10))
     def step(self, num_steps: int) -> None:

@@ -312,6 +312,9 @@ def test_the_public_surface_is_this() -> None:
         "max_loras",
         "max_lora_rank",
         "max_cpu_loras",
+        "kv_offloading_size",
+        "kv_disk_dir",
+        "kv_disk_size",
     ]
 
 

@@ -76,7 +76,7 @@ def make_slow(make_engine: MakeEngine, gate: Gate) -> Callable[..., tuple[Engine
 
     def make(**options: Any) -> tuple[Engine, Any]:
         engine, executor = make_engine(**{"num_blocks": 64, **options})
-        grammars = engine._compiling.grammars
+        grammars = engine._entrance.compiling.grammars
         grammars._kept.put("", TEXT, SlowGrammar(gate))
         return engine, executor
 

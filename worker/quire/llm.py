@@ -96,6 +96,10 @@ class LLM:
         max_num_seqs: Sequences that run at the same time.
         max_num_batched_tokens: Tokens that one step computes.
         enable_prefix_caching: Reuse the KV of prompts that begin alike.
+        kv_offloading_size: GiB of host memory that keep blocks which the KV cache evicts.
+        kv_disk_dir: A folder on a local disk that keeps blocks too, also for the next `LLM` of the
+            same model.
+        kv_disk_size: GiB that are kept there at most.
         device: "auto", "cpu" or "cuda".
         enforce_eager: On a GPU, run decodes without CUDA graphs.
         deterministic: On a GPU, keep a row's bits independent of the batch.
@@ -142,6 +146,9 @@ class LLM:
         max_loras: int = 8,
         max_lora_rank: int = 64,
         max_cpu_loras: int | None = None,
+        kv_offloading_size: float = 0.0,
+        kv_disk_dir: str | Path | None = None,
+        kv_disk_size: float = 16.0,
     ) -> None:
         self.config = EngineConfig(
             model=fetch_checkpoint(with_revision(Path(model), revision)),
@@ -170,6 +177,9 @@ class LLM:
             max_loras=max_loras,
             max_lora_rank=max_lora_rank,
             max_cpu_loras=max_cpu_loras,
+            kv_offloading_size=kv_offloading_size,
+            kv_disk_dir=None if kv_disk_dir is None else Path(kv_disk_dir),
+            kv_disk_size=kv_disk_size,
         )
         self._tokenizer = _load_tokenizer(self.config.model)
         self._scoring = read_scoring(self.config.model)

@@ -4,6 +4,7 @@ A source may be a group that takes no requests any more, such as a draining one.
 """
 
 from collections.abc import Callable, Collection, Mapping
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,8 @@ _SHUNNED_FOR_S = 30.0
 
 
 class Source(NamedTuple):
+    """A group that has the first blocks of a request."""
+
     group: GroupId
     num_blocks: int
 
@@ -51,8 +54,8 @@ class Lenders:
                 del kept[name]
 
     def best(self, lengths: Lengths, *, now_s: float) -> Source | None:
-        """Who has most of a prompt, and how many blocks of it. Among several, the one that fewest
-        requests fetch from now, then the least loaded."""
+        """Who has most of a prompt, and how many blocks of it. Among several, the one whose step
+        ends first, then that from which the fewest requests fetch, then the least loaded."""
         if not self.names:
             return None
         lent = lengths.take(self._slots)
@@ -62,7 +65,9 @@ class Lenders:
         if not most:
             return None
         ties = (lent == most).nonzero()[0].tolist()
-        best = ties[0] if len(ties) == 1 else min(ties, key=self._load)
+        best = ties[0]
+        if len(ties) > 1:
+            best = min(ties, key=lambda index: self._load(index, now_s))
         return Source(self.names[best], most)
 
     def asked(self, group_id: GroupId, num: int) -> None:
@@ -78,8 +83,9 @@ class Lenders:
         if group_id in self.names:
             self._shunned_until_s[group_id] = now_s + _SHUNNED_FOR_S
 
-    def _load(self, index: int) -> tuple[int, float]:
+    def _load(self, index: int, now_s: float) -> tuple[float, int, float]:
         member = self._members[index]
-        # A group that takes no requests is about to go.
-        queued = float("inf") if member is None else member.state.num_queued_tokens
-        return self._num_asked.get(self.names[index], 0), queued
+        if member is None:  # A group that takes no requests is about to go.
+            return inf, 0, 0
+        num_asked = self._num_asked.get(self.names[index], 0)
+        return member.state.step_rest_s(now_s), num_asked, member.state.num_queued_tokens

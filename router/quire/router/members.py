@@ -74,5 +74,5 @@ class Members:
         """The same for each slower tier and those before it, by tier and member."""
         if not len(lengths):
             return np.zeros((len(self._slots) - 1, len(self.groups)))
-        slower: Column = lengths.take(self._slots[1:]) * self._is_heard
+        slower: Column = (lengths.take(self._slots[1:]) * self._is_heard).astype(np.float64)
         return slower

@@ -112,10 +112,10 @@ class Group:
     def learn(self, request: "InFlight", *, num_cached_tokens: int, waited_s: float) -> None:
         """From the first token of a request sent here."""
         num_missing = max(request.request.num_prompt_tokens - num_cached_tokens, 0)
-        num_missing += request.fetch_cost
+        num_before = num_missing + request.fetch_cost + request.state.num_queued_tokens
         # Relative errors count, so that short waits teach as much as long ones.
         weight = 1 / max(waited_s, _MIN_WAIT_S) ** 2
-        self.waits.add(num_missing + request.state.num_queued_tokens, waited_s, weight=weight)
+        self.waits.add(num_before, waited_s, weight=weight)
         self.wait = self.waits.parts
         self._changed()
 

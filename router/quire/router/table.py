@@ -183,6 +183,9 @@ class RoutingTable:
             )
             if decision.source is not None:
                 self._lenders.asked(decision.source, 1)
+                lender = members.groups.get(decision.source)
+                rest_s = 0.0 if lender is None else lender.state.step_rest_s(now_s)
+                group.fetch_costs.asked(source_rest_s=rest_s)
             self._log.add(
                 request_id,
                 decision,
@@ -363,8 +366,16 @@ class RoutingTable:
             source = lenders.best(lengths, now_s=now_s) if lenders.names else None
         if source is None and members.num_tiers == 1:
             return None
-        group, num_lent = source or (None, 0)
-        return Elsewhere(members.slower_tiers(lengths), group, num_lent, lenders.takes_G)
+        rest = 0.0
+        if source is not None and (lender := members.groups.get(source.group)) is not None:
+            rest = lender.state.step_rest_s(now_s) * lender.speeds.prefill_per_s
+        return Elsewhere(
+            members.slower_tiers(lengths),
+            source=None if source is None else source.group,
+            num_lent=0 if source is None else source.num_blocks,
+            takes_G=lenders.takes_G,
+            source_rest=rest,
+        )
 
     def _forget(self, request_id: str) -> None:
         request = self._in_flight.remove(request_id)

@@ -34,6 +34,8 @@ class CostModel:
     decode_quadratic: float = 0.0
     num_cache_tokens: int
     """KV cache of a group of this kind."""
+    kv_bytes_per_token: int = 0
+    """Bytes of a token's KV, needed where KV travels."""
     shared_read: float = 1.0
     """Cost of attending to a token for each further decode that attends to the same block, relative
     to the first: 1 if each reads it for itself, 0 if one reads it for all."""
@@ -95,6 +97,7 @@ PRESETS: Mapping[str, CostModel] = MappingProxyType(
             decode_linear=54.01,
             decode_quadratic=-25.74,
             num_cache_tokens=1_048_576,
+            kv_bytes_per_token=131_072,
         ),
         # Computed, not measured: 70e9 weights in bf16 on 4 H200 at 600 TFLOP/s and 80 % of
         # 4.8 TB/s each; 80 layers, 8 KV heads of 128; 65 GB of each for KV cache.
@@ -106,6 +109,7 @@ PRESETS: Mapping[str, CostModel] = MappingProxyType(
             decode_base=12.0,
             decode_linear=17.0,
             num_cache_tokens=793_000,
+            kv_bytes_per_token=327_680,
         ),
         # Steps of the 125M model of bench/peers on two cores of an EPYC (Zen 4):
         # 816 tokens in 325 ms; one stream 5.5 ms a token.
@@ -117,6 +121,7 @@ PRESETS: Mapping[str, CostModel] = MappingProxyType(
             decode_base=5.5,
             decode_linear=40.0,
             num_cache_tokens=65_536,
+            kv_bytes_per_token=73_728,
         ),
     }
 )

@@ -4,6 +4,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from quire.router.config import RoutingConfig
 from quire.router.policies.policy import GroupLoad, Policy
@@ -13,6 +14,16 @@ from quire.simulate.clock import Clock
 from quire.simulate.group import Group
 from quire.simulate.trace import Trace
 from quire.worker.api.events import BlockEvent, EventBatch, EventLog
+
+
+class Routed(NamedTuple):
+    """Where a request goes. Groups are numbers."""
+
+    group: int
+    num_predicted_tokens: int
+    """That the group is expected to find, or to fetch."""
+    source: int | None
+    num_source_blocks: int
 
 
 class SimulatedGateway:
@@ -29,7 +40,9 @@ class SimulatedGateway:
         loss: float,
         seed: int,
         first_ordinal: int = 0,
+        lends: bool = False,
     ) -> None:
+        """``lends``: groups lend blocks to each other."""
         self._trace = trace
         self._clock = clock
         self._lag_ms = lag_ms
@@ -47,12 +60,11 @@ class SimulatedGateway:
             policy=policy,
             first_ordinal=first_ordinal,
         )
-        self.table.update_members(self._index)
+        self.table.update_members(self._index, lenders=self._index if lends else ())
         for index, log in enumerate(logs):
             self._listen(index, log)
 
-    def route(self, request_id: int) -> tuple[int, int]:
-        """The group that takes the request, and how many tokens it is expected to find."""
+    def route(self, request_id: int) -> Routed:
         now_ms = self._clock.now_ms
         while self._late and self._late[0][0] <= now_ms:
             self._apply(*self._late.popleft()[1:])
@@ -71,7 +83,12 @@ class SimulatedGateway:
             hashes=self._trace.chains[request_id],
             num_prompt_tokens=self._trace.num_input[request_id],
         )
-        return self._index[decision.group], decision.predicted_cached_tokens
+        return Routed(
+            group=self._index[decision.group],
+            num_predicted_tokens=decision.predicted_cached_tokens,
+            source=None if decision.source is None else self._index[decision.source],
+            num_source_blocks=decision.num_source_blocks,
+        )
 
     def frame(self, index: int, group: Group) -> None:
         """A step of the group has ended."""
@@ -82,6 +99,11 @@ class SimulatedGateway:
             num_pending_prefill_tokens=group.num_pending,
             num_available_blocks=group.pool.num_available,
             num_steps=group.num_steps,
+            num_prompt_tokens=group.num_prompt_tokens,
+            num_hit_tokens=group.num_hit_tokens,
+            num_host_tokens=group.counters.num_host_tokens,
+            num_peer_tokens=group.counters.num_peer_tokens,
+            peer_s=group.counters.peer_s,
         )
         self._tell_load(index, load)
 

@@ -12,9 +12,14 @@ from heapq import heappop, heappush
 from quire.simulate.attended import Attended
 from quire.simulate.cost import CostModel
 from quire.simulate.engine_config import SimulatedEngine
+from quire.simulate.network import Transfer
 from quire.simulate.pool import Chain, Pool
 from quire.simulate.trace import Trace
+from quire.simulate.travel import Counters, Fetching, Offer
 from quire.worker.api.hashing import BlockHash
+
+_Waiting = tuple[float, int, int]
+"""Key, request and missing tokens."""
 
 
 class Group:
@@ -30,9 +35,12 @@ class Group:
         on_first_token: Callable[[int, int], None],
         on_finish: Callable[[int], None],
         slowdown: Callable[[], float] | None = None,
+        fetching: Fetching | None = None,
+        copy_ms: float = 0.0,
     ) -> None:
         """``slowdown`` says how many times as long a step takes that begins now; without it, every
-        step takes what it costs."""
+        step takes what it costs. ``fetching`` brings blocks from elsewhere; ``copy_ms`` is what
+        copying one of them into the KV cache takes."""
         self._num_input, self._num_output = trace.num_input, trace.num_output
         self._chains, self._block_size = trace.chains, trace.block_size
         self._cost, self.pool, self._config = cost, pool, config
@@ -42,8 +50,11 @@ class Group:
         self._lacking: dict[BlockHash, list[int]] = {}
         self._on_first_token, self._on_finish = on_first_token, on_finish
         self._slowdown = slowdown
+        self._fetching, self._copy_ms = fetching, copy_ms
+        self._num_copies = 0  # Of the step.
         self._arrival_ms = trace.arrival_ms
-        self._waiting: list[tuple[float, int, int]] = []  # Key, request, missing tokens.
+        self._waiting: list[_Waiting] = []
+        self._parked: dict[int, _Waiting] = {}  # By request: those that wait for a transfer.
         self._begun: list[tuple[float, int, int, int]] = []  # Key, request, computed, hits.
         self._decodes: list[tuple[int, int]] = []  # Step of its last token, request.
         self._chunks: list[tuple[int, int, int]] = []  # Of the step: request, computed, hits.
@@ -98,15 +109,59 @@ class Group:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._missing) if self._is_srpf else len(self._waiting)
+        if self._is_srpf:
+            return len(self._missing)
+        return len(self._waiting) + (self._fetching.num_parked if self._fetching else 0)
 
-    def add(self, request_id: int, now: float) -> None:
+    @property
+    def counters(self) -> Counters:
+        """Of what it has fetched."""
+        return self._fetching.counters if self._fetching else Counters()
+
+    def offer(self, index: int, chain: Chain, num_blocks: int, now: float) -> Offer:
+        """What this group, ``index``, lends of the chain's first ``num_blocks``: it begins with its
+        next step."""
+        num_held = self.pool.match(chain, num_blocks)
+        if self._fetching is not None:
+            num_held = self._fetching.in_host(chain, num_held, num_blocks)
+        starts_ms = now
+        if self.wake_at is not None:
+            _, began_ms = self.last_step(now)
+            starts_ms = min(began_ms + self._step_ms, self.wake_at)
+        return Offer(index, num_held, starts_ms)
+
+    def add(self, request_id: int, now: float, offer: Offer | None = None) -> None:
+        """``offer``: who else has some of its prompt."""
         num_input, chain = self._num_input[request_id], self._chains[request_id]
         most_hits = self._most_hits(request_id)
         num_hits = self.pool.match(chain, most_hits)
+        if self._fetching is not None:
+            num_lacking = num_input - num_hits * self._block_size
+            num_hits = self._fetching.begin(
+                request_id,
+                chain,
+                num_hits,
+                most_hits,
+                offer=offer,
+                now_ms=now,
+                compute_ms=self._cost.prefill_ms(num_lacking) / num_lacking * self._block_size,
+            )
         self._lacked.update(chain[num_hits:most_hits])
         self._num_end_tokens += num_input - most_hits * self._block_size
         self._queue(request_id, num_input - num_hits * self._block_size)
+        self._wake(now)
+
+    def resume(self, transfer: Transfer, now: float) -> None:
+        """Who waited for the transfer need not any longer."""
+        assert self._fetching is not None
+        resumed = self._fetching.resumed(transfer)
+        for request_id in resumed:
+            heappush(self._waiting, self._parked.pop(request_id))
+        if resumed:
+            self._wake(now)
+
+    def _wake(self, now: float) -> None:
+        """Something has come for the next step."""
         if self.wake_at is None:
             self.begin(now)
         elif self._num_steps > 1:
@@ -192,7 +247,7 @@ class Group:
         """Begins the next step, if there is anything to compute."""
         self._step_began = now
         if self._waiting or self._begun:
-            self._fill_step()
+            self._fill_step(now)
         cost, decodes = self._cost, self._decodes
         num_shared = self._attended.num_further * self._block_size if self._attended else 0
         if self._num_chunk_tokens:
@@ -201,6 +256,8 @@ class Group:
                 step_ms += cost.per_context * self._num_context_products
             if decodes:
                 step_ms += cost.decode_ms(self._num_context, num_shared)
+            step_ms += self._copy_ms * self._num_copies
+            self._num_copies = 0
             self._num_steps = 1
         elif decodes:
             # Activity of other groups changes the length of steps: run them one at a time.
@@ -217,7 +274,7 @@ class Group:
         self._step_ms = step_ms
         self.wake_at = now + self._num_steps * step_ms
 
-    def _fill_step(self) -> None:
+    def _fill_step(self, now: float) -> None:
         budget = max(self._config.chunk_tokens - len(self._decodes), 1)
         waiting, begun, size = self._waiting, self._begun, self._block_size
         pool, is_srpf = self.pool, self._is_srpf
@@ -228,11 +285,18 @@ class Group:
                 heappop(waiting)  # It had more to compute then, or has begun.
             if waiting and not is_blocked and (not begun or waiting[0] < begun[0]):
                 _, request_id, missing = waiting[0]
-                num_hits = self._admit(request_id)
+                is_parked = request_id in self._parked  # Then this is what it lacks by now.
+                if is_parked or (
+                    self._fetching is not None and self._fetching.is_awaited(request_id, now)
+                ):
+                    self._parked[request_id] = heappop(waiting)
+                    continue
+                entry = heappop(waiting)
+                num_hits = self._admit(request_id, now)
                 if num_hits is None:
+                    heappush(waiting, entry)
                     is_blocked = True
                     continue
-                heappop(waiting)
                 if is_srpf:
                     del self._missing[request_id]
                 computed = num_hits * size
@@ -262,15 +326,25 @@ class Group:
         self._num_chunk_tokens = total
         self._num_context_products = context
 
-    def _admit(self, request_id: int) -> int | None:
+    def _admit(self, request_id: int, now: float) -> int | None:
+        """Takes the request's blocks and what has been fetched of it. Returns how many blocks it
+        need not compute, or None where there is no room."""
         if self.num_running >= self._config.max_num_seqs:
             return None
         chain, size = self._chains[request_id], self._block_size
-        num_input = self._num_input[request_id]
-        num_hits = self.pool.match(chain, (num_input - 1) // size)
+        num_input, most = self._num_input[request_id], self._most_hits(request_id)
+        num_hits = self.pool.match(chain, most)
         num_blocks = -(-(num_input + self._num_output[request_id]) // size)
         if not self.pool.admit(request_id, chain, num_hits, num_blocks - num_hits):
             return None
+        if self._fetching is not None:
+            begin = num_hits
+            num_hits, others = self._fetching.take(request_id, chain, begin, most, now_ms=now)
+            self.pool.register(request_id, chain, begin, num_hits)
+            self._lacked.difference_update(chain[begin:num_hits])
+            self._num_copies += num_hits - begin
+            for other in others:
+                heappush(self._waiting, self._parked.pop(other))
         self.num_prompt_tokens += num_input
         self.num_hit_tokens += num_hits * size
         return num_hits

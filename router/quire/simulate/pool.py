@@ -44,11 +44,16 @@ class Lru:
         self._queue = EvictionQueue[int]()
         self._last_used = [0] * num_blocks
 
-    def stored(self, block_id: int, block_hash: BlockHash, *, position: int, now: int) -> None:
+    def stored(
+        self, block_id: int, block_hash: BlockHash, *, position: int, now: int, num_hits: int = 0
+    ) -> None:
         pass
 
     def hit(self, block_id: int) -> None:
         pass
+
+    def num_hits(self, block_id: int) -> int:
+        return 0
 
     def held(self, block_id: int, *, now: int) -> None:
         self._queue.remove(block_id)

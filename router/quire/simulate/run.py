@@ -4,7 +4,8 @@ Nothing is read but the trace, the configuration and the seed: the same three gi
 to the last bit (`Result.digest`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
@@ -17,9 +18,11 @@ from quire.simulate.cost import PRESETS, CostModel
 from quire.simulate.engine_config import SimulatedEngine
 from quire.simulate.gateway import SimulatedGateway
 from quire.simulate.group import Group
+from quire.simulate.network import Network
 from quire.simulate.pool import Lru, Pool, WorkerPool
 from quire.simulate.result import Result
 from quire.simulate.trace import Trace
+from quire.simulate.travel import Fetching, HostLog, TravelConfig
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.events import EventLog
 from quire.worker.cache.eviction import LowestUtility
@@ -52,6 +55,7 @@ class SimulationConfig:
     """How much longer a step takes for each other group that computes as it begins, as a share of
     the step: groups that share cores."""
     seed: int = 0
+    travel: TravelConfig = field(default_factory=TravelConfig)
 
     def __post_init__(self) -> None:
         if self.policy not in SIMULATED_POLICIES:
@@ -68,6 +72,10 @@ class SimulationConfig:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must not be negative")
         if not 0 <= self.event_loss < 1:
             raise ConfigError(f"event_loss={self.event_loss!r}: must be at least 0 and below 1")
+        if not self.cost.kv_bytes_per_token and self.travel.is_used:
+            raise ConfigError(
+                "kv_bytes_per_token=0: must be what a token's KV takes, for KV to travel"
+            )
 
 
 MakePool = Callable[[EventLog], Pool]
@@ -99,10 +107,21 @@ class _Simulation:
         self._group_of = [0] * size
         self._first_ms, self._last_ms = [0.0] * size, [0.0] * size
         self._predicted, self._hit = [0] * size, [0] * size
-        logs = [EventLog(epoch=1) for _ in range(config.num_groups)]
+        travel, block_bytes = config.travel, config.cost.kv_bytes_per_token * trace.block_size
+        num_host_blocks = travel.host_tokens // trace.block_size
+        logs = [HostLog(epoch=1, num_blocks=num_host_blocks) for _ in range(config.num_groups)]
+        self._copy_ms = block_bytes / travel.host_gb_s / 1e6
+        self._network = None
+        if travel.transfer_gb_s:
+            self._network = Network(
+                num_groups=config.num_groups, blocks_per_ms=travel.transfer_gb_s * 1e6 / block_bytes
+            )
         self._gateways = [self._build_gateway(i, logs) for i in range(config.num_gateways)]
         pools = [(make_pool or self._build_pool)(log) for log in logs]
-        self._groups = [self._build_group(index, pool) for index, pool in enumerate(pools)]
+        self._groups = [
+            self._build_group(index, pool, log)
+            for index, (pool, log) in enumerate(zip(pools, logs, strict=True))
+        ]
         self._ends: list[tuple[float, int]] = []  # Of steps, and the groups that run them.
 
     def run(self) -> Result:
@@ -113,6 +132,11 @@ class _Simulation:
         request_id = 0
         while True:
             arrival = arrivals[request_id] if request_id < num_requests else inf
+            if self._network is not None and self._network.next_ms < inf:
+                end = ends[0][0] if ends else inf
+                if self._network.next_ms <= min(arrival, end):
+                    self._advance_network(self._network)
+                    continue
             if ends and ends[0][0] <= arrival:
                 now, index = heappop(ends)
                 group = groups[index]
@@ -134,12 +158,30 @@ class _Simulation:
         return self._result()
 
     def _send(self, request_id: int) -> None:
-        index, predicted = self._gateway_of(request_id).route(request_id)
-        self._group_of[request_id] = index
-        self._predicted[request_id] = predicted
+        routed = self._gateway_of(request_id).route(request_id)
+        self._group_of[request_id] = routed.group
+        self._predicted[request_id] = routed.num_predicted_tokens
+        now, offer = self._clock.now_ms, None
+        if routed.source is not None:
+            chain = self._trace.chains[request_id]
+            lender = self._groups[routed.source]
+            offer = lender.offer(routed.source, chain, routed.num_source_blocks, now)
+            offer = offer._replace(starts_ms=offer.starts_ms + self._config.travel.transfer_ms)
+        with self._woken(routed.group) as group:
+            group.add(request_id, now, offer)
+
+    def _advance_network(self, network: Network) -> None:
+        now = self._clock.now_ms = max(network.next_ms, self._clock.now_ms)
+        for transfer in network.advance(now):
+            with self._woken(transfer.target) as group:
+                group.resume(transfer, now)
+
+    @contextmanager
+    def _woken(self, index: int) -> Iterator[Group]:
+        """A group whose next step may be another one afterwards."""
         group = self._groups[index]
         before = group.wake_at
-        group.add(request_id, self._clock.now_ms)
+        yield group
         if group.wake_at is not None and group.wake_at != before:
             heappush(self._ends, (group.wake_at, index))
 
@@ -171,6 +213,7 @@ class _Simulation:
             loss=config.event_loss,
             seed=config.seed + number,
             first_ordinal=number * _ORDINALS_APART,
+            lends=config.travel.transfer_gb_s > 0,
         )
 
     def _build_pool(self, log: EventLog) -> Pool:
@@ -181,8 +224,16 @@ class _Simulation:
             policy=LowestUtility if self._config.eviction == "utility" else Lru,
         )
 
-    def _build_group(self, index: int, pool: Pool) -> Group:
-        config = self._config
+    def _build_group(self, index: int, pool: Pool, log: HostLog) -> Group:
+        config, fetching = self._config, None
+        if config.travel.is_used:
+            fetching = Fetching(
+                index=index,
+                log=log,
+                network=self._network,
+                patience=config.travel.patience,
+                block_size=self._trace.block_size,
+            )
         slow = config.slow_factor if index % 4 == 0 else 1.0
         return Group(
             trace=self._trace,
@@ -192,6 +243,8 @@ class _Simulation:
             on_first_token=self._first_token,
             on_finish=self._finish,
             slowdown=partial(self._slowdown, index) if config.contention else None,
+            fetching=fetching,
+            copy_ms=self._copy_ms,
         )
 
     def _result(self) -> Result:

@@ -238,3 +238,12 @@ def test_capacity_is_the_speed_at_which_the_target_is_just_met() -> None:
     assert result is not None
     assert result.ttft_quantile_s(0.99) <= 1.5 * cost.prefill_ms(100) / 1000
     assert speed == pytest.approx(100 / cost.prefill_ms(100), rel=0.1)
+
+
+@pytest.mark.parametrize("link", ["100g", "0.5"])
+def test_blocks_travel_over_links_that_are_named_or_given_as_a_rate(
+    log: Path, link: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--format", "log", "--block-size", "16", "--link", link, "--host-tokens", "4096"]
+    assert main(["simulate", str(log), *flags, "--policy", "mooncake_fetch"]) == 0
+    assert "mooncake_fetch" in capsys.readouterr().out

@@ -11,8 +11,10 @@ import pytest
 from quire.simulate.baselines import SIMULATED_POLICIES
 from quire.simulate.command import Sweep
 from quire.simulate.cost import PRESETS
+from quire.simulate.engine_config import SimulatedEngine
 from quire.simulate.run import Eviction, SimulationConfig, simulate
 from quire.simulate.trace import Row, Trace
+from quire.simulate.travel import TravelConfig
 from quire.worker.api.errors import ConfigError
 
 SMALL = replace(PRESETS["cpu-125m"], num_cache_tokens=4096)
@@ -53,13 +55,31 @@ def test_every_pool_does_so_too(chats: MakeTrace, eviction: Eviction) -> None:
 
 @pytest.mark.parametrize(
     "disturbance",
-    [{"event_lag_ms": 500.0}, {"event_loss": 0.3}, {"num_gateways": 3}, {"slow_factor": 3.0}],
-    ids=lambda disturbance: next(iter(disturbance)),
+    [
+        {"event_lag_ms": 500.0},
+        {"event_loss": 0.3},
+        {"num_gateways": 3},
+        {"slow_factor": 3.0},
+        {"travel": TravelConfig(transfer_gb_s=1.0, host_tokens=8192)},
+        {"travel": TravelConfig(transfer_gb_s=0.05, host_tokens=512), "event_lag_ms": 500.0},
+    ],
+    ids=lambda disturbance: "+".join(disturbance),
 )
 def test_nothing_is_lost_when_things_go_wrong(
-    chats: MakeTrace, disturbance: dict[str, float]
+    chats: MakeTrace, disturbance: dict[str, Any]
 ) -> None:
-    check(chats(), replace(CONFIG, **disturbance))  # type: ignore[arg-type]
+    check(chats(), replace(CONFIG, **disturbance))
+
+
+@pytest.mark.parametrize("policy", ["prefix_aware", "mooncake_fetch"])
+def test_with_every_order_blocks_that_travel_lose_no_request(chats: MakeTrace, policy: str) -> None:
+    travel = TravelConfig(transfer_gb_s=0.5, host_tokens=2048)
+    engine = SimulatedEngine(order="srpf", chunk_tokens=256)
+    config = replace(CONFIG, policy=policy, travel=travel, engine=engine, eviction="utility")
+    trace = chats(gap_ms=10.0)
+    result = simulate(trace, config)
+    assert all(result.last_token_ms)
+    assert simulate(trace, config).digest == result.digest
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two"])

@@ -9,54 +9,46 @@ newest token is then in flight, and the ranks insert it themselves. Penalties, a
 constraints, which follow from it, are computed and sent while that step's model runs. A request
 that turns out to have ended, or whose mask is late, has a part in the step whose token is dropped.
 Without steps ahead, no step is under way between two calls, and every held block belongs to a
-running request.
+running request, a loan, or blocks on their way (`quire.worker.cache.travel`).
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
-from typing import Any
+from math import inf
 
 import numpy as np
 
 from quire.worker.api.arrays import Floats
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.engine_stats import EngineStats
-from quire.worker.api.errors import (
-    BrokenLogits,
-    InvalidRequest,
-    QueueFull,
-    QuireError,
-    RankFailure,
-)
+from quire.worker.api.errors import InvalidRequest, QueueFull, QuireError, RankFailure
 from quire.worker.api.events import EventLog
 from quire.worker.api.hashing import BlockHash, BlockHashes
 from quire.worker.api.kv_format import KvFormat, PeerSource
-from quire.worker.api.limits import derive_seed, request_limits
 from quire.worker.api.outputs import FinishReason, TokenDelta, TokenLogprobs
 from quire.worker.api.request import Prepared
 from quire.worker.cache.blocks import BlockPool
 from quire.worker.cache.loan import Loan
 from quire.worker.cache.pull import Fetch
-from quire.worker.cache.travel import Travel, num_tiers
-from quire.worker.model.dense import DenseLayer
+from quire.worker.cache.travel import make_travel, num_tiers
 from quire.worker.model.facts import ModelFacts
-from quire.worker.schedule.arriving import Arriving
 from quire.worker.schedule.audit import Audit
-from quire.worker.schedule.check import max_tokens_of
-from quire.worker.schedule.compiling import Compiling, cannot_go_on
+from quire.worker.schedule.compiling import cannot_go_on
+from quire.worker.schedule.counters import Counters
+from quire.worker.schedule.deltas import Pooling, broken_logits, delta_of, failure_of
+from quire.worker.schedule.entrance import Entrance
+from quire.worker.schedule.intake import Intake, speculates
 from quire.worker.schedule.masks import Masks
-from quire.worker.schedule.reading import Read, Reading, reader
-from quire.worker.schedule.schedule import Schedule
+from quire.worker.schedule.reading import Read
+from quire.worker.schedule.schedule import NOTHING, Schedule
 from quire.worker.schedule.scheduler import Scheduler
 from quire.worker.schedule.sequence import Sequence, Status
 from quire.worker.schedule.step_input import StepInputs
 from quire.worker.step.messages import Executor, StepOutput
-from quire.worker.text.embeddings import normalized
-from quire.worker.text.grammar import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 
@@ -87,7 +79,7 @@ class Engine:
         self.events = EventLog(
             epoch=epoch, num_tiers=num_tiers(config), keeps_contents=config.kv_events
         )
-        self._limits = request_limits(config, model, num_blocks=executor.num_blocks)
+        self._intake = Intake(config, model, executor)
         self._config = config
         self._model = model
         self._executor = executor
@@ -98,10 +90,9 @@ class Engine:
             log=self.events,
             seconds=clock,
         )
-        self._travel = self._make_travel(fetch)
-        self._arriving: Arriving | None = None
-        if self._travel is not None:
-            self._arriving = Arriving(self._travel, block_size=config.block_size, clock=clock)
+        self._travel = make_travel(
+            self._pool, self.events, config, model, executor, fetch=fetch, clock=clock
+        )
         self._audit: Audit | None = None
         if self._travel is not None:
             self._audit = Audit(self._travel, self._pool, on_wrong=self._stop_naming)
@@ -110,45 +101,38 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.scheduling_policy,
-            speculates=_speculates(config, executor),
+            speculates=speculates(config, executor),
             takes_whole=model.is_encoder,
             max_adapters=config.max_loras,
             travel=self._travel,
         )
         self._inputs = StepInputs(block_size=config.block_size)
-        self._dense = [DenseLayer(each) for each in model.pooling.dense] if model.pooling else []
-        self._compiling = Compiling(
-            Grammars(
-                load_tokenizer or (lambda: Tokenizer.load(config.model)),
-                vocab_size=model.vocab_size,
-                eos_token_ids=model.eos_token_ids,
-            )
+        self._pooling = Pooling(model)
+        self._entrance = Entrance(
+            config,
+            model,
+            load_tokenizer=load_tokenizer,
+            read_adapter=read_adapter,
+            travel=self._travel,
+            clock=clock,
         )
-        self._reading = Reading(read_adapter or reader(config), max_kept=config.num_kept_loras)
         self._masks = Masks()
         self._under_way: deque[Schedule] = deque()
         self._sequences: dict[str, Sequence] = {}
         self._ended_at_once: list[Sequence] = []
         self._beside: list[Sequence] = []
-        self._num_unseeded = 0
-        self._num_output_tokens = 0
-        self._num_steps = 0
-        self._num_prefilled_tokens = 0
-        self._num_full_step_tokens = 0
-        self._full_step_s = 0.0
-        self._num_checks = 0
-        self._step_s = 0.01  # About how long a step takes.
+        self._counters = Counters()
         self._failure: str | None = None
 
     @property
     def max_model_len(self) -> int:
         """Prompt + output, in tokens: what model, configuration and KV cache allow."""
-        return self._limits.max_model_len
+        return self._intake.limits.max_model_len
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """The digests of the adapters that are ready, the one last that was used last."""
-        return self._reading.kept
+        return self._entrance.reading.kept
 
     @property
     def has_work(self) -> bool:
@@ -165,9 +149,9 @@ class Engine:
         """
         self._max_tokens(request)
         if request.adapter:
-            self._reading.check(request.adapter)
+            self._entrance.reading.check(request.adapter)
         if request.sampling.constraint is not None:
-            self._compiling.grammars.compile(
+            self._entrance.compiling.grammars.compile(
                 request.sampling.constraint, tenant=request.tenant, is_checked=request.is_checked
             )
 
@@ -187,17 +171,15 @@ class Engine:
                 f"{num_waiting} requests are waiting, max_num_waiting is "
                 f"{self._config.max_num_waiting}: try again later"
             )
-        seq = self._sequence(request, max_tokens)
+        seq = self._intake.sequence(request, max_tokens)
         if request.adapter:
-            self._reading.claim(seq)
+            self._entrance.reading.claim(seq)
         self._sequences[request.request_id] = seq
         # The resumed output is already complete.
         if seq.finish_reason():
             self._ended_at_once.append(seq)
-        elif request.sampling.constraint is not None:
-            self._compiling.add(seq)
-        else:
-            self._queue(seq)
+        elif self._entrance.add(seq):
+            self._scheduler.add(seq)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request without another output. Its blocks are released before this returns, or
@@ -210,11 +192,7 @@ class Engine:
             return False
         if seq in self._ended_at_once:
             self._ended_at_once.remove(seq)
-        elif seq in self._compiling:
-            self._compiling.remove(seq)
-        elif self._arriving is not None and seq in self._arriving:
-            self._arriving.remove(seq)
-        elif seq not in self._reading:
+        elif not self._entrance.remove(seq):
             self._scheduler.remove(seq)
         self._forget(seq)
         return True
@@ -234,9 +212,9 @@ class Engine:
         self._ended_at_once.clear()
         if self._travel is not None:
             is_decoding = bool(self._scheduler.running)
-            self._travel.advance(is_decoding=is_decoding, step_s=self._step_s)
-        if self._compiling or self._reading or self._arriving:
-            outputs += self._take_ready()
+            self._travel.advance(is_decoding=is_decoding, step_s=self._counters.step_s)
+        if self._entrance:
+            outputs += self._let_in()
         outputs += self._take_masks(self._beside)
         if self._audit and not self._sequences:
             self._begin_check(self._audit)
@@ -267,47 +245,24 @@ class Engine:
             outputs += self._end_refused(self._masks.take_first())
         self._settle()
         if is_step:
-            self._note_time(num_prefilled, self._clock() - begin_s)
-        elif self._travel is not None and not outputs and not self._under_way:
-            self._travel.wait()
-        if num_prefilled:
-            self._num_prefilled_tokens += num_prefilled
-            if self._scheduler.num_pending_prefill_tokens:
-                # With a step ahead this is the wait for the one before: over a queue the same.
-                self._num_full_step_tokens += num_prefilled
-                self._full_step_s += self._clock() - begin_s
+            seconds = self._clock() - begin_s
+            leaves_prompts = num_prefilled > 0 and self._scheduler.num_pending_prefill_tokens > 0
+            self._counters.stepped(num_prefilled, seconds, leaves_prompts=leaves_prompts)
+            if num_prefilled and self._entrance.arriving is not None:
+                self._entrance.arriving.computed(num_prefilled, seconds)
+        elif self._travel is not None and not (self._under_way or self._scheduler.running):
+            arriving = self._entrance.arriving
+            most_s = arriving.left_s if arriving else inf
+            self._travel.wait(for_arrivals=bool(arriving), most_s=most_s)
         return outputs
 
     def stats(self) -> EngineStats:
-        scheduler, pool = self._scheduler, self._pool
-        block_size = pool.block_size
-        return EngineStats(
-            num_running=len(scheduler.running),
+        return self._counters.stats(
+            self._scheduler,
+            self._pool,
             num_waiting=self._num_waiting,
-            num_pending_prefill_tokens=scheduler.num_pending_prefill_tokens,
-            num_total_blocks=pool.num_blocks,
-            num_free_blocks=pool.num_free,
-            num_cached_blocks=pool.num_cached,
-            num_held_blocks=pool.num_held,
-            num_wasted_slots=sum(
-                seq.num_blocks * block_size - seq.num_computed for seq in scheduler.running
-            ),
-            num_held_slots=pool.num_held * block_size,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_hit_tokens=scheduler.num_hit_tokens,
-            num_output_tokens=self._num_output_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_drafted_tokens=scheduler.num_drafted_tokens,
-            num_accepted_tokens=scheduler.num_accepted_tokens,
-            num_steps=self._num_steps,
-            num_prefilled_tokens=self._num_prefilled_tokens,
-            num_full_step_tokens=self._num_full_step_tokens,
-            full_step_s=self._full_step_s,
-            adapters=scheduler.slots.loaded,
             max_adapters=self._config.max_loras if self._config.enable_lora else 0,
-            num_adapters=scheduler.slots.num_named,
-            num_adapter_loads=scheduler.slots.num_loads,
-            **self._travel_stats(),
+            travelled={} if self._travel is None else self._travel.stats(),
         )
 
     def reset_prefix_cache(self) -> bool:
@@ -322,10 +277,13 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Stops the executor; requests at hand are lost. Can be called again."""
+        """Stops the executor; requests at hand are lost. Blocks that the disk lacks are written
+        there, for a few seconds at most. Can be called again."""
+        if self._failure is None and self._travel is not None:
+            with suppress(RankFailure):  # What it would have kept is lost, then.
+                self._travel.save_all(self._run_copies)
         self._failure = self._failure or "the engine is closed"
-        self._compiling.close()
-        self._reading.close()
+        self._entrance.close()
         self._masks.close()
         if self._travel is not None:
             self._travel.close()
@@ -353,37 +311,11 @@ class Engine:
 
     @property
     def _num_waiting(self) -> int:
-        num_beside = len(self._compiling) + len(self._reading) + len(self._arriving or ())
-        return self._scheduler.num_waiting + num_beside
-
-    def _travel_stats(self) -> dict[str, Any]:
-        if self._travel is None or self._audit is None:
-            return {}
-        stats = self._travel.stats()
-        return stats | {"num_corrupt_blocks": stats["num_corrupt_blocks"] + self._audit.num_wrong}
-
-    def _make_travel(self, fetch: Fetch | None) -> Travel | None:
-        config, model, executor = self._config, self._model, self._executor
-        host_blocks_XC = executor.host_blocks_XC
-        if host_blocks_XC is None or not config.enable_prefix_caching or model.is_encoder:
-            return None
-        return Travel(
-            self._pool,
-            self.events,
-            config=config,
-            format=executor.kv_format,
-            host_blocks_XC=host_blocks_XC,
-            identity=f"{model.fingerprint} {model.kv_dtype} {executor.numerics}",
-            fetch=fetch,
-            clock=self._clock,
-        )
+        return self._scheduler.num_waiting + len(self._entrance)
 
     def _begin_check(self, audit: Audit) -> None:
         """There is nothing else to do: has a block computed again."""
-        self._num_checks += 1
-        seq = audit.next(
-            request_id=f"audit/{self._num_checks}", eos_token_ids=self._model.eos_token_ids
-        )
+        seq = audit.next(eos_token_ids=self._model.eos_token_ids)
         if seq is not None:
             self._sequences[seq.request.request_id] = seq
             self._scheduler.add(seq)
@@ -393,12 +325,6 @@ class Engine:
         for seq in self._sequences.values():
             if seq.num_blocks and not wrong.isdisjoint(seq.hashes):
                 seq.stop_naming()
-
-    def _note_time(self, num_prefilled: int, seconds: float) -> None:
-        """A step has taken so long."""
-        self._step_s += 0.1 * (seconds - self._step_s)
-        if num_prefilled and self._arriving is not None:
-            self._arriving.computed(num_prefilled, seconds)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -411,62 +337,36 @@ class Engine:
                 "another id",
                 param="request_id",
             )
-        takes_adapters = self._config.enable_lora
-        return max_tokens_of(request, self._limits, self._model, takes_adapters=takes_adapters)
+        return self._intake.max_tokens(request)
 
-    def _sequence(self, request: Prepared, max_tokens: int) -> Sequence:
-        seed = request.sampling.seed
-        if seed is None:
-            seed = derive_seed(self._config.seed, self._num_unseeded)
-            self._num_unseeded += 1
-        chain = None
-        if self._config.enable_prefix_caching and not self._model.is_encoder:
-            chain = request.chain(
-                model_fingerprint=self._model.fingerprint,
-                numerics=self._executor.numerics,
-                kv_dtype=self._model.kv_dtype,
-                block_size=self._config.block_size,
-            )
-        return Sequence(
-            request,
-            seed=seed,
-            max_tokens=max_tokens,
-            eos_token_ids=self._model.eos_token_ids,
-            block_size=self._config.block_size,
-            chain=chain,
-        )
+    def _run_copies(self) -> None:
+        """Runs a step that only copies, after those under way."""
+        assert self._travel is not None
+        while self._under_way:
+            self._take_tokens()
+        with self._failing():
+            self._executor.submit(self._inputs.build(NOTHING, self._travel.submitted()))
+            self._executor.result()
+        self._travel.finished()
 
     def _settle(self) -> None:
         """If no request is left, waits for the steps under way and drops their outputs."""
         while self._under_way and not self._sequences:
             self._take_tokens()
 
-    def _take_ready(self) -> list[TokenDelta]:
-        """Queues the requests whose constraints were compiled and whose adapters were read, and
-        ends those whose were refused. Waits for the first a while where there is nothing else to
-        do."""
-        scheduler, compiling, reading = self._scheduler, self._compiling, self._reading
+    def _let_in(self) -> list[TokenDelta]:
+        """Queues the requests that have nothing to wait for any more, and ends those that are
+        refused."""
+        scheduler = self._scheduler
         is_idle = not (self._under_way or scheduler.running or scheduler.num_waiting)
-        refused = []
-        compiled = list(compiling.take(may_wait=is_idle and not reading))
-        for seq, error in (*compiled, *reading.take(may_wait=is_idle and not compiling)):
-            if error is None:
-                self._queue(seq)
-            else:
-                seq.status = Status.FINISHED
-                refused.append(self._fail(seq, error))
-        if self._arriving:
-            for seq in self._arriving.take():
-                self._scheduler.add(seq)
-        return refused
-
-    def _queue(self, seq: Sequence) -> None:
-        """Queues ``seq``, whose constraint is compiled, once its adapter is read and blocks that
-        are on their way have come."""
-        if seq.request.adapter and not self._reading.add(seq):
-            return
-        if self._arriving is None or not self._arriving.add(seq):
-            self._scheduler.add(seq)
+        ready, refused = self._entrance.take(is_idle=is_idle)
+        for seq in ready:
+            scheduler.add(seq)
+        ended = []
+        for seq, error in refused:
+            seq.status = Status.FINISHED
+            ended.append(self._fail(seq, error))
+        return ended
 
     def _take_tokens(self) -> list[TokenDelta]:
         """Waits for the oldest step under way, appends the tokens that it sampled, and lets go of
@@ -474,7 +374,7 @@ class Engine:
         with self._failing():
             result = self._executor.result()
         schedule = self._under_way.popleft()
-        self._num_steps += bool(schedule.sequences)
+        self._counters.num_steps += bool(schedule.sequences)
         if self._travel is not None:
             self._travel.finished()
         self._scheduler.finished()
@@ -519,16 +419,11 @@ class Engine:
 
     def _take_embedding(self, seq: Sequence, state_C: Floats) -> TokenDelta:
         """Ends ``seq`` with its vector. The token behind it means nothing."""
-        assert self._model.pooling is not None
-        for layer in self._dense:
-            state_C = layer(state_C)
-        if not np.isfinite(state_C).all():
+        vector_C = self._pooling.vector(state_C)
+        if vector_C is None:
             return self._break_off(seq)
         self._scheduler.remove(seq)
-        if self._model.pooling.normalize:
-            state_C = normalized(state_C)
-        output = self._output(seq, (), "stop")
-        return output._replace(hidden=state_C[None])
+        return self._output(seq, (), "stop")._replace(hidden=vector_C[None])
 
     def _take_masks(self, beside: list[Sequence]) -> list[TokenDelta]:
         """Waits a while for masks that are not known; ends the requests that cannot go on."""
@@ -565,7 +460,7 @@ class Engine:
             if finish_reason is not None:
                 del drawn[number + 1 :]
                 break
-        self._num_output_tokens += len(drawn)
+        self._counters.num_output_tokens += len(drawn)
         logprobs: tuple[TokenLogprobs, ...] = ()
         if result.logprobs:
             shown = result.logprobs[begin : begin + len(drawn)]
@@ -585,45 +480,26 @@ class Engine:
         """The output of ``seq``, whose newest tokens are ``token_ids``; forgets an ended one."""
         if finish_reason is not None:
             self._forget(seq)
-        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         fetched, seq.fetched = seq.fetched, None
         if fetched is not None and self._audit is not None:
             self._audit.fetched(seq, fetched)
-        if seq.prompt_logprobs:
-            prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
-        return TokenDelta(
-            seq.request.request_id,
-            seq.num_output_tokens - len(token_ids),
-            token_ids,
-            logprobs,
-            finish_reason,
-            seq.num_cached or 0,
-            prompt_logprobs=prompt_logprobs,
-            fetched=fetched,
-        )
+        return delta_of(seq, token_ids, finish_reason, logprobs, fetched)
 
     def _break_off(self, seq: Sequence) -> TokenDelta:
         """Ends ``seq``, whose logits are broken."""
         self._scheduler.remove(seq)
-        num_prompt, num_output = seq.num_prompt_tokens, seq.num_output_tokens
-        error = BrokenLogits(
-            f"the model produced NaN or infinite logits at position {num_prompt + num_output}, "
-            f"behind {num_prompt} tokens of prompt and {num_output} of output: its weights are "
-            "damaged, or too large for the type it is computed in; other requests are unharmed"
-        )
-        return self._fail(seq, error)
+        return self._fail(seq, broken_logits(seq))
 
     def _fail(self, seq: Sequence, error: QuireError) -> TokenDelta:
         """The last output of ``seq``, which the scheduler no longer has."""
         self._forget(seq)
-        request_id, num_output = seq.request.request_id, seq.num_output_tokens
-        return TokenDelta(request_id, num_output, (), (), "abort", seq.num_cached or 0, error=error)
+        return failure_of(seq, error)
 
     def _forget(self, seq: Sequence) -> None:
         del self._sequences[seq.request.request_id]
         self._masks.drop(seq)
         if seq.request.adapter:
-            self._reading.forget(seq)
+            self._entrance.reading.forget(seq)
         self._inputs.forget(seq)
 
     @contextmanager
@@ -637,10 +513,3 @@ class Engine:
 
 
 _LENDS_NONE = "this group's blocks do not leave its KV cache"
-
-
-def _speculates(config: EngineConfig, executor: Executor) -> bool:
-    """A step ahead is asked for before the tokens are known that guesses would follow."""
-    if config.speculation is None:
-        return executor.num_ahead == 0 and executor.numerics.startswith("cpu")
-    return config.speculation and executor.num_ahead == 0

@@ -132,7 +132,7 @@ def _add_reuse_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _reuse(arguments: argparse.Namespace) -> int:
-    from quire.cluster.cli.reuse import reuse
+    from quire.cluster.bench.reuse import reuse
 
     return reuse(arguments)
 

@@ -83,6 +83,17 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="utility is the engine's own policy; plain-lru is three times as fast to simulate",
     )
 
+    add = parser.add_argument_group("KV that travels").add_argument
+    add(
+        "--link",
+        default="none",
+        help="links between groups: 25g, 100g or 400g (bits a second), or gigabytes a second; "
+        "without any, none fetches from another",
+    )
+    add("--transfer-ms", type=finite, default=2.0, help="time until a source's first byte")
+    add("--host-tokens", type=int, default=0, help="tokens whose KV a group's host memory keeps")
+    add("--host-gb-s", type=finite, default=50.0, help="rate between host memory and KV cache")
+
     add = parser.add_argument_group("what goes wrong").add_argument
     add("--num-gateways", type=int, default=1, help="gateways that know nothing of each other")
     add("--event-lag-s", type=finite, default=0.0, help="delay of block events")
@@ -107,6 +118,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from quire.simulate.command import Sweep, run_command
     from quire.simulate.engine_config import SimulatedEngine
     from quire.simulate.run import SimulationConfig
+    from quire.simulate.travel import TravelConfig
 
     if arguments.event_lag_s < 0:
         raise ConfigError(f"event_lag_s={arguments.event_lag_s}: must not be negative")
@@ -125,6 +137,12 @@ def _simulate(arguments: argparse.Namespace) -> int:
             slow_factor=arguments.slow_factor,
             contention=arguments.contention,
             seed=arguments.seed,
+            travel=TravelConfig(
+                transfer_gb_s=_link_gb_s(arguments.link),
+                transfer_ms=arguments.transfer_ms,
+                host_gb_s=arguments.host_gb_s,
+                host_tokens=arguments.host_tokens,
+            ),
         ),
         policies=list(SIMULATED_POLICIES) if arguments.policy == ["all"] else arguments.policy,
         group_counts=arguments.num_groups,
@@ -141,6 +159,21 @@ def _simulate(arguments: argparse.Namespace) -> int:
     if arguments.spread_ms:
         trace = trace.spread(seed=arguments.seed, within_ms=arguments.spread_ms)
     return run_command(sweep, trace, output=arguments.output, plot_format=arguments.plot_format)
+
+
+def _link_gb_s(link: str) -> float:
+    """Raises ConfigError: ``link`` is neither a preset nor a rate."""
+    from quire.simulate.travel import LINKS_GB_S
+
+    if link == "none":
+        return 0.0
+    try:
+        return LINKS_GB_S[link] if link in LINKS_GB_S else finite(link)
+    except (ValueError, argparse.ArgumentTypeError):
+        names = ", ".join(LINKS_GB_S)
+        raise ConfigError(
+            f"link={link!r}: must be one of none, {names}, or gigabytes a second"
+        ) from None
 
 
 def _trace(arguments: argparse.Namespace) -> "Trace":

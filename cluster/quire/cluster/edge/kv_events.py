@@ -43,6 +43,25 @@ _PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 Write = Callable[[common.KvEventBatch], Awaitable[object]]
 
 
+class Outlet:
+    """Writes to a call. gRPC takes no status while a write is under way, and a write to a subscriber
+    that does not read has no end: `settle` waits until a status can be sent."""
+
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._under_way: asyncio.Future[object] | None = None
+
+    async def write(self, message: common.KvEventBatch) -> None:
+        """Can be cancelled; the write goes on."""
+        self._under_way = asyncio.ensure_future(self._write(message))
+        await asyncio.shield(self._under_way)
+
+    async def settle(self) -> None:
+        """Returns once the subscriber has read on, or has left."""
+        if self._under_way is not None:
+            await asyncio.gather(self._under_way, return_exceptions=True)
+
+
 class SubscriberStalled(QueueFull):
     """A subscriber has read nothing for too long."""
 

@@ -24,7 +24,7 @@ from smg_grpc_proto.generated import common_pb2
 from quire.cluster.edge.auth import ApiKeys, check_operator, grpc_caller
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
-from quire.cluster.edge.kv_events import KvEventsConfig, Ranks, Subscription
+from quire.cluster.edge.kv_events import KvEventsConfig, Outlet, Ranks, Subscription
 from quire.cluster.edge.streams import sane_client_id
 from quire.cluster.edge.vllm_format import Answers, aliases_of, prompt_of, sampling_of
 from quire.cluster.failover.chunk import Chunk
@@ -304,14 +304,16 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 adapter_names=partial(self._adapter_names, model),
                 loads_at_once=request.load_records_before_first_batch,
             )
+            outlet = Outlet(context.write)
             self._num_subscribers += 1
             try:
                 await subscription.run(
-                    context.write,
+                    outlet.write,
                     lambda: self._models.is_draining or self._model is not model,
                 )
             finally:
                 self._num_subscribers -= 1
+                await outlet.settle()
 
     def _adapter_names(self, model: ModelService) -> dict[str, str]:
         return {

@@ -52,6 +52,7 @@ _MAX_SHUNNED = 64
 _UNHEARD_S = 1.0
 """A peer that has sent nothing for so long, when its pull is given up, counts as failed."""
 _LOOK_S = 0.05
+_HASHED_BYTES = 512 << 10
 _JOIN_S = 1.0
 
 
@@ -120,7 +121,11 @@ class Borrower:
             reason = self._why_not(source)
             if not reason:
                 self._threads[thread] = source.address
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError as error:  # The process may have no more of them.
+                    del self._threads[thread]
+                    reason = str(error)
         if reason:
             self._end(pull, expected, _told(source, reason))
 
@@ -314,7 +319,10 @@ class _Borrowing:
         num_bytes = 0
         while num_bytes < len(block):
             begin, num_bytes = num_bytes, num_bytes + connection.receive_into(block[num_bytes:])
-            came.update(block[begin:num_bytes])  # At once: it is in the CPU's cache now.
+            # Now, while it is in the CPU's cache. Each part is so short that the interpreter is not
+            # let go of: to get it back would take far longer than the hash.
+            for part in range(begin, num_bytes, _HASHED_BYTES):
+                came.update(block[part : min(part + _HASHED_BYTES, num_bytes)])
         pull.num_bytes += num_bytes
         if came.digest() != header.checksum:
             raise _Ended("its bytes do not have the checksum that came with them")

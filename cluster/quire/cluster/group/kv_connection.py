@@ -1,7 +1,7 @@
 """A borrower's connection to a lender, which can be given up at any moment.
 
-The socket never blocks. Whoever waits for it looks `_LOOK_S` later at the latest whether it is
-still wanted, so that a peer which was stopped, or is slow, holds nothing that is wanted elsewhere.
+No call on the socket takes longer than `_LOOK_S`. Then it is asked whether the connection is still
+wanted, so that a peer which was stopped, or is slow, holds nothing that is wanted elsewhere.
 """
 
 import errno
@@ -9,6 +9,7 @@ import os
 import select
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable
 
@@ -48,6 +49,12 @@ class KvConnection:
                 raise OSError(error, os.strerror(error))
             if certificate:
                 self._greet(certificate)
+            else:
+                # One system call receives a block, if it comes in time. For each part of it that
+                # woke this thread, it would wait for the interpreter, which the engine keeps busy.
+                self._socket.setblocking(True)
+                wait_s = struct.pack("ll", 0, int(_LOOK_S * 1e6))
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait_s)
         except BaseException:
             self._socket.close()
             raise
@@ -60,13 +67,22 @@ class KvConnection:
         self._socket.sendall(data)
 
     def receive_into(self, view: memoryview) -> int:
-        """Waits for some bytes and returns how many it has put into ``view``: at least one. Raises
-        EOFError: no more come."""
+        """Waits until ``view`` is full, or for a moment, and returns how many bytes it has put
+        there: at least one. Raises EOFError: no more come."""
+        until_s = time.monotonic() + self._stall_s
         while True:
             try:
-                num_bytes = self._socket.recv_into(view)
-            except (BlockingIOError, ssl.SSLWantReadError):
+                if isinstance(self._socket, ssl.SSLSocket):
+                    num_bytes = self._socket.recv_into(view)
+                else:
+                    num_bytes = self._socket.recv_into(view, 0, socket.MSG_WAITALL)
+            except ssl.SSLWantReadError:
                 self._wait(select.POLLIN, "nothing came")
+                continue
+            except BlockingIOError:
+                self._check()
+                if time.monotonic() > until_s:
+                    raise TimeoutError(f"nothing came for {self._stall_s:g} s") from None
                 continue
             if not num_bytes:
                 raise EOFError

@@ -15,6 +15,7 @@ import logging
 import secrets
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -212,7 +213,13 @@ class Lender:
                 daemon=True,
             )
             self._senders[connection] = thread
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # The process may have no more of them.
+                _log.warning("a loan cannot be sent: %s", error)
+                del self._senders[connection]
+                self._offers[ticket] = offer  # It is withdrawn soon.
+                return False
         return True
 
     # In a thread of each loan.
@@ -223,6 +230,7 @@ class Lender:
         try:
             with connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                _bound_sends(connection, self._stall_s)
                 self._send(offer, connection, pace)
         except OSError as error:
             # The borrower has gone, or does not read; it knows what it has.
@@ -245,18 +253,16 @@ class Lender:
             try:
                 block = memoryview(loan.host_blocks_XC[lent.slot])
                 self._is_closing.wait(pace.delay_s(len(block)))
-                patience_s = min(self._stall_s, offer.until_s - time.monotonic())
                 name = loan.hashes[lent.index]
                 header = block_header(
                     lent.index, name=name, num_bytes=len(block), checksum=lent.checksum
                 )
-                connection.settimeout(max(_LOOK_S, patience_s))
-                _send_both(connection, header, block)
+                until_s = min(time.monotonic() + self._stall_s, offer.until_s)
+                _send_all(connection, until_s, header, block)
             finally:
                 loan.give_back(lent.slot)
             num_sent += 1
-        connection.settimeout(self._stall_s)
-        connection.sendall(end_frame(num_sent, reason))
+        _send_all(connection, time.monotonic() + self._stall_s, end_frame(num_sent, reason))
 
     def _next(self, offer: _Offer) -> Lent | None:
         """The loan's next block; ``None`` where no more come within the lease."""
@@ -285,14 +291,35 @@ class _Pace:
             return begin_s - now_s
 
 
-def _send_both(connection: socket.socket, header: bytes, block: memoryview) -> None:
-    """In one system call, where they fit into the socket's buffer and need not be encrypted."""
-    num_sent = 0
+def _bound_sends(connection: socket.socket, timeout_s: float) -> None:
+    """Has one system call send as much as fits within ``timeout_s``, where TLS does not prevent it.
+
+    With a timeout of Python's, each part that fits would wake the thread, which then waits for the
+    interpreter whenever the engine's thread is busy.
+    """
+    connection.settimeout(timeout_s)
     if not isinstance(connection, ssl.SSLSocket):
-        num_sent = connection.sendmsg([header, block])
-    if num_sent < len(header):
-        connection.sendall(header[num_sent:])
-    connection.sendall(block[max(0, num_sent - len(header)) :])
+        connection.setblocking(True)
+        seconds, fraction = divmod(timeout_s, 1)
+        timeval = struct.pack("ll", int(seconds), int(fraction * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
+
+
+def _send_all(connection: socket.socket, until_s: float, *parts: bytes | memoryview) -> None:
+    """Raises OSError: the connection broke, or there was no room for long."""
+    if isinstance(connection, ssl.SSLSocket):
+        for part in parts:
+            connection.sendall(part)
+        return
+    left = [memoryview(part) for part in parts]
+    while left:
+        num_sent = connection.sendmsg(left)
+        while left and num_sent >= len(left[0]):
+            num_sent -= len(left.pop(0))
+        if left:
+            left[0] = left[0][num_sent:]
+            if time.monotonic() > until_s:
+                raise TimeoutError("the borrower does not read")
 
 
 def _refusal(reason: str) -> pb.BlocksLoan:

@@ -46,7 +46,9 @@ class PeerLinks:
             )
             contacts = {source.address: contact}
             link = await stack.enter_async_context(grpc_connect(source.address, contacts=contacts))
-            opened = self._open[key] = _Open(link, stack)
+            opened = self._open.setdefault(key, _Open(link, stack))
+            if opened.stack is not stack:  # Another call was sooner.
+                await stack.aclose()
         opened.num_calls += 1
         try:
             return await opened.link.Blocks(request, timeout=timeout_s)

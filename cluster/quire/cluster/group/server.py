@@ -24,13 +24,13 @@ from quire.cluster.links.group_link import GroupContact
 from quire.cluster.tls import own_tls
 from quire.cluster.wire import format_to_proto
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.config import EngineConfig
 from quire.worker.api.engine_stats import EngineStats
 from quire.worker.api.errors import QueueFull, QuireError
 from quire.worker.api.kv_format import KvFormat
 from quire.worker.api.outputs import TokenDelta
 from quire.worker.api.request import Prepared, Task
 from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.cache.travel import num_tiers
 from quire.worker.engine import Engine
 from quire.worker.model.adapters.store import AdapterStore
 from quire.worker.model.facts import ModelFacts
@@ -125,7 +125,7 @@ class GroupServer:
                 facts,
                 executor,
                 epoch=time.time_ns(),
-                **({"fetch": borrower.fetch} if borrower else {}),
+                fetch=borrower.fetch if borrower else None,
             )
         except BaseException:
             executor.close()
@@ -240,12 +240,6 @@ def _describe(
         max_num_seqs=config.engine.max_num_seqs,
         eos_token_ids=facts.eos_token_ids,
         numerics=facts.numerics,
-        num_tiers=_num_tiers(config.engine),
+        num_tiers=num_tiers(config.engine),
         kv_events=config.engine.kv_events,
     )
-
-
-def _num_tiers(config: EngineConfig) -> int:
-    if config.kv_disk_dir is not None:
-        return 3
-    return 2 if config.kv_offloading_size else 1

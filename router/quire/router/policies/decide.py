@@ -40,13 +40,10 @@ def decide(
         elsewhere = elsewhere and elsewhere.only(allowed)
     if not len(groups):
         raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
-    usable = usable_blocks(request)
-    hits = own = np.minimum(overlap, usable) * float(request.block_size)
+    hits = own = np.minimum(overlap, request.usable_blocks) * float(request.block_size)
     fetches = None
     if elsewhere is not None:
-        fetches = elsewhere.fetches(
-            groups.fetch_costs_2KG, own, usable_blocks=usable, block_size=request.block_size
-        )
+        fetches = policy.fetches(request, groups, own, elsewhere)
         hits = own if fetches is None else fetches.hits
     costs = policy.costs(request, groups, hits)
     index = home = cheapest(request, groups, hits, costs)
@@ -56,8 +53,8 @@ def decide(
     state, num_hit_tokens = groups.states[index], int(hits[index])
     num_found, source = int(own[index]), None
     if fetches is not None:
-        num_found += int(fetches.num_tokens[index])
-        if elsewhere is not None and fetches.num_source_tokens[index]:
+        num_found += int(fetches.num_RG[:, index].sum())
+        if elsewhere is not None and fetches.num_lent(index):
             source = elsewhere.source
     reason = policy.reason
     if len(groups) == 1:
@@ -86,15 +83,6 @@ def decide(
         num_source_blocks=elsewhere.num_lent if elsewhere is not None and source else 0,
         adapter_costs=policy.adapter_costs,
     )
-
-
-def usable_blocks(request: RouteRequest) -> int:
-    """The most blocks that can be a hit.
-
-    The engine computes at least the last token, whose logits it samples from, so the block that
-    ends with it is never one.
-    """
-    return max(request.num_prompt_tokens - 1, 0) // request.block_size
 
 
 def cheapest(request: RouteRequest, groups: Loads, hits: Column, costs: Column) -> int:

@@ -11,12 +11,13 @@ of each kind are learned from the groups' counters. A guess stands for what has 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 from typing import NamedTuple
 
 import numpy as np
 
+from quire.router.accuracy import moved_mean
 from quire.router.policies.policy import Column, GroupLoad
 from quire.router.policies.speeds import PRIOR_PREFILL_PER_S, Line
 from quire.router.prefix_index.directory import GroupId
@@ -26,7 +27,23 @@ from quire.router.prefix_index.directory import GroupId
 KINDS = ("host", "disk", "peer")
 MIN_SAVED_TOKENS = 32.0
 """A source is named only where that is forecast to save as much computing."""
+PATIENCE = 0.1
+"""As a share of the time that computing it takes: how long an engine waits for the first of what it
+fetches, once it could compute instead."""
 _PEER = KINDS.index("peer")
+_ROWS = {
+    (0, True): slice(_PEER, None),
+    (1, False): slice(0, 1),
+    (1, True): slice(0, None, _PEER),
+    (2, False): slice(0, 2),
+    (2, True): slice(0, None),
+}
+"""The kinds of so many slower tiers, and of a source."""
+_LEAST_SAVED = {
+    False: np.array([[1e-9], [1e-9]]),
+    True: np.array([[1e-9], [1e-9], [MIN_SAVED_TOKENS]]),
+}
+"""Tokens for each row, the last of which may be a source's."""
 _GUESSED_SHARES = (0.04, 0.08, 0.12)
 """Of the time that computing takes, by kind."""
 _GUESSED_FIXED_S = (0.0005, 0.002, 0.004)
@@ -43,6 +60,7 @@ class FetchCosts:
         # Tokens and seconds that are counted but not learned from: one may be told after the other.
         self._unlearned = [(0, 0.0) for _ in KINDS]
         self._last: GroupLoad | None = None
+        self._source_rest_s: float | None = None
         self._num_failures = 0.0
         self._failures_at_s = 0.0
 
@@ -73,15 +91,22 @@ class FetchCosts:
             self._unlearned[kind] = num_tokens, wait_s
         return True
 
+    def asked(self, *, source_rest_s: float) -> None:
+        """The group is to fetch from a source whose present step has so much left."""
+        self._source_rest_s = moved_mean(self._source_rest_s, source_rest_s)
+
     def tokens(self, prefill_per_s: float) -> Column:
-        """Fixed costs and those of a token, by kind, where computing is so fast: (2, K)."""
+        """Fixed costs and those of a token, by kind, where computing is so fast: (2, K). Without
+        the rest of a source's step, which is known better at each decision."""
         costs_2K = np.empty((2, len(KINDS)))
         for kind, line in enumerate(self._lines):
             parts = line.parts
             if parts is None:
                 fixed, share = _GUESSED_FIXED_S[kind] * prefill_per_s, _GUESSED_SHARES[kind]
             else:
-                fixed, share = parts[0] * prefill_per_s, parts[1] * prefill_per_s
+                rest_s = (self._source_rest_s or 0.0) if kind == _PEER else 0.0
+                fixed_s, token_s = max(parts[0] - rest_s, 0.0), parts[1]
+                fixed, share = fixed_s * prefill_per_s, token_s * prefill_per_s
             costs_2K[:, kind] = fixed, share
         costs_2K[:, _PEER] *= 1 + self._num_failures
         return costs_2K
@@ -92,16 +117,26 @@ GUESSED_2K = FetchCosts().tokens(PRIOR_PREFILL_PER_S)
 
 
 class Fetches(NamedTuple):
-    """What each of some groups would fetch of a prompt."""
+    """What each of some groups would fetch of a prompt, a row for each place that it comes from."""
 
     hits: Column
     """Effective hits in tokens: cached ones, and fetched ones less their cost."""
-    num_tokens: Column
-    """Fetched ones."""
-    num_source_tokens: Column
-    """Those among them that the source has."""
-    costs: Column
-    """Of fetching, in tokens."""
+    num_RG: Column
+    """Tokens."""
+    costs_RG: Column
+    """Of fetching them, in tokens."""
+    is_lent: bool
+    """Whether the last row is the source's."""
+
+    @property
+    def num_tokens(self) -> Column:
+        """Of all places."""
+        num: Column = self.num_RG.sum(axis=0)
+        return num
+
+    def num_lent(self, index: int) -> int:
+        """Tokens that the group at ``index`` would fetch from the source."""
+        return int(self.num_RG[-1, index]) if self.is_lent else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,44 +151,59 @@ class Elsewhere:
     """Blocks of it."""
     takes_G: Column
     """1 for each group that can fetch from others, else 0."""
+    source_rest: float = 0.0
+    """What is left of the source's present step, in tokens: it lends from the next one on."""
 
     def only(self, positions: Sequence[int]) -> "Elsewhere":
         """For the groups at these positions."""
-        return Elsewhere(
-            self.slower_TG[:, positions], self.source, self.num_lent, self.takes_G[positions]
+        return replace(
+            self, slower_TG=self.slower_TG[:, positions], takes_G=self.takes_G[positions]
         )
 
     def fetches(
-        self, costs_2KG: Column, cached: Column, *, usable_blocks: int, block_size: int
+        self,
+        costs_2KG: Column,
+        cached: Column,
+        step_rest: Column,
+        next_step: Column,
+        *,
+        usable_blocks: int,
+        block_size: int,
     ) -> Fetches | None:
-        """``cached``: tokens in each group's KV cache. None where there is nothing to fetch."""
-        is_lent = self.source is not None
-        rows = np.empty((len(self.slower_TG) + is_lent, len(cached)))
-        if not len(rows):
+        """``cached``: tokens in each group's KV cache; ``step_rest``: what is left of its present
+        step, meanwhile it fetches; ``next_step``: what the step after that takes without the
+        request. All in tokens. None where there is nothing to fetch."""
+        is_lent, num_slower = self.source is not None, len(self.slower_TG)
+        if not num_slower + is_lent:
             return None
-        rows[: len(self.slower_TG)] = self.slower_TG
+        # Few operations on whole arrays: each takes longer to call than to do.
+        ends_RG = np.empty((1 + num_slower + is_lent, len(cached)))
+        ends_RG[0] = cached
+        ends_RG[1 : 1 + num_slower] = self.slower_TG
         if is_lent:
-            rows[-1] = self.num_lent * self.takes_G
-        np.minimum(rows, usable_blocks, out=rows)
-        rows *= block_size
-        np.maximum(rows[0], cached, out=rows[0])
-        ends = np.maximum.accumulate(rows, axis=0)
-        begins = np.concatenate((cached[np.newaxis], ends[:-1]))
-        num_tokens = ends - begins
-        if not num_tokens.any():
+            ends_RG[-1] = self.num_lent * self.takes_G
+        others_RG = ends_RG[1:]
+        np.minimum(others_RG, usable_blocks, out=others_RG)
+        others_RG *= block_size
+        np.maximum.accumulate(ends_RG, axis=0, out=ends_RG)
+        num_RG = others_RG - ends_RG[:-1]
+        if not num_RG.any():
             return None
-        kinds = [*range(len(self.slower_TG)), *[_PEER] * is_lent]
-        fixed, share = costs_2KG[:, kinds]
-        costs = fixed + share * num_tokens
-        saved = num_tokens - costs
-        is_worth = saved > 0.0
+        fixed_RG, share_RG = costs_2KG[:, _ROWS[num_slower, is_lent]]
+        fixed_RG = fixed_RG - step_rest
         if is_lent:
-            is_worth[-1] = saved[-1] >= MIN_SAVED_TOKENS
-        num_tokens *= is_worth
-        costs *= is_worth
-        return Fetches(
-            hits=cached + (saved * is_worth).sum(axis=0),
-            num_tokens=num_tokens.sum(axis=0),
-            num_source_tokens=num_tokens[-1] if is_lent else np.zeros(len(cached)),
-            costs=costs.sum(axis=0),
+            fixed_RG[-1] += self.source_rest
+        costs_RG = share_RG * num_RG
+        costs_RG += fixed_RG
+        np.maximum(costs_RG, 0.0, out=costs_RG)
+        if is_lent:
+            # What comes in the middle of the next step waits for its end.
+            costs_RG[-1] += (costs_RG[-1] > 0.0) * next_step
+        saved_RG = num_RG - costs_RG
+        is_worth_RG = (saved_RG >= _LEAST_SAVED[is_lent][-len(saved_RG) :]) & (
+            fixed_RG <= PATIENCE * num_RG
         )
+        num_RG *= is_worth_RG
+        costs_RG *= is_worth_RG
+        saved_RG *= is_worth_RG
+        return Fetches(cached + saved_RG.sum(axis=0), num_RG, costs_RG, is_lent)

@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 
 from quire.router.policies.fetching import GUESSED_2K
-from quire.router.policies.policy import Column, GroupState
+from quire.router.policies.policy import LATE_STEPS, Column, GroupState
 from quire.router.policies.speeds import (
     MIN_PER_S,
     PRIOR_OUTPUT_PER_S,
@@ -19,9 +19,6 @@ from quire.router.policies.speeds import (
     Speeds,
 )
 
-LATE_STEPS = 2.0
-"""A step that exceeds its expected time by this factor says nothing: the guess was wrong, or its
-frame went to other gateways only, or the group hangs."""
 _NUM_ROWS = 12
 """Those of a `GroupState`; the terms of the rates follow them, then the costs of fetching."""
 
@@ -31,6 +28,8 @@ class Loads:
 
     _from_frames: tuple[int, Column] | None = None
     """`most_gateways` and `speeds`, until the next frame."""
+    _over: tuple[float, Column] | None = None
+    """`step_over` of a time, until a group changes."""
 
     def __init__(self, states: Sequence[GroupState], *, common: Rates | None = None) -> None:
         """``common``: the rates of all groups, assumed for a group with few observations."""
@@ -50,6 +49,7 @@ class Loads:
     def put(self, position: int, state: GroupState) -> None:
         """The group at ``position`` is in this state now."""
         self.states[position] = state
+        self._over = None
         running, waiting, pending, requests, tokens, step_tokens = self._rows[:6]
         available, blocks, began_s, step_s, slots, gateways = self._rows[6:]
         running[position] = state.num_running
@@ -106,9 +106,16 @@ class Loads:
 
     def step_over(self, now_s: float) -> Column:
         """Which share of each group's present step is over; 0 where nothing is known."""
-        share = (now_s - self._step_began_s) / self._step_s
-        over: Column = np.minimum(np.maximum(share, 0.0), 1.0) * (share < LATE_STEPS)
-        return over
+        if self._over is None or self._over[0] != now_s:
+            share = (now_s - self._step_began_s) / self._step_s
+            over: Column = np.minimum(np.maximum(share, 0.0), 1.0) * (share < LATE_STEPS)
+            self._over = now_s, over
+        return self._over[1]
+
+    def step_rest(self, now_s: float) -> Column:
+        """Prompt tokens that each group's present step has yet to compute."""
+        rest: Column = self.num_step_tokens * (1.0 - self.step_over(now_s))
+        return rest
 
     def only(self, positions: Sequence[int]) -> "Loads":
         """The groups at these positions, as they are now; nothing is put into it."""

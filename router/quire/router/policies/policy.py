@@ -19,11 +19,17 @@ from quire.router.prefix_index.directory import GroupId
 from quire.worker.api.hashing import BlockHash
 
 if TYPE_CHECKING:
-    from quire.router.policies.fetching import Fetches
+    from quire.router.policies.fetching import Elsewhere, Fetches
     from quire.router.policies.loads import Loads
 
 Column: TypeAlias = npt.NDArray[np.float64]
 """A number for each group. Every count that can occur is exact in it."""
+
+_DECODE_TOKENS = 24.0
+"""What a running sequence adds to a step, in tokens of prefill."""
+LATE_STEPS = 2.0
+"""A step that exceeds its expected time by this factor says nothing: the guess was wrong, or its
+frame went to other gateways only, or the group hangs."""
 
 Reason = Literal[
     "cached_prefix",
@@ -56,6 +62,15 @@ class RouteRequest:
     """Number among its gateway's requests in the order of routing, from any start; replaces
     randomness and memory."""
     now_s: float = 0.0
+
+    @property
+    def usable_blocks(self) -> int:
+        """The most blocks that can be a hit.
+
+        The engine computes at least the last token, whose logits it samples from, so the block that
+        ends with it is never one.
+        """
+        return max(self.num_prompt_tokens - 1, 0) // self.block_size
 
     def lacks_adapter(self, state: "GroupState") -> bool:
         """Whether the group has to load the request's adapter."""
@@ -169,6 +184,11 @@ class GroupState:
         num = self.num_adapters + (adapter not in self.adapters)
         return max(num - self.max_adapters, 0) / self.max_adapters if self.max_adapters else 0.0
 
+    def step_rest_s(self, now_s: float) -> float:
+        """How long its present step still takes; 0 where nothing is known, or it is long past."""
+        over_s = now_s - self.step_began_s
+        return max(self.step_s - over_s, 0.0) if over_s < LATE_STEPS * self.step_s else 0.0
+
     def forecast_s(self, num_prefill_tokens: int) -> float | None:
         """The seconds to the first token of a request that lacks ``num_prefill_tokens`` here."""
         if self.wait is None:
@@ -187,6 +207,20 @@ class Policy(Protocol):
     used."""
     adapter_costs: Column | None = None
     """Parts of the last `costs` that the request's adapter caused; None if there are none."""
+
+    def fetches(
+        self, request: RouteRequest, groups: "Loads", cached: Column, elsewhere: "Elsewhere"
+    ) -> "Fetches | None":
+        """What each of ``groups`` would fetch besides the ``cached`` tokens of its KV cache; None
+        where none would."""
+        return elsewhere.fetches(
+            groups.fetch_costs_2KG,
+            cached,
+            groups.step_rest(request.now_s),
+            _DECODE_TOKENS * groups.num_running,
+            usable_blocks=request.usable_blocks,
+            block_size=request.block_size,
+        )
 
     def costs(self, request: RouteRequest, groups: "Loads", hits: Column) -> Column:
         """A cost for each of ``groups``, of which there is one at least; the least wins.
@@ -270,12 +304,12 @@ class Decision:
     @property
     def num_fetched_tokens(self) -> int:
         """How many prompt tokens the group is to fetch."""
-        return 0 if self.fetches is None else int(self.fetches.num_tokens[self.index])
+        return 0 if self.fetches is None else int(self.fetches.num_RG[:, self.index].sum())
 
     @property
     def fetch_cost(self) -> float:
         """What fetching them costs, in tokens."""
-        return 0.0 if self.fetches is None else float(self.fetches.costs[self.index])
+        return 0.0 if self.fetches is None else float(self.fetches.costs_RG[:, self.index].sum())
 
     @property
     def fetch_s(self) -> float | None:

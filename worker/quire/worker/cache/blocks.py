@@ -201,21 +201,23 @@ class BlockPool:
         hashes: Sequence[BlockHash],
         *,
         parent: BlockId | None,
+        num_hits: Sequence[int] = (),
     ) -> list[BlockId]:
         """Names full blocks of one holder, in chain order, so that others can find them.
 
-        ``parent`` is the registered block before the first one. Returns the block that bears
+        ``parent`` is the registered block before the first one; ``num_hits`` are those that each
+        had outside this pool, where it had some. Returns the block that bears
         each hash: where that is another one, which came first, the caller's stays nameless and
         the caller now holds both. It keeps the returned one, and releases its own when no step
         writes there any more.
         """
         named: list[BlockId] = []
         stored: list[BlockHash] = []
-        for own, block_hash in zip(block_ids, hashes, strict=True):
+        for index, (own, block_hash) in enumerate(zip(block_ids, hashes, strict=True)):
             block_id = self._block_of.get(block_hash)
             if block_id is None:
                 block_id = own
-                self._name(block_id, block_hash, parent)
+                self._name(block_id, block_hash, parent, num_hits[index] if num_hits else 0)
                 stored.append(block_hash)
             else:
                 self._hold(block_id)
@@ -268,7 +270,9 @@ class BlockPool:
             self._policy.held(block_id, now=self._clock)
         self._refs[block_id] += 1
 
-    def _name(self, block_id: BlockId, block_hash: BlockHash, parent: BlockId | None) -> None:
+    def _name(
+        self, block_id: BlockId, block_hash: BlockHash, parent: BlockId | None, num_hits: int
+    ) -> None:
         assert self._hash_of[block_id] is None, f"block {block_id} already has a hash"
         self._block_of[block_hash] = block_id
         self._hash_of[block_id] = block_hash
@@ -281,7 +285,9 @@ class BlockPool:
             self._index[block_id] = self._index[parent] + 1
             self._num_children[parent] += 1
         position = self._index[block_id] * self.block_size
-        self._policy.stored(block_id, block_hash, position=position, now=self._clock)
+        self._policy.stored(
+            block_id, block_hash, position=position, now=self._clock, num_hits=num_hits
+        )
 
     def _take_free(self) -> BlockId:
         if self._returned:

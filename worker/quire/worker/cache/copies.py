@@ -23,6 +23,8 @@ class Copies:
 
     def __init__(self) -> None:
         self._copies: list[tuple[tuple[int, int], tuple[int, int]]] = []
+        # Of the newest copies into the KV cache, which are made at once: the last one to a block.
+        self._into: dict[BlockId, int] = {}
         self._then: list[Callable[[], None]] = []
         self._under_way: deque[list[Callable[[], None]]] = deque()
 
@@ -33,10 +35,17 @@ class Copies:
     def out(self, block_id: BlockId, slot: Slot) -> None:
         """Copies a block of the KV cache to host memory."""
         self._copies.append(((_POOL, block_id), (_HOST, slot)))
+        self._into.clear()
 
     def into(self, slot: Slot, block_id: BlockId) -> None:
         """Copies a block in host memory to the KV cache."""
-        self._copies.append(((_HOST, slot), (_POOL, block_id)))
+        copy = ((_HOST, slot), (_POOL, block_id))
+        place = self._into.get(block_id)
+        if place is not None:  # Whom that one was for has let go of the block.
+            self._copies[place] = copy
+            return
+        self._into[block_id] = len(self._copies)
+        self._copies.append(copy)
 
     def then(self, callback: Callable[[], None]) -> None:
         """Calls ``callback`` once the step that makes all copies asked for so far has run."""
@@ -45,6 +54,7 @@ class Copies:
     def submitted(self) -> Ints | None:
         """A step is submitted, which has to make the copies that this returns: ``[X, 2, 2]``."""
         copies, self._copies = self._copies, []
+        self._into.clear()
         callbacks, self._then = self._then, []
         self._under_way.append(callbacks)
         return np.array(copies, dtype=np.int32) if copies else None

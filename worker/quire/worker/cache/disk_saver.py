@@ -1,26 +1,29 @@
-"""Writes blocks that the KV cache evicts to disk, with all before them that the disk lacks.
+"""Writes blocks that the KV cache evicts to disk, with all before them that the disk lacks; and,
+when the engine is closed, those that it still has.
 
 A block's bytes are taken from host memory where they are kept, else through a free slot. What does
 not find room on the way is left out: it costs a later request its computation, and nothing waits.
 """
 
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.worker.api.hashing import BlockHash
 from quire.worker.api.kv_format import Bytes
-from quire.worker.cache.blocks import BlockId, BlockPool
+from quire.worker.cache.blocks import BlockPool
 from quire.worker.cache.checksum import checksum_of
 from quire.worker.cache.copies import Copies, Slot
-from quire.worker.cache.disk import DiskStore
+from quire.worker.cache.disk import DiskStore, Put
 from quire.worker.cache.shelf import Shelf
 
 _SLOT_SHARE = 0.25
-"""Part of the free slots that blocks on their way to disk may take."""
+"""Part of the free slots, and of all slots, that blocks on their way to disk may take."""
 CLOSE_S = 5.0
-"""How long blocks that are on their way are still written when the engine is closed."""
+"""How long blocks are still written when the engine is closed."""
+_LOOK_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,22 +46,28 @@ class DiskSaver:
         copies: Copies,
         *,
         host_blocks_XC: Bytes,
+        on_corrupt: Callable[[BlockHash], None],
     ) -> None:
+        """``on_corrupt`` is told, by `settle`, of a kept block whose bytes are not what they
+        were."""
         self._disk = disk
         self._pool = pool
         self._shelf = shelf
         self._copies = copies
         self._host_XC = host_blocks_XC
+        self._on_corrupt = on_corrupt
         self._coming: set[BlockHash] = set()  # On their way.
         self._num_slots = 0
         self._jobs: deque[_Job] = deque()
-        self._done: deque[tuple[_Job, bool, Sequence[BlockHash]]] = deque()
+        self._done: deque[tuple[_Job, Put | None]] = deque()
+        """Jobs that are over; without a `Put` the bytes were corrupt."""
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def save(self, block_id: BlockId, name: BlockHash, parent: BlockHash | None) -> None:
-        """Has a block written that is about to be evicted."""
+    def save(self, name: BlockHash, parent: BlockHash | None) -> bool:
+        """Has a block written that the KV cache or host memory has. Whether it is on disk or on its
+        way."""
         chain: list[tuple[BlockHash, BlockHash | None]] = []
         at: BlockHash | None = name
         before = parent
@@ -72,31 +81,51 @@ class DiskSaver:
                 elif at in self._shelf:
                     before = self._shelf.parent(at)
                 elif at not in self._coming and at not in self._disk:
-                    return  # The disk keeps no chain with a hole.
+                    return False  # The disk keeps no chain with a hole.
         jobs = []
         for each, its_parent in reversed(chain):
-            job = self._job(each, its_parent, block_id if each == name else None)
+            job = self._job(each, its_parent)
             if job is None:
                 break
             jobs.append(job)
             self._coming.add(each)
         if jobs:
             self._copies.then(lambda: self._begin(jobs))
+        return len(jobs) == len(chain)
+
+    def save_all(
+        self, named: Sequence[tuple[BlockHash, BlockHash | None]], run_copies: Callable[[], None]
+    ) -> None:
+        """Has blocks written, parents before children, and waits for that; `CLOSE_S` at most.
+        ``run_copies`` runs a step that makes all copies."""
+        until_s = time.monotonic() + CLOSE_S
+        for name, parent in named:
+            while not self.save(name, parent) and time.monotonic() < until_s:
+                if not self._coming:
+                    break  # It has no room at all.
+                run_copies()
+                self._wait_for_some(until_s)
+        run_copies()
+        while self._coming and time.monotonic() < until_s:
+            self._wait_for_some(until_s)
 
     def settle(self) -> tuple[list[BlockHash], list[BlockHash]]:
         """Gives back the slots of what was written; returns which blocks came to disk, and which
         made room for them."""
         stored, removed = list[BlockHash](), list[BlockHash]()
         while self._done:
-            job, is_there, gone = self._done.popleft()
+            job, put = self._done.popleft()
             self._coming.discard(job.name)
-            stored += [job.name] * is_there
-            removed += gone
+            if put is not None:
+                removed += put.removed
+                stored += [] if put.error else [job.name]
             if job.is_kept:
                 self._shelf.unpin(job.slot)
             else:
                 self._shelf.give_back([job.slot])
                 self._num_slots -= 1
+            if put is None:
+                self._on_corrupt(job.name)
         return stored, removed
 
     @property
@@ -112,15 +141,21 @@ class DiskSaver:
         if self._thread is not None:
             self._thread.join(CLOSE_S)
 
-    def _job(
-        self, name: BlockHash, parent: BlockHash | None, evicted: BlockId | None
-    ) -> _Job | None:
+    def _wait_for_some(self, until_s: float) -> None:
+        """Waits for the thread to end some job."""
+        while not self._done and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+        self.settle()
+
+    def _job(self, name: BlockHash, parent: BlockHash | None) -> _Job | None:
         """Where the block's bytes will be once the next step has run."""
+        if len(self._coming) >= max(1.0, _SLOT_SHARE * self._shelf.num_slots):
+            return None
         kept = self._shelf.find(name)
         if kept is not None:
             self._shelf.pin(kept)
             return _Job(name, parent, kept, is_kept=True)
-        block_id = self._pool.find(name) if evicted is None else evicted
+        block_id = self._pool.find(name)
         most = _SLOT_SHARE * (self._shelf.num_free + self._num_slots)
         if block_id is None or self._num_slots >= most:
             return None
@@ -148,6 +183,9 @@ class DiskSaver:
                     return
                 job = self._jobs.popleft()
             block_C = self._host_XC[job.slot]
-            checksum = self._shelf.checksum(job.slot) if job.is_kept else b""
-            put = self._disk.put(job.name, job.parent, block_C, checksum or checksum_of(block_C))
-            self._done.append((job, not put.error, put.removed))
+            checksum = checksum_of(block_C)
+            known = self._shelf.checksum(job.slot) if job.is_kept else b""
+            put = None
+            if known in (b"", checksum):
+                put = self._disk.put(job.name, job.parent, block_C, checksum)
+            self._done.append((job, put))

@@ -21,8 +21,11 @@ from quire.worker.api.hashing import BlockHash
 class EvictionPolicy(Protocol):
     """Block ids are below the pool's ``num_blocks``, and stand for a block while it has a name."""
 
-    def stored(self, block_id: int, block_hash: BlockHash, *, position: int, now: int) -> None:
-        """The block has got its name. ``position`` is its first token's index in the sequence."""
+    def stored(
+        self, block_id: int, block_hash: BlockHash, *, position: int, now: int, num_hits: int = 0
+    ) -> None:
+        """The block has got its name. ``position`` is its first token's index in the sequence;
+        ``num_hits`` it had outside this pool."""
 
     def hit(self, block_id: int) -> None:
         """A request found the block, cached or held by others."""
@@ -97,15 +100,16 @@ class LowestUtility:
         self._choice = self._queues[0][0]  # Of the class and age worth least.
         self._next_choice = 0
 
-    def stored(self, block_id: int, block_hash: BlockHash, *, position: int, now: int) -> None:
+    def stored(
+        self, block_id: int, block_hash: BlockHash, *, position: int, now: int, num_hits: int = 0
+    ) -> None:
         self._hash_of[block_id] = block_hash
         ghost = self._ghosts.pop(block_hash, None)
-        if ghost is None:
-            self._hits[block_id] = 0
-        else:
+        if ghost is not None:
             hits, class_id, since = ghost
             self._returned[class_id][self._bucket(now - since)] += 1
-            self._hits[block_id] = min(hits + 1, _MAX_HITS)
+            num_hits = max(num_hits, hits + 1)
+        self._hits[block_id] = min(num_hits, _MAX_HITS)
 
     def num_hits(self, block_id: int) -> int:
         return self._hits[block_id]
@@ -128,6 +132,10 @@ class LowestUtility:
         since = self._since[block_id]
         self._queue_of[block_id] = bucket = self._bucket(now - since)
         self._queues[self._class_of[block_id]][bucket].push(block_id, since)
+
+    def withdraw(self, block_id: int) -> None:
+        """The block, which is cached as before, may not be evicted until it is offered again."""
+        self._queues[self._class_of[block_id]][self._queue_of[block_id]].remove(block_id)
 
     def evict(self, *, now: int) -> int:
         if now >= self._next_choice or self._choice.lowest() is None:

@@ -20,9 +20,12 @@ from quire.worker.cache.shelf import Shelf
 MAX_LOANS = 16
 LEASE_S = 30.0
 _STEP_SHARE = 0.02
-"""Part of a step's time that copies for loans may take while sequences decode."""
-_COPY_BYTES_PER_S = 8e9
-"""About what memory copies; the share above is small enough for an estimate."""
+"""Part of the steps' time that all loans together may take while sequences decode."""
+_POOL_SHARE = 0.5
+"""Part of the KV cache that all loans together hold at most."""
+_BYTES_PER_S = 4e9
+"""About how fast blocks are copied and their checksums computed; the share above is small enough
+for an estimate."""
 
 
 @dataclass(eq=False)
@@ -51,8 +54,10 @@ class Loans:
         format: KvFormat,
         host_blocks_XC: Bytes,
         on_change: Callable[[], None],
+        on_corrupt: Callable[[BlockHash], None],
         clock: Callable[[], float],
     ) -> None:
+        """``on_corrupt`` is told of a kept block whose bytes are not what they were."""
         self.num_lent_tokens = 0
         self._pool = pool
         self._shelf = shelf
@@ -60,8 +65,11 @@ class Loans:
         self._format = format
         self._host_XC = host_blocks_XC
         self._on_change = on_change
+        self._on_corrupt = on_corrupt
         self._clock = clock
-        self._lendings: list[_Lending] = []
+        self._lendings = deque[_Lending]()
+        self._num_held = 0
+        self._credit = 0.0  # Bytes that loans may still take.
 
     @property
     def num_loans(self) -> int:
@@ -72,8 +80,9 @@ class Loans:
         is lent."""
         if len(self._lendings) >= MAX_LOANS:
             return f"busy: {len(self._lendings)} loans are under way"
-        block_ids = self._pool.match(hashes)
-        slots = self._shelf.match(hashes[len(block_ids) :])
+        found = self._pool.match(hashes)
+        block_ids = found[: self._most_held]
+        slots = self._shelf.match(hashes[len(block_ids) :]) if block_ids == found else []
         names = hashes[: len(block_ids) + len(slots)]
         parents = self._parents(names)
         self._pool.hold(block_ids)
@@ -83,15 +92,21 @@ class Loans:
         """Blocks of the KV cache that requests find most often, with those before them."""
         if len(self._lendings) >= MAX_LOANS:
             return f"busy: {len(self._lendings)} loans are under way"
-        block_ids = self._pool.most_useful(num_bytes // self._format.block_bytes)
+        num_blocks = min(num_bytes // self._format.block_bytes, self._most_held)
+        block_ids = self._pool.most_useful(num_blocks)
         named = [self._pool.named(block_id) for block_id in block_ids]
         self._pool.hold(block_ids)
         names = BlockHashes.of(name for name, _ in named)
         return self._begin(names, [parent for _, parent in named], block_ids, [])
 
     def advance(self, *, is_decoding: bool, step_s: float) -> None:
-        """Takes back what consumers have read, and has more copied for them."""
-        budget = _STEP_SHARE * step_s * _COPY_BYTES_PER_S if is_decoding else float("inf")
+        """Takes back what consumers have read, and has more copied for them, by turns."""
+        per_step = _STEP_SHARE * step_s * _BYTES_PER_S
+        # What a step leaves adds up to a block, where a block is more than a step's share.
+        self._credit = min(self._credit + per_step, max(per_step, self._format.block_bytes))
+        if not is_decoding:
+            self._credit = float("inf")
+        self._lendings.rotate(-1)
         for lending in list(self._lendings):
             loan = lending.loan
             is_closed = loan.is_closed
@@ -100,11 +115,17 @@ class Loans:
             if is_closed:
                 self._end(lending)
             elif self._clock() > lending.until_s:
-                loan.fail("the lease is over")
-                lending.blocks.clear()
-                self._let_go(lending)
+                self._fail(lending, "the lease is over")
             else:
-                budget -= self._lend_some(lending, budget)
+                self._lend_some(lending)
+
+    def yield_room(self) -> bool:
+        """Lets go of all blocks of the KV cache, which ends their loans; whether there were any."""
+        had_some = self._num_held > 0
+        for lending in self._lendings:
+            if lending.holds:
+                self._fail(lending, "the lender needs the room of these blocks")
+        return had_some
 
     def close(self) -> None:
         for lending in self._lendings:
@@ -130,9 +151,22 @@ class Loans:
         lending = _Lending(loan, self._clock() + LEASE_S, blocks, list(block_ids), set(slots))
         for slot in slots:
             self._shelf.pin(slot)
+        self._num_held += len(block_ids)
         if names:
             self._lendings.append(lending)
         return loan
+
+    @property
+    def _most_held(self) -> int:
+        """How many blocks one loan more may hold."""
+        return max(0, int(_POOL_SHARE * self._pool.num_blocks) - self._num_held)
+
+    def _fail(self, lending: _Lending, reason: str) -> None:
+        """Lends no more; slots come back when the consumer has read them."""
+        if not lending.loan.error:
+            lending.loan.fail(reason)
+        lending.blocks.clear()
+        self._let_go(lending)
 
     def _parents(self, names: Sequence[BlockHash]) -> list[BlockHash | None]:
         if not len(names):
@@ -141,33 +175,38 @@ class Loans:
         parent = self._shelf.parent(names[0]) if first is None else self._pool.named(first)[1]
         return [parent, *list(names)[:-1]]
 
-    def _lend_some(self, lending: _Lending, budget: float) -> int:
-        """Returns the bytes that the next step copies for it."""
-        num_bytes = 0
+    def _lend_some(self, lending: _Lending) -> None:
+        """Has as many blocks copied or lent as the credit and the free slots allow."""
         ready: list[tuple[int, Slot]] = []
         most = max(1, (self._shelf.num_free + len(lending.out)) // (2 * len(self._lendings)))
-        while lending.blocks and num_bytes + self._format.block_bytes <= max(
-            budget, self._format.block_bytes
-        ):
+        while lending.blocks and self._credit >= self._format.block_bytes:
             index, block_id, slot = lending.blocks[0]
             if block_id is None:
                 assert slot is not None
                 if ready or lending.num_copying:
                     break  # Blocks are lent in their order.
                 lending.blocks.popleft()
-                self._lend(lending, index, slot, self._shelf.checksum(slot))
-                continue
-            if len(lending.out) >= most or not (taken := self._shelf.take(1)):
+                self._lend_kept(lending, index, slot)
+            elif len(lending.out) < most and (taken := self._shelf.take(1)):
+                lending.blocks.popleft()
+                lending.out.update(taken)
+                self._copies.out(block_id, taken[0])
+                ready.append((index, taken[0]))
+            else:
                 break
-            lending.blocks.popleft()
-            lending.out.update(taken)
-            self._copies.out(block_id, taken[0])
-            ready.append((index, taken[0]))
-            num_bytes += self._format.block_bytes
+            self._credit -= self._format.block_bytes
         if ready:
             lending.num_copying += 1
             self._copies.then(lambda: self._copied(lending, ready))
-        return num_bytes
+
+    def _lend_kept(self, lending: _Lending, index: int, slot: Slot) -> None:
+        checksum = checksum_of(self._host_XC[slot])
+        if self._shelf.checksum(slot) in (b"", checksum):
+            self._lend(lending, index, slot, checksum)
+        else:
+            name = lending.loan.hashes[index]
+            self._fail(lending, f"block {index} ({name.hex()[:16]}) is corrupt")
+            self._on_corrupt(name)
 
     def _copied(self, lending: _Lending, ready: list[tuple[int, Slot]]) -> None:
         lending.num_copying -= 1
@@ -176,11 +215,10 @@ class Loans:
                 self._take_back(lending, slot)
             return
         for index, slot in ready:
-            self._lend(lending, index, slot, b"")
+            self._lend(lending, index, slot, checksum_of(self._host_XC[slot]))
 
     def _lend(self, lending: _Lending, index: int, slot: Slot, checksum: bytes) -> None:
-        lent = Lent(index, slot, checksum or checksum_of(self._host_XC[slot]))
-        lending.loan.lend(lent)
+        lending.loan.lend(Lent(index, slot, checksum))
         self.num_lent_tokens += self._pool.block_size
 
     def _take_back(self, lending: _Lending, slot: Slot) -> None:
@@ -195,6 +233,7 @@ class Loans:
         """Drops the references to blocks of the KV cache: copies under way are made all the same,
         before any step that writes there."""
         self._pool.release(lending.holds)
+        self._num_held -= len(lending.holds)
         lending.holds = []
 
     def _end(self, lending: _Lending) -> None:

@@ -39,11 +39,8 @@ class Arrival:
     num_here: int = 0
     """Blocks that the KV cache has."""
     num_users: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing more comes."""
-        return self.pull.is_over and not self.landed
+    is_over: bool = False
+    """Nothing more comes."""
 
 
 class Pulls:
@@ -122,10 +119,21 @@ class Pulls:
         """One that waited for it does not any more."""
         arrival.num_users -= 1
         if not arrival.num_users:
-            if not arrival.pull.is_over:
+            if not arrival.is_over:
                 arrival.pull.cancel()
             self._forget_coming(arrival)
             self._release(arrival)
+
+    def yield_room(self) -> bool:
+        """Lets go of all blocks, which are cached then; whether there were any. What is on its way
+        ends with what has come."""
+        had_some = self._num_held > 0
+        for arrival in self._arrivals:
+            if arrival.is_chain:
+                arrival.pull.cancel()
+                self._forget_coming(arrival)
+                self._release(arrival)
+        return had_some
 
     def advance(self) -> None:
         """Has what landed copied into the KV cache, as far as there is room."""
@@ -187,7 +195,7 @@ class Pulls:
 
     def _land(self, arrival: Arrival) -> None:
         pool = self._pool
-        is_wanted = not arrival.is_chain or arrival.num_users or not arrival.pull.is_cancelled
+        is_wanted = not arrival.pull.is_cancelled
         while arrival.landed:
             landed = arrival.landed[0]
             slot, name = Slot(landed.slot), arrival.pull.hashes[landed.index]
@@ -204,6 +212,10 @@ class Pulls:
                 elif is_lost:
                     arrival.pull.cancel()  # What follows could not be found.
                 continue
+            if not arrival.is_chain and pool.num_free <= pool.num_blocks * _ROOM_SHARE:
+                arrival.pull.cancel()  # Nothing is evicted for blocks that nobody waits for.
+                is_wanted = False
+                continue
             if not self.has_room_for(1):
                 return
             arrival.landed.popleft()
@@ -217,7 +229,7 @@ class Pulls:
             self._copies.then(lambda slot=slot: self._shelf.give_back([slot]))  # type: ignore[misc]
             arrival.num_here += 1
             self._count(arrival)
-            if arrival.is_chain and arrival.num_users:
+            if arrival.is_chain:
                 arrival.holds.append(block_id)
                 self._num_held += 1
             else:
@@ -226,7 +238,7 @@ class Pulls:
 
     def _keep(self, arrival: Arrival, block_id: BlockId) -> None:
         """Somebody else has computed the block meanwhile."""
-        if arrival.is_chain and arrival.num_users:
+        if arrival.is_chain and not arrival.pull.is_cancelled:
             self._pool.hold([block_id])
             arrival.holds.append(block_id)
             self._num_held += 1
@@ -238,6 +250,7 @@ class Pulls:
             self.num_peer_tokens += self._pool.block_size
 
     def _end(self, arrival: Arrival) -> None:
+        arrival.is_over = True
         self._arrivals.remove(arrival)
         seconds = self._clock() - arrival.began_s
         if arrival.pull.source is None:

@@ -5,19 +5,19 @@
     kept       a block that the KV cache has evicted, or a copy of one that it has again
 
 ``free + in use + kept == num_slots`` after every call. A kept block is evicted only while no step
-and no thread reads it, and only if no kept block comes behind it in its chain: first copies of what
-the KV cache has too, then the one that was used longest ago, where each doubling of its hits counts
-as a turnover of the slots.
+and no thread uses its slot, and only if no kept block comes behind it in its chain: first copies of
+what the KV cache has too, then the block with the least expected hits, as in the KV cache
+(`quire.worker.cache.eviction`). The hits that requests had of a block go with it from the one to
+the other and back: without them, each tier would learn of half of them.
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Iterable
 
 from quire.worker.api.events import EventLog
 from quire.worker.api.hashing import BlockHash
 from quire.worker.cache.copies import Slot
-from quire.worker.cache.eviction import EvictionQueue
+from quire.worker.cache.eviction import LowestUtility
 
 HOST_TIER = 1
 
@@ -36,14 +36,16 @@ class Shelf:
         self.num_slots = num_slots
         self.max_kept = min(max_kept, num_slots)
         self._log = log
-        self._evictable = EvictionQueue[int]()
-        self._scores = array("q", bytes(8 * num_slots))
+        self._policy = LowestUtility(num_slots)
+        self._is_offered = bytearray(num_slots)
+        self._num_offered = 0
         self._free = [Slot(slot) for slot in reversed(range(num_slots))]
         self._slot_of: dict[BlockHash, Slot] = {}
         self._name_of: list[tuple[BlockHash, BlockHash | None] | None] = [None] * num_slots
         self._checksums: list[bytes] = [b""] * num_slots
         self._pins = array("i", bytes(4 * num_slots))
-        self._num_children: Counter[BlockHash] = Counter()
+        self._filling: set[Slot] = set()
+        self._children: dict[BlockHash, set[BlockHash]] = {}
         self._spare: dict[BlockHash, None] = {}
         self._clock = 0  # Ticks once per block kept.
 
@@ -62,11 +64,11 @@ class Shelf:
         return self._slot_of.get(block_hash)
 
     def match(self, hashes: Iterable[BlockHash]) -> list[Slot]:
-        """The slots of the longest kept beginning of ``hashes``. Takes nothing."""
+        """The slots of the longest kept beginning of ``hashes`` that are filled. Takes nothing."""
         slots = []
         for block_hash in hashes:
             slot = self._slot_of.get(block_hash)
-            if slot is None:
+            if slot is None or slot in self._filling:
                 break
             slots.append(slot)
         return slots
@@ -76,6 +78,14 @@ class Shelf:
         named = self._name_of[self._slot_of[block_hash]]
         assert named is not None
         return named[1]
+
+    def named(self) -> list[tuple[BlockHash, BlockHash | None]]:
+        """All kept blocks with the names of those before them, in no order."""
+        return [named for named in self._name_of if named is not None]
+
+    def num_hits(self, slot: Slot) -> int:
+        """How often requests found the kept block, in the KV cache or here."""
+        return self._policy.num_hits(slot)
 
     def take(self, num_slots: int) -> list[Slot]:
         """At most that many free slots, which are in use from now on until `give_back`."""
@@ -87,39 +97,44 @@ class Shelf:
     def keep(
         self, block_hash: BlockHash, parent: BlockHash | None, *, num_hits: int
     ) -> Slot | None:
-        """A slot for a block that the KV cache evicts, which the caller fills; ``None`` where it is
-        not kept, or has its slot already."""
+        """A slot for a block that the KV cache evicts, pinned for the caller, who fills it and
+        says so by `filled`; ``None`` where the block is not kept, or has its slot already."""
         slot = self._slot_of.get(block_hash)
         if slot is not None:
-            if block_hash in self._spare:
-                del self._spare[block_hash]
-                self._use(slot, num_hits)
-                self._offer(slot)
+            self._spare.pop(block_hash, None)
+            self._withdraw(slot)
+            self._release(slot, num_hits)
+            self._offer(slot)
             return None
-        if self.num_kept >= self.max_kept and not self._evict():
-            return None
-        if not self._free:
+        has_room = self.num_kept < self.max_kept or self._evict()
+        if not (has_room and self._free):
+            self._drop_behind(block_hash)
             return None
         slot = self._free.pop()
         self._clock += 1
         self._slot_of[block_hash] = slot
         self._name_of[slot] = block_hash, parent
         self._checksums[slot] = b""
+        self._pins[slot] = 1
+        self._filling.add(slot)
         if parent is not None:
-            self._num_children[parent] += 1
-            if parent in self._slot_of:
-                self._evictable.remove(self._slot_of[parent])
-        self._use(slot, num_hits)
-        self._offer(slot)
+            self._children.setdefault(parent, set()).add(block_hash)
+        self._release(slot, num_hits)
         self._log.stored([block_hash], tier=HOST_TIER)
         return slot
+
+    def filled(self, slot: Slot) -> None:
+        """The block lies in the slot, still pinned, that `keep` returned."""
+        self._filling.discard(slot)
 
     def loaded(self, slots: Iterable[Slot]) -> None:
         """The KV cache has these blocks again: they are the first to go."""
         for slot in slots:
             named = self._name_of[slot]
             assert named is not None
-            self._evictable.remove(slot)
+            self._withdraw(slot)
+            self._policy.hit(slot)
+            self._policy.held(slot, now=self._clock)
             self._spare[named[0]] = None
 
     def checksum(self, slot: Slot) -> bytes:
@@ -130,12 +145,13 @@ class Shelf:
         self._checksums[slot] = checksum
 
     def pin(self, slot: Slot) -> None:
-        """A step or a thread reads the kept block: it is not evicted until `unpin`."""
+        """A step or a thread uses the kept block's slot: it is not evicted until `unpin`."""
         self._pins[slot] += 1
-        self._evictable.remove(slot)
+        self._withdraw(slot)
 
     def unpin(self, slot: Slot) -> None:
         self._pins[slot] -= 1
+        assert self._pins[slot] >= 0, f"slot {slot} was unpinned too often"
         if not self._pins[slot]:
             if self._name_of[slot] is None:
                 self._free.append(slot)  # It was dropped meanwhile.
@@ -143,24 +159,45 @@ class Shelf:
                 self._offer(slot)
 
     def drop(self, block_hash: BlockHash) -> None:
-        """Forgets a kept block."""
+        """Forgets a kept block that is of no use, and those behind it in its chain."""
+        self._drop_behind(block_hash)
         self._forget(self._slot_of[block_hash])
 
     def reset(self) -> None:
         """Forgets all kept blocks."""
-        for block_hash in list(self._slot_of):
-            self.drop(block_hash)
+        for slot in list(self._slot_of.values()):
+            self._forget(slot)
 
-    def _use(self, slot: Slot, num_hits: int) -> None:
-        self._scores[slot] = self._clock + self.num_slots * (num_hits + 1).bit_length()
+    def _drop_behind(self, block_hash: BlockHash) -> None:
+        """Forgets the kept blocks behind one that is in no tier any more."""
+        found = list(self._children.get(block_hash, ()))
+        for each in found:
+            found += self._children.get(each, ())
+        for each in reversed(found):
+            self._forget(self._slot_of[each])
+
+    def _release(self, slot: Slot, num_hits: int) -> None:
+        """The kept block is no longer in the KV cache, where it had so many hits."""
+        named = self._name_of[slot]
+        assert named is not None
+        self._policy.stored(slot, named[0], position=0, now=self._clock, num_hits=num_hits)
+        self._policy.released(slot, now=self._clock)
 
     def _offer(self, slot: Slot) -> None:
         """Lets the kept block be evicted, where nothing speaks against it."""
         named = self._name_of[slot]
         assert named is not None
-        is_last = not self._num_children[named[0]]
+        is_last = named[0] not in self._children
         if is_last and not self._pins[slot] and named[0] not in self._spare:
-            self._evictable.push(slot, self._scores[slot])
+            self._policy.offer(slot, now=self._clock)
+            self._num_offered += not self._is_offered[slot]
+            self._is_offered[slot] = 1
+
+    def _withdraw(self, slot: Slot) -> None:
+        if self._is_offered[slot]:
+            self._policy.withdraw(slot)
+            self._is_offered[slot] = 0
+            self._num_offered -= 1
 
     def _evict(self) -> bool:
         """Makes room for one block, if it can."""
@@ -169,23 +206,26 @@ class Shelf:
             if not self._pins[slot]:
                 self._forget(slot)
                 return True
-        if not self._evictable:
+        if not self._num_offered:
             return False
-        self._forget(Slot(self._evictable.pop()))
+        slot = Slot(self._policy.evict(now=self._clock))
+        self._is_offered[slot] = 0
+        self._num_offered -= 1
+        self._forget(slot)
         return True
 
     def _forget(self, slot: Slot) -> None:
         named = self._name_of[slot]
         assert named is not None
         block_hash, parent = named
+        self._withdraw(slot)
         del self._slot_of[block_hash]
         self._name_of[slot] = None
-        self._evictable.remove(slot)
         self._spare.pop(block_hash, None)
         if parent is not None:
-            self._num_children[parent] -= 1
-            if not self._num_children[parent]:
-                del self._num_children[parent]
+            self._children[parent].discard(block_hash)
+            if not self._children[parent]:
+                del self._children[parent]
                 before = self._slot_of.get(parent)
                 if before is not None:
                     self._offer(before)

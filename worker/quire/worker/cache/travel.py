@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from quire.worker.cache.loans import Loans
 from quire.worker.cache.pull import Fetch
 from quire.worker.cache.pulls import Arrival, Pulls
 from quire.worker.cache.shelf import HOST_TIER, Shelf
+from quire.worker.model.facts import ModelFacts
+from quire.worker.step.messages import Executor
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +89,9 @@ class Travel:
         self._saver: DiskSaver | None = None
         self._lost_on_disk: deque[DiskReadError] = deque()
         self._log = log
+        # Kept blocks whose checksums a thread computes; their slots are pinned until then.
+        self._checks: deque[tuple[Slot, Future[bytes]]] = deque()
+        self._checker = ThreadPoolExecutor(1, "quire-checksums")
         if config.kv_disk_dir is not None:
             self._open_disk(config.kv_disk_dir, int(config.kv_disk_size * 2**30), identity)
         self.pulls = Pulls(
@@ -106,6 +112,7 @@ class Travel:
             format=format,
             host_blocks_XC=host_blocks_XC,
             on_change=self._changed.set,
+            on_corrupt=self._throw_away,
             clock=clock,
         )
         pool.spill = self._spill
@@ -113,16 +120,22 @@ class Travel:
     @property
     def has_work(self) -> bool:
         """Whether steps are needed though no request is there."""
-        return bool(len(self.copies) or self.pulls.num_arrivals or self.loans.num_loans)
+        is_saving = self._saver is not None and self._saver.num_coming > 0
+        return bool(
+            len(self.copies) or self.pulls.num_arrivals or self.loans.num_loans or is_saving
+        )
 
-    def wait(self) -> None:
-        """Waits a moment for what threads bring and take. There is nothing else to do."""
-        self._changed.wait(_WAIT_S)
+    def wait(self, *, for_arrivals: bool, most_s: float) -> None:
+        """Waits a moment for what threads bring and take, ``most_s`` at most, if anything is under
+        way or requests wait ``for_arrivals``. There is nothing else to do."""
+        if for_arrivals or self.has_work:
+            self._changed.wait(max(0.0, min(_WAIT_S, most_s)))
 
     def advance(self, *, is_decoding: bool, step_s: float) -> None:
         """Takes in what threads have brought and given back; to be called before each step, which
         makes the copies. ``step_s``: about how long a step takes."""
         self._changed.clear()
+        self._take_checksums()
         if self._saver is not None:
             self._settle_disk(self._saver)
         self.pulls.advance()
@@ -148,7 +161,8 @@ class Travel:
         block_ids = self._pool.allocate(len(slots))
         for slot, block_id in zip(slots, block_ids, strict=True):
             self.copies.into(slot, block_id)
-        self._pool.register(block_ids, hashes[: len(slots)], parent=parent)
+        num_hits = [self.shelf.num_hits(slot) + 1 for slot in slots]
+        self._pool.register(block_ids, hashes[: len(slots)], parent=parent, num_hits=num_hits)
         self.shelf.loaded(slots)
         self.copies.then(lambda: self._unpin(slots))
         self.num_host_tokens += len(slots) * self._pool.block_size
@@ -227,6 +241,12 @@ class Travel:
             "num_failed_pulls": self.pulls.num_failed,
         }
 
+    def yield_room(self) -> bool:
+        """Lets go of the blocks that are held for loans and arrivals, as running sequences need
+        the room; whether there were any."""
+        lent, arrived = self.loans.yield_room(), self.pulls.yield_room()
+        return lent or arrived
+
     def submitted(self) -> Ints | None:
         """A step is submitted; what it has to copy."""
         return self.copies.submitted()
@@ -239,11 +259,21 @@ class Travel:
         """Forgets what host memory keeps. The disk keeps what it has."""
         self.shelf.reset()
 
+    def save_all(self, run_copies: Callable[[], None]) -> None:
+        """Writes what is here and not on disk yet, the blocks first that were found most, for a
+        few seconds at most. ``run_copies`` runs a step that makes all copies."""
+        if self._saver is None:
+            return
+        pool = self._pool
+        named = [pool.named(block_id) for block_id in pool.most_useful(pool.num_blocks)]
+        self._saver.save_all([*named, *self.shelf.named()], run_copies)
+
     def close(self) -> None:
         """Ends pulls, loans and threads, within seconds."""
         self._pool.spill = None
         self.loans.close()
         self.pulls.close()
+        self._checker.shutdown(wait=False, cancel_futures=True)
         if self._saver is not None:
             self._saver.close()
         if self._disk_fetch is not None:
@@ -257,19 +287,27 @@ class Travel:
         )
         self._disk_fetch = DiskFetcher(disk, on_error=self._lost_on_disk.append)
         self._saver = DiskSaver(
-            disk, self._pool, self.shelf, self.copies, host_blocks_XC=self.host_blocks_XC
+            disk,
+            self._pool,
+            self.shelf,
+            self.copies,
+            host_blocks_XC=self.host_blocks_XC,
+            on_corrupt=self._throw_away,
         )
         self._log.stored([name for name, _ in disk.blocks()], tier=DISK_TIER)
 
     def _settle_disk(self, saver: DiskSaver) -> None:
         """Tells of blocks that came to disk or were lost there."""
+        disk = self._disk
+        assert disk is not None
         stored, removed = saver.settle()
         while self._lost_on_disk:
             error = self._lost_on_disk.popleft()
             removed += error.removed
             self.num_corrupt_blocks += isinstance(error, BlockCorrupt)
-        self._log.stored(stored, tier=DISK_TIER)
-        self._log.removed(removed, tier=DISK_TIER)
+        # A block may have come and gone meanwhile: what is true now counts.
+        self._log.stored([name for name in stored if name in disk], tier=DISK_TIER)
+        self._log.removed([name for name in removed if name not in disk], tier=DISK_TIER)
 
     def throw_away(self, names: Sequence[BlockHash]) -> None:
         """Forgets blocks that are not what they should be, wherever they are kept."""
@@ -283,20 +321,59 @@ class Travel:
         slot = self.shelf.keep(name, parent, num_hits=self._pool.num_hits(block_id))
         if slot is not None:
             self.copies.out(block_id, slot)
-            self.copies.then(lambda: self._note_checksum(slot, name))
+            self.copies.then(lambda: self._check(slot))
         if self._saver is not None:
-            self._saver.save(block_id, name, parent)
+            self._saver.save(name, parent)
 
-    def _note_checksum(self, slot: Slot, name: BlockHash) -> None:
-        """The block has left the KV cache: this is what its bytes are."""
-        if self.shelf.find(name) == slot and not self.shelf.checksum(slot):
-            self.shelf.set_checksum(slot, checksum_of(self.host_blocks_XC[slot]))
+    def _check(self, slot: Slot) -> None:
+        """A block has left the KV cache: its bytes are what they should be."""
+        self.shelf.filled(slot)
+        self._checks.append((slot, self._checker.submit(checksum_of, self.host_blocks_XC[slot])))
+
+    def _take_checksums(self) -> None:
+        while self._checks and self._checks[0][1].done():
+            slot, checksum = self._checks.popleft()
+            self.shelf.set_checksum(slot, checksum.result())
+            self.shelf.unpin(slot)
 
     def _is_whole(self, slot: Slot) -> bool:
         known = self.shelf.checksum(slot)
         return not known or known == checksum_of(self.host_blocks_XC[slot])
 
     def _throw_away(self, name: BlockHash) -> None:
-        _log.error("tier 1 (host memory): block %s is corrupt and is dropped", name.hex()[:16])
+        slot = self.shelf.find(name)
+        if slot is None:
+            return  # It was evicted or dropped before.
+        _log.error(
+            "host memory (tier 1), slot %d: block %s is corrupt and is dropped",
+            slot,
+            name.hex()[:16],
+        )
         self.num_corrupt_blocks += 1
         self.shelf.drop(name)
+
+
+def make_travel(
+    pool: BlockPool,
+    log: EventLog,
+    config: EngineConfig,
+    model: ModelFacts,
+    executor: Executor,
+    *,
+    fetch: Fetch | None,
+    clock: Callable[[], float],
+) -> Travel | None:
+    """``None`` where blocks stay in the KV cache. Raises ConfigError, as `Travel` does."""
+    host_blocks_XC = executor.host_blocks_XC
+    if host_blocks_XC is None or not config.enable_prefix_caching or model.is_encoder:
+        return None
+    return Travel(
+        pool,
+        log,
+        config=config,
+        format=executor.kv_format,
+        host_blocks_XC=host_blocks_XC,
+        identity=f"{model.fingerprint} {model.kv_dtype} {executor.numerics}",
+        fetch=fetch,
+        clock=clock,
+    )

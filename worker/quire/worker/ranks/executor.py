@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 def make_executor(config: EngineConfig) -> tuple[Executor, ModelFacts]:
     """Starts the ranks of ``config.model`` and waits until they are ready.
 
-    The facts come without a fingerprint, which only processes that compare names of blocks need.
+    The facts come without a fingerprint, unless blocks are kept on disk: only processes need it
+    that compare names of blocks.
 
     Raises:
         CheckpointError: The model's files cannot be read.
         ConfigError: The model cannot be run like this.
         RankFailure: A rank died or raised while starting. No process is left.
     """
-    facts = model_facts(config, with_fingerprint=False)
+    facts = model_facts(config, with_fingerprint=config.kv_disk_dir is not None)
     spec = read_model_spec(config.model, model_impl=config.model_impl)
     check_parallel(spec, config.tensor_parallel_size)
     if config.tensor_parallel_size == 1:

@@ -7,6 +7,7 @@ begins with what is there: so it ends at most that tenth later than if nothing h
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 from quire.worker.api.outputs import Fetched
 from quire.worker.cache.pulls import Arrival
@@ -14,6 +15,8 @@ from quire.worker.cache.travel import Travel
 from quire.worker.schedule.sequence import Sequence
 
 SLACK = 0.1
+_FADING = 0.8
+"""Part of what was measured that counts beside the next step."""
 MIN_SLACK_S = 0.003
 """A group's answer alone takes about as long: without it, no short prefix would be fetched."""
 _UNKNOWN_SLACK_S = 0.25
@@ -38,7 +41,9 @@ class Arriving:
         self._block_size = block_size
         self._clock = clock
         self._waiting: dict[Sequence, _Waiting] = {}
-        self._token_s: float | None = None  # Time in which a prompt's token is computed.
+        # Of recent steps with chunks of prompts; both fade.
+        self._num_tokens = 0.0
+        self._seconds = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -47,27 +52,41 @@ class Arriving:
         return seq in self._waiting
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step of prompts alone computed so many of their tokens."""
-        token_s = seconds / num_tokens
-        self._token_s = token_s if self._token_s is None else 0.8 * self._token_s + 0.2 * token_s
+        """A step computed so many tokens of prompts."""
+        # Summed up, and not a mean of rates: a step of few tokens says little about long prompts.
+        self._num_tokens = _FADING * self._num_tokens + num_tokens
+        self._seconds = _FADING * self._seconds + seconds
 
     def add(self, seq: Sequence) -> bool:
         """Whether ``seq`` waits for blocks; `take` hands it out when it may begin."""
+        began_s = self._clock()  # To begin a pull takes a while, too.
         arrival = self._travel.want(
             seq.hashes, num_useful=seq.num_shareable, source=seq.request.source
         )
         if arrival is None:
             return False
         num_wanted = len(arrival.pull.hashes) - arrival.num_here
-        self._waiting[seq] = _Waiting(arrival, self._clock(), num_wanted, arrival.num_here)
+        self._waiting[seq] = _Waiting(arrival, began_s, num_wanted, arrival.num_here)
         return True
+
+    @property
+    def left_s(self) -> float:
+        """When the next one waits no longer, if nothing more lands; infinite where none waits."""
+        return min(map(self._left_s, self._waiting.values()), default=inf)
 
     def take(self) -> list[Sequence]:
         """Those that wait no longer."""
-        taken = [seq for seq, waiting in self._waiting.items() if not self._is_worth_it(waiting)]
-        for seq in taken:
-            self._note(seq, self._waiting[seq])
+        taken = []
+        for seq, waiting in list(self._waiting.items()):
+            if self._is_worth_it(waiting):
+                continue
+            self._note(seq, waiting)
             self.remove(seq)
+            arrival = waiting.arrival
+            is_whole = arrival.num_here == len(arrival.pull.hashes) > waiting.num_before
+            # The disk may have had the beginning, and another group has more.
+            if not (is_whole and self.add(seq)):
+                taken.append(seq)
         return taken
 
     def remove(self, seq: Sequence) -> None:
@@ -78,12 +97,18 @@ class Arriving:
         arrival = waiting.arrival
         if arrival.is_over or arrival.num_here == len(arrival.pull.hashes):
             return False
-        waited_s = self._clock() - waiting.began_s
-        if self._token_s is None:
-            return waited_s < _UNKNOWN_SLACK_S * (1 + arrival.num_here - waiting.num_before)
-        block_s = self._token_s * self._block_size
-        slack_s = max(SLACK * block_s * waiting.num_wanted, MIN_SLACK_S)
-        return waited_s <= block_s * (arrival.num_here - waiting.num_before) + slack_s
+        return self._left_s(waiting) > 0
+
+    def _left_s(self, waiting: _Waiting) -> float:
+        """How much longer it waits if nothing more lands."""
+        num_landed = waiting.arrival.num_here - waiting.num_before
+        if self._num_tokens:
+            block_s = self._seconds / self._num_tokens * self._block_size
+            slack_s = max(SLACK * block_s * waiting.num_wanted, MIN_SLACK_S)
+            patience_s = block_s * num_landed + slack_s
+        else:
+            patience_s = _UNKNOWN_SLACK_S * (1 + num_landed)
+        return waiting.began_s + patience_s - self._clock()
 
     def _note(self, seq: Sequence, waiting: _Waiting) -> None:
         arrival = waiting.arrival
@@ -93,9 +118,10 @@ class Arriving:
         if not error and arrival.num_here < len(arrival.pull.hashes):
             rest = len(arrival.pull.hashes) - arrival.num_here
             error = f"{rest} blocks came too late: computing them is sooner"
-        seq.fetched = Fetched(
-            num_disk_tokens=0 if is_peer else num_tokens,
-            num_peer_tokens=num_tokens if is_peer else 0,
-            wait_s=self._clock() - waiting.began_s,
+        before = seq.fetched or Fetched()
+        seq.fetched = before._replace(
+            num_disk_tokens=before.num_disk_tokens + (0 if is_peer else num_tokens),
+            num_peer_tokens=before.num_peer_tokens + (num_tokens if is_peer else 0),
+            wait_s=before.wait_s + self._clock() - waiting.began_s,
             error=error,
         )

@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 EVERY_REQUESTS = 16
 """Of this number of requests that fetched blocks, one has a block checked."""
 _MAX_WAITING = 16
-_ASKED = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, seed=0)
+_ASKED = SamplingParams(temperature=0, max_tokens=1, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Audit:
             )
         )
 
-    def next(self, *, request_id: str, eos_token_ids: tuple[int, ...]) -> Sequence | None:
+    def next(self, *, eos_token_ids: tuple[int, ...]) -> Sequence | None:
         """A sequence that computes the next block again, if there is one and it is still here."""
         while self._items and self._running is None:
             item = self._items.popleft()
@@ -104,7 +104,7 @@ class Audit:
             self._running = seq = Sequence(
                 replace(
                     item.request,
-                    request_id=request_id,
+                    request_id=f"audit/{self.num_checked}",
                     prompt_token_ids=item.token_ids,
                     resumed_token_ids=item.token_ids[:0],
                     sampling=_ASKED,
@@ -152,6 +152,7 @@ class Audit:
         if is_equal:
             return
         self.num_wrong += 1
+        self._travel.num_corrupt_blocks += 1
         name = item.hashes[-1]
         _log.error(
             "block %s at tokens %d to %d, from %s, is not what the model computes: it and all "

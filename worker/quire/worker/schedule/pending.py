@@ -39,8 +39,12 @@ class PendingPrefill:
 
     def gone(self, seq: Sequence) -> None:
         """It computes nothing more, and has not given its blocks back yet."""
+        self.found(seq.missing_blocks)
+
+    def found(self, blocks: Iterable[BlockHash]) -> None:
+        """A prompt lacks ``blocks`` no longer: they came from elsewhere."""
         num_lacking = self._num_lacking
-        for block in seq.missing_blocks:
+        for block in blocks:
             num = num_lacking.pop(block, 0)
             if num > 1:
                 num_lacking[block] = num - 1

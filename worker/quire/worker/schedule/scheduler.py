@@ -232,10 +232,8 @@ class Scheduler:
                 if seq is None or turn < self._turn(seq):
                     prefix = self._tables.find_prefix(head)
                     num_hits = prefix.num_blocks
-                    gone = head.hashes[num_hits : head.num_queued_hits]
-                    if gone:
-                        self._pending.lost(gone)
-                        self._push(head, num_hits)
+                    if num_hits < head.num_queued_hits:
+                        self._push_again(head, num_hits)
                         continue
                     seq = self._leader(head, num_hits, begun)
                     if seq is None:
@@ -304,9 +302,7 @@ class Scheduler:
         outdated = self.waiting.take_outdated(self._num_turns_left)
         self._num_turns_left -= len(outdated)
         for seq in outdated:
-            num_hits = self._tables.num_hits(seq)
-            self._pending.lost(seq.hashes[num_hits : seq.num_queued_hits])
-            self._push(seq, num_hits)
+            self._push_again(seq, self._tables.num_hits(seq))
 
     def _leader(self, seq: Sequence, num_hits: int, begun: list[Sequence]) -> Sequence | None:
         """The sequence in ``begun`` whose next block is also the first that ``seq`` lacks.
@@ -341,6 +337,9 @@ class Scheduler:
         pool = self._tables.pool
         num_available = pool.num_available - pool.num_unheld(hits)
         if num_blocks + num_promised + len(self.running) > num_available:
+            # Where nobody runs, nobody else will make room.
+            if not self.running:
+                self._tables.yield_room()
             return False
         self._unqueue(seq)
         self._pending.computed(seq.hashes[seq.num_queued_hits : prefix.num_blocks])
@@ -372,6 +371,8 @@ class Scheduler:
         What the step computes already is not undone: then the step goes on without ``seq``.
         """
         while self._tables.are_lacking(seq, num_tokens):
+            if self._tables.yield_room():
+                continue
             victim = self.running[-1]
             if victim is seq or any(victim is other for other, _ in chosen):
                 return False
@@ -393,9 +394,7 @@ class Scheduler:
         for seq in resumed:
             if seq.status is Status.WAITING:
                 self._aside.remove(seq)
-                num_hits = self._tables.num_hits(seq)
-                self._pending.lost(seq.hashes[num_hits : seq.num_queued_hits])
-                self._push(seq, num_hits)
+                self._push_again(seq, self._tables.num_hits(seq))
 
     def _queue(self, seq: Sequence) -> None:
         num_hits = self._tables.num_hits(seq)
@@ -405,6 +404,13 @@ class Scheduler:
         else:
             self._push(seq, num_hits)
         self._pending.queued(seq)
+
+    def _push_again(self, seq: Sequence, num_hits: int) -> None:
+        """Gives ``seq``, which waits, the turn that is its now that so many blocks are there."""
+        before = seq.num_queued_hits
+        self._pending.lost(seq.hashes[num_hits:before])
+        self._pending.found(seq.hashes[before:num_hits])
+        self._push(seq, num_hits)
 
     def _push(self, seq: Sequence, num_hits: int) -> None:
         seq.num_queued = seq.num_tokens - num_hits * self._block_size

@@ -73,12 +73,18 @@ class BlockTables:
             names = seq.hashes[len(block_ids) : len(block_ids) + len(slots)]
             parent = block_ids[-1] if block_ids else None
             loaded = self._travel.load(slots, names, parent=parent)
-            num_tokens = len(loaded) * self.pool.block_size
-            seq.fetched = (seq.fetched or Fetched())._replace(num_host_tokens=num_tokens)
+            if seq.num_cached is None:
+                before = seq.fetched or Fetched()
+                num_tokens = before.num_host_tokens + len(loaded) * self.pool.block_size
+                seq.fetched = before._replace(num_host_tokens=num_tokens)
             block_ids = block_ids + loaded
         seq.append_blocks(block_ids)
         seq.num_registered = len(block_ids)
         seq.num_computed = len(block_ids) * self.pool.block_size
+
+    def yield_room(self) -> bool:
+        """Makes blocks available that are held for nobody who runs; whether there were any."""
+        return self._travel is not None and self._travel.yield_room()
 
     def _slots(self, seq: Sequence, num_here: int) -> list[Slot]:
         if self._travel is None:

@@ -41,7 +41,7 @@ from quire.worker.bench.reuse import PLACES, ReuseRow, reuse_table
 if TYPE_CHECKING:
     from quire.cluster.group.server import GroupServer
 
-_ASKED = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1, seed=1)
+_ASKED = SamplingParams(temperature=0, max_tokens=4, logprobs=1, seed=1)
 _TAIL_TOKENS = 8
 """Of each prompt, behind the prefix: they are computed in any case."""
 _SETTLE_S = 0.3

@@ -1,0 +1,62 @@
+"""Proofs that KV may travel, on real engines: it changes no answer and holds nobody up.
+
+python -m bench.kv equal [--requests N]      answers are the same wherever their KV comes from
+python -m bench.kv faults [--requests N]     and whatever happens to it on the way
+python -m bench.kv disturb [--rounds N]      what a lender's decodes lose while it lends
+python -m bench.kv drain [--streams N]       the gap of streams that move to another group
+"""
+
+import os
+from pathlib import Path
+
+from bench.kv.disturb import disturb
+from bench.kv.drain import drain
+from bench.kv.equal import equal
+from bench.kv.faults import faults
+from bench.peers.checkpoints import SHAPES
+from bench.provenance import commit, cpu
+from bench.report import command
+
+
+def main() -> int:
+    parser = command("bench.kv", __doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    add = commands.add_parser("equal").add_argument
+    add("--requests", type=int, default=240)
+    add = commands.add_parser("faults").add_argument
+    add("--requests", type=int, default=1000)
+    add = commands.add_parser("drain").add_argument
+    add("--streams", type=int, default=50)
+    add("--tokens", type=int, default=2048, help="of each prompt")
+    add("--rounds", type=int, default=2)
+    add = commands.add_parser("disturb").add_argument
+    add("--shape", choices=SHAPES, default="M")
+    add("--streams", type=int, default=8)
+    add("--rounds", type=int, default=12)
+    add("--window-s", type=float, default=2.0)
+    add("--cache", type=Path, default=Path.home() / ".cache/quire/bench", help="for checkpoints")
+    arguments = parser.parse_args()
+    print(f"{cpu()}, commit {commit()}, load {os.getloadavg()[0]:.1f}\n", flush=True)
+    match arguments.command:
+        case "equal":
+            return equal(num_requests=arguments.requests)
+        case "faults":
+            return faults(num_requests=arguments.requests)
+        case "disturb":
+            return disturb(
+                shape=arguments.shape,
+                num_streams=arguments.streams,
+                rounds=arguments.rounds,
+                window_s=arguments.window_s,
+                cache=arguments.cache,
+            )
+        case _:
+            return drain(
+                num_streams=arguments.streams,
+                num_tokens=arguments.tokens,
+                rounds=arguments.rounds,
+            )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,407 @@
+"""Requests whose blocks come from elsewhere, while everything that brings them fails.
+
+One borrower, in this process, with host memory and a disk; lenders in others. Each request is asked
+alone, after the same prompt was computed without a cache beside it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from bench.kv.disk_faults import (
+    FILE_FAULTS,
+    failing_reads,
+    file_of,
+    full_disk,
+    remove_folder,
+    slow_reads,
+    store_of,
+)
+from bench.kv.fault_report import Asked, Report
+from bench.kv.groups import (
+    BLOCK_SIZE,
+    Remote,
+    Said,
+    altered,
+    answers,
+    ask,
+    config_of,
+    gib_of,
+    in_engine,
+    names_of,
+    peers_of,
+    random_prompt,
+    running,
+    travel_of,
+)
+from bench.kv.wire_faults import EDITS, behave, flip_kept, wire_faults
+from tests.flaky_proxy import Fault
+
+from quire.cluster.config import ClusterConfig
+from quire.cluster.group.server import GroupServer
+from quire.worker.api.hashing import BlockHashes, TokenIds
+from quire.worker.api.kv_format import PeerSource
+from quire.worker.engine import Engine
+
+_CACHE_BLOCKS, _HOST_BLOCKS, _DISK_BLOCKS = 80, 64, 800
+_LENDER_BLOCKS, _LENDER_HOST_BLOCKS = 100, 800
+_LENGTHS = (100, 300)
+_BATCH = 24
+"""Prompts that a lender computes at once, before they are asked for."""
+_NUM_KNOWN = 60
+_RUN = 1500
+"""Requests that one borrower serves; its folder is removed before the last tenth of them."""
+_COMPUTED_AGAIN_EVERY = 6
+_KILLED_EVERY = 500
+_FULL_EVERY, _FULL_FOR = 300, 30
+_TOO_LATE = "came too late"
+
+_CUT = "connection cut"
+_WIRE = (_CUT, "byte flipped on the wire", "link stalls", "slow link", *EDITS)
+_MAY_COME = {"slow link", "link stalls", "lender stopped", "lender killed", "slow disk"}
+"""Faults in spite of which all blocks may come, as they should be."""
+_LENT = {
+    "peer": 0.12,
+    _CUT: 0.06,
+    **dict.fromkeys(_WIRE[1:], 0.025),
+    "lender stopped": 0.02,
+    "lender killed": 0.0,  # Each `_KILLED_EVERY` requests.
+    "lender's host memory flipped": 0.04,
+    "wrong address": 0.02,
+    "wrong token": 0.02,
+    "other weights": 0.03,
+    "other numerics": 0.03,
+}
+_OWN = {
+    "new": 0.1,
+    "again": 0.2,
+    "host memory flipped": 0.05,
+    **dict.fromkeys(FILE_FAULTS, 0.025),
+    "disk fails": 0.015,
+    "slow disk": 0.015,
+}
+_KINDS = {**_LENT, **_OWN}
+
+
+def faults(*, num_requests: int, seed: int = 0) -> int:
+    """Prints what became of each kind of fault; returns 1 where a token was wrong, or a fault that
+    could be noticed was not named."""
+    report = Report()
+    asyncio.run(_run(num_requests, np.random.default_rng(seed), report))
+    print("\n".join(report.lines()))
+    return int(report.has_failed)
+
+
+async def _run(num_requests: int, rng: np.random.Generator, report: Report) -> None:
+    plain = config_of(dtype="bfloat16", enable_prefix_caching=False, num_blocks=100)
+    lent = config_of(
+        dtype="bfloat16",
+        kv_transfer=True,
+        num_blocks=_LENDER_BLOCKS,
+        kv_offloading_size=gib_of(_LENDER_HOST_BLOCKS, plain),
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        other = altered(folder / "other", weights=True)
+        wrong = {
+            "other weights": replace(lent, engine=replace(lent.engine, model=other)),
+            "other numerics": replace(lent, engine=replace(lent.engine, dtype="float32")),
+        }
+        async with (
+            running(plain, "plain") as reference,
+            _Lenders(lent, wrong) as lenders,
+        ):
+            bench = _Bench(reference, lenders, rng, report)
+            for begin in range(0, num_requests, _RUN):
+                disk = folder / f"disk-{begin}"
+                num = min(_RUN, num_requests - begin)
+                await bench.run(_borrower(plain, disk), disk, num)
+
+
+def _borrower(plain: ClusterConfig, disk: Path) -> ClusterConfig:
+    return config_of(
+        dtype="bfloat16",
+        kv_transfer=True,
+        num_blocks=_CACHE_BLOCKS,
+        kv_offloading_size=gib_of(_HOST_BLOCKS, plain),
+        kv_disk_dir=disk,
+        kv_disk_size=gib_of(_DISK_BLOCKS, plain),
+    )
+
+
+class _Lenders:
+    """Two that can be killed, of which one lends, and some that have other blocks."""
+
+    def __init__(self, config: ClusterConfig, wrong: dict[str, ClusterConfig]) -> None:
+        self._spare = Remote(config, "lender-1")
+        self.lender = Remote(config, "lender-0")
+        self.wrong = {kind: Remote(each, kind) for kind, each in wrong.items()}
+        self._starting: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "_Lenders":
+        self._stack = contextlib.AsyncExitStack()
+        for each in (self.lender, self._spare, *self.wrong.values()):
+            await self._stack.enter_async_context(each)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._starting is not None:
+            await self._starting
+        await self._stack.aclose()
+
+    async def kill(self, after_s: float) -> None:
+        """The other one lends from then on, once it runs, while this one starts again."""
+        await asyncio.sleep(after_s)
+        self.lender.kill()
+        if self._starting is not None:
+            await self._starting
+        self._starting = asyncio.create_task(self.lender.start())
+        self.lender, self._spare = self._spare, self.lender
+
+
+@dataclass
+class _Known:
+    token_ids: TokenIds
+    names: BlockHashes
+
+
+class _Heard(logging.Handler):
+    """All that Quire logs, which nobody else hears."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def has(self, *words: str) -> bool:
+        return any(all(word in message for word in words) for message in self.messages)
+
+    def __enter__(self) -> "_Heard":
+        logger = logging.getLogger("quire")
+        logger.addHandler(self)
+        logger.propagate = False
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("quire").removeHandler(self)
+
+
+class _Bench:
+    def __init__(
+        self,
+        reference: GroupServer,
+        lenders: _Lenders,
+        rng: np.random.Generator,
+        report: Report,
+    ) -> None:
+        self._reference = reference
+        self._lenders = lenders
+        self._rng = rng
+        self._report = report
+        self._known: deque[_Known] = deque(maxlen=_NUM_KNOWN)
+        self._wire: dict[str, Iterator[Fault]] = {}
+        self._num_asked = 0
+
+    async def run(self, config: ClusterConfig, disk: Path, num_requests: int) -> None:
+        """One borrower's requests."""
+        self._known.clear()
+        async with running(config, "borrower") as group:
+            self._group = group
+            peers_of(group)._borrower._shunned_s = 0.0  # Else most requests would ask nobody.
+            block_bytes = travel_of(group).format.block_bytes
+            self._wire = self._wire or wire_faults(block_bytes=block_bytes, rng=self._rng)
+            num_last = num_requests // 10
+            await self._ask_all(num_requests - num_last)
+            with _Heard() as heard:
+                remove_folder(disk)
+                await self._ask_all(num_last)
+            self._note_state("folder removed", heard.has(str(disk)))
+
+    async def _ask_all(self, num_requests: int) -> None:
+        while num_requests > 0:
+            num = min(num_requests, _BATCH)
+            num_requests -= num
+            period = self._num_asked % _FULL_EVERY
+            if period >= _FULL_EVERY - _FULL_FOR:
+                with _Heard() as heard, full_disk(self._group):
+                    await self._ask_some(num)
+                self._note_state("disk full", heard.has("no blocks are written to disk"))
+            else:
+                with _Heard():
+                    await self._ask_some(num)
+
+    def _note_state(self, kind: str, is_told: bool) -> None:
+        """Of a fault that lasts for several requests."""
+        tally = self._report.tally(kind)
+        tally.num_injected += 1
+        tally.num_named += is_told
+        if not is_told:
+            tally.unnamed.append(f"{kind}: no log tells of it")
+
+    async def _ask_some(self, num_requests: int) -> None:
+        weights = np.array(list(_KINDS.values()))
+        drawn = self._rng.choice(list(_KINDS), num_requests, p=weights / weights.sum())
+        kinds = [str(kind) for kind in drawn]
+        if (self._num_asked + num_requests) % _KILLED_EVERY < num_requests:
+            kinds[-1] = "lender killed"  # The last: the next lender has other prompts.
+        lent = [self._new_prompt() for kind in kinds if kind in _LENT]
+        await self._lenders.lender.call(behave, None)
+        await self._lenders.lender.call(answers, lent)
+        prompts = iter(lent)
+        for kind in kinds:
+            self._num_asked += 1
+            if kind in _LENT:
+                await self._ask_lent(kind, next(prompts))
+            else:
+                await self._ask_own(kind)
+
+    def _new_prompt(self) -> TokenIds:
+        return random_prompt(self._rng, int(self._rng.integers(*_LENGTHS)))
+
+    async def _ask_lent(self, kind: str, token_ids: TokenIds) -> None:
+        """A request whose blocks a lender has, and which meets a fault of that kind."""
+        num_wanted = (len(token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        async with self._lending(kind, token_ids) as source:
+            if source is None:
+                return
+            said = await self._ask(kind, token_ids, source)
+        if kind != "peer":
+            self._judge(kind, said, said.fetched.num_peer_tokens == num_wanted)
+
+    @contextlib.asynccontextmanager
+    async def _lending(self, kind: str, token_ids: TokenIds) -> AsyncIterator[PeerSource | None]:
+        """The source of the prompt, of which nothing good comes; ``None`` where that cannot be."""
+        lender, rng = self._lenders.lender, self._rng
+        source = lender.source(token_ids)
+        if kind in _WIRE:
+            await lender.call(behave, next(self._wire[kind]))
+            yield source
+            await lender.call(behave, None)
+        elif kind == "lender stopped":
+            stopped = asyncio.create_task(_stop(lender, *rng.uniform(0, (0.02, 0.3))))
+            yield source
+            await stopped
+        elif kind == "lender killed":
+            killed = asyncio.create_task(self._lenders.kill(rng.uniform(0, 0.02)))
+            yield source
+            await killed
+        elif kind == "lender's host memory flipped":
+            number = int(rng.integers(2**31))
+            is_flipped = await lender.call(flip_kept, token_ids, number)
+            yield source if is_flipped else None
+        elif kind in self._lenders.wrong:
+            wrong = self._lenders.wrong[kind]
+            await wrong.call(answers, [token_ids])
+            yield wrong.source(token_ids)
+        else:
+            changes = {"wrong address": {"address": "127.0.0.1:1"}, "wrong token": {"token": "x"}}
+            yield replace(source, **changes.get(kind, {}))
+
+    async def _ask_own(self, kind: str) -> None:
+        """A request whose blocks the borrower has itself, or nobody."""
+        if kind == "new" or not self._known:
+            await self._ask("new", self._new_prompt())
+        elif kind == "again":
+            await self._ask(kind, self._known[self._rng.integers(len(self._known))].token_ids)
+        elif kind == "host memory flipped":
+            await self._ask_flipped(kind)
+        else:
+            await self._ask_disk(kind)
+
+    async def _ask_flipped(self, kind: str) -> None:
+        for known in self._some_known():
+            if await flip_kept(self._group, known.token_ids, int(self._rng.integers(2**31))):
+                num_before = await self._num_corrupt()
+                said = await self._ask(kind, known.token_ids)
+                self._judge(kind, said, False, is_named=await self._num_corrupt() > num_before)
+                return
+
+    async def _ask_disk(self, kind: str) -> None:
+        store = store_of(self._group)
+        for known in self._some_known():
+            begin, end = await in_engine(self._group, partial(_on_disk, known.names, self._group))
+            if end - begin < 2:
+                continue
+            harm: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if kind in FILE_FAULTS:
+                name = known.names[int(self._rng.integers(begin, end))]
+                others = [each for each, _ in store.blocks() if each != name]
+                other = others[int(self._rng.integers(len(others)))]
+                with contextlib.suppress(FileNotFoundError):  # The folder was removed.
+                    FILE_FAULTS[kind](
+                        file_of(self._group, name), file_of(self._group, other), self._rng
+                    )
+            else:
+                harm = failing_reads() if kind == "disk fails" else slow_reads(read_s=0.02)
+            with harm:
+                said = await self._ask(kind, known.token_ids)
+            num_tokens = (end - begin) * BLOCK_SIZE
+            self._judge(kind, said, said.fetched.num_disk_tokens == num_tokens)
+            return
+
+    def _some_known(self) -> list[_Known]:
+        order = self._rng.permutation(len(self._known))[:12]
+        return [self._known[index] for index in order]
+
+    async def _num_corrupt(self) -> int:
+        return (await in_engine(self._group, lambda engine: engine.stats())).num_corrupt_blocks
+
+    async def _ask(self, kind: str, token_ids: TokenIds, source: PeerSource | None = None) -> Said:
+        """Computes the prompt and then asks for it, each alone, and compares the answers."""
+        computed = await ask(self._reference, token_ids)
+        said = await ask(self._group, token_ids, source)
+        if not self._num_asked % _COMPUTED_AGAIN_EVERY:
+            again = await ask(self._reference, token_ids)
+            self._report.computed.append(
+                Asked(kind="", seconds=again.first_s, computed_s=computed.first_s)
+            )
+        fetched = said.fetched
+        self._report.asked.append(
+            Asked(
+                kind=kind,
+                seconds=said.first_s,
+                computed_s=computed.first_s,
+                wait_s=fetched.wait_s,
+                told=str(tuple(fetched)),
+            )
+        )
+        if said.answer != computed.answer:
+            self._report.wrong.append(f"{kind}: {said} is not {computed.answer}")
+        self._known.append(_Known(token_ids, names_of(self._group, token_ids)))
+        return said
+
+    def _judge(self, kind: str, said: Said, is_whole: bool, *, is_named: bool = False) -> None:
+        """What became of a fault. ``is_whole``: all blocks came that were to come."""
+        tally, error = self._report.tally(kind), said.fetched.error
+        tally.num_injected += 1
+        if _TOO_LATE in error:
+            tally.num_given_up += 1
+        elif is_named or error:
+            tally.num_named += 1
+        elif is_whole and kind in _MAY_COME:
+            tally.num_harmless += 1
+        else:
+            tally.unnamed.append(f"{kind}: {said.fetched}")
+
+
+async def _stop(lender: Remote, after_s: float, for_s: float) -> None:
+    await asyncio.sleep(after_s)
+    lender.pause()
+    await asyncio.sleep(for_s)
+    lender.go_on()
+
+
+def _on_disk(names: BlockHashes, group: GroupServer, engine: Engine) -> tuple[int, int]:
+    """Which of a chain's blocks would be read from disk."""
+    num_here = len(engine._pool.match(names))
+    num_here += len(travel_of(group).on_shelf(names[num_here:]))
+    return num_here, num_here + store_of(group).match(names[num_here:])

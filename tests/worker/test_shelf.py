@@ -1,0 +1,182 @@
+"""Host memory that keeps evicted blocks: which ones stay, whose slots are free, and how much of
+what comes again is found in the KV cache and there together."""
+
+import random
+from itertools import count
+
+from bench.eviction.baselines import FurthestNextUse
+from bench.eviction.replay import Prompt, replay, scans
+
+from quire.worker.api.events import EventLog
+from quire.worker.api.hashing import BlockHash
+from quire.worker.cache.blocks import BlockId, BlockPool
+from quire.worker.cache.eviction import LowestUtility
+from quire.worker.cache.shelf import Shelf
+
+A, B, C, D, E = (BlockHash(bytes([number]) * 32) for number in range(5))
+
+
+def shelf_of(max_kept: int, *, num_slots: int = 8) -> Shelf:
+    return Shelf(num_slots=num_slots, max_kept=max_kept, log=EventLog(epoch=0, num_tiers=2))
+
+
+def keep(shelf: Shelf, name: BlockHash, parent: BlockHash | None = None, hits: int = 0) -> bool:
+    """Whether the block was put into a slot."""
+    slot = shelf.keep(name, parent, num_hits=hits)
+    if slot is not None:
+        shelf.filled(slot)
+        shelf.unpin(slot)
+    return slot is not None
+
+
+def kept(shelf: Shelf) -> set[BlockHash]:
+    held = shelf._log.snapshot().slower[0]
+    assert {name for name, _ in shelf.named()} == set(held)
+    return set(held)
+
+
+def test_the_end_of_a_chain_goes_before_its_beginning() -> None:
+    shelf = shelf_of(2)
+    assert keep(shelf, B, A)
+    assert keep(shelf, A)
+    assert keep(shelf, C)
+    assert kept(shelf) == {A, C}
+
+
+def test_a_block_that_is_being_filled_is_not_found_yet() -> None:
+    shelf = shelf_of(2)
+    slot = shelf.keep(A, None, num_hits=0)
+    assert slot is not None
+    assert shelf.match([A]) == []
+    shelf.filled(slot)
+    assert shelf.match([A]) == [slot]
+
+
+def test_a_slot_that_is_in_use_is_not_given_to_another_block() -> None:
+    shelf = shelf_of(1)
+    slot = shelf.keep(A, None, num_hits=0)  # Its copy is under way.
+    assert slot is not None
+    assert not keep(shelf, B)
+    shelf.filled(slot)
+    shelf.unpin(slot)
+    shelf.pin(slot)  # A step reads it.
+    assert not keep(shelf, B)
+    shelf.drop(A)
+    assert slot not in shelf.take(8)
+    shelf.unpin(slot)
+    assert shelf.take(8) == [slot]
+
+
+def test_copies_of_what_the_cache_has_again_go_first() -> None:
+    shelf = shelf_of(2)
+    keep(shelf, A)
+    keep(shelf, B, hits=9)
+    shelf.loaded(shelf.match([B]))
+    keep(shelf, C)
+    assert kept(shelf) == {A, C}
+
+
+def test_a_copy_of_what_the_cache_evicts_again_needs_no_other_copy() -> None:
+    shelf = shelf_of(2)
+    keep(shelf, A)
+    shelf.loaded(shelf.match([A]))
+    assert not keep(shelf, A, hits=1)
+    keep(shelf, B)
+    assert kept(shelf) == {A, B}
+    assert shelf.num_hits(shelf.match([A])[0]) == 1
+
+
+def test_nothing_is_kept_behind_a_block_that_is_not() -> None:
+    shelf = shelf_of(3)
+    keep(shelf, C, B)
+    keep(shelf, B, A)
+    pinned = [slot for name in (B, C) for slot in shelf.match([name])]
+    keep(shelf, D)
+    pinned += shelf.match([D])
+    for slot in pinned:
+        shelf.pin(slot)
+    assert not keep(shelf, A)
+    assert kept(shelf) == {D}
+    for slot in pinned:
+        shelf.unpin(slot)
+    assert shelf.num_free == 7
+
+
+def test_a_corrupt_block_goes_with_all_behind_it() -> None:
+    shelf = shelf_of(5)
+    for name, parent in ((D, C), (C, B), (B, A), (A, None), (E, A)):
+        keep(shelf, name, parent)
+    shelf.drop(B)
+    assert kept(shelf) == {A, E}
+    assert shelf.num_free == 6
+
+
+def test_no_slot_keeps_a_block_where_none_may() -> None:
+    shelf = shelf_of(0)
+    assert not keep(shelf, A)
+    assert shelf.num_free == 8
+
+
+def two_tiers(prompts: list[Prompt], *, num_blocks: int, num_kept: int) -> float:
+    """The part of all tokens that is found in a cache of ``num_blocks`` or on a shelf."""
+    log = EventLog(epoch=0, num_tiers=2)
+    pool = BlockPool(num_blocks=num_blocks, block_size=512, log=log)
+    shelf = Shelf(num_slots=num_kept, max_kept=num_kept, log=log)
+
+    def spill(block: BlockId, name: BlockHash, parent: BlockHash | None) -> None:
+        keep(shelf, name, parent, pool.num_hits(block))
+
+    pool.spill = spill
+    num_hits = num_tokens = 0
+    for prompt in prompts:
+        wanted = prompt.hashes[: (prompt.num_tokens - 1) // 512]
+        held = pool.match(wanted)
+        slots = shelf.match(wanted[len(held) :])
+        pool.acquire(held)
+        for slot in slots:
+            shelf.pin(slot)
+        loaded = pool.allocate(len(slots))
+        found = wanted[len(held) : len(held) + len(slots)]
+        hits = [shelf.num_hits(slot) + 1 for slot in slots]
+        pool.register(loaded, found, parent=held[-1] if held else None, num_hits=hits)
+        shelf.loaded(slots)
+        for slot in slots:
+            shelf.unpin(slot)
+        held += loaded
+        num_hits += len(held) * 512
+        num_tokens += prompt.num_tokens
+        own = pool.allocate(-(-prompt.num_tokens // 512) - len(held))
+        names = prompt.hashes[len(held) :]
+        pool.register(own[: len(names)], names, parent=held[-1] if held else None)
+        pool.release([*held, *own])
+    return num_hits / num_tokens
+
+
+def twice_as_many_prefixes() -> list[Prompt]:
+    """Twice as many prefixes as a cache of 400 blocks holds, one as popular as another."""
+    rng, ids = random.Random(0), count()
+
+    def new(number: int) -> list[BlockHash]:
+        return [BlockHash(next(ids).to_bytes(32, "big")) for _ in range(number)]
+
+    prefixes = [new(8) for _ in range(100)]
+    prompts = [rng.choice(prefixes) + new(1) for _ in range(2_000)]
+    return [Prompt(hashes, 512 * len(hashes) + 1) for hashes in prompts]
+
+
+def best(prompts: list[Prompt], *, num_blocks: int) -> float:
+    """What a cache finds that knows the future."""
+    future = FurthestNextUse([prompt.hashes for prompt in prompts])
+    found = replay(prompts, num_blocks=num_blocks, policy=future.policy, on_request=future.begin)
+    return found.hit_rate
+
+
+def test_of_twice_as_many_prefixes_nearly_all_that_can_be_found_is() -> None:
+    prompts = twice_as_many_prefixes()
+    assert two_tiers(prompts, num_blocks=400, num_kept=400) >= 0.9 * best(prompts, num_blocks=800)
+
+
+def test_cache_and_shelf_together_find_what_one_cache_of_their_size_would() -> None:
+    prompts = scans(num_requests=1_500)
+    one = replay(prompts, num_blocks=400, policy=LowestUtility).hit_rate
+    assert two_tiers(prompts, num_blocks=200, num_kept=200) >= 0.95 * one

@@ -1,0 +1,72 @@
+"""What an engine's steps have done so far, and how long they took."""
+
+from typing import Any
+
+from quire.worker.api.engine_stats import EngineStats
+from quire.worker.cache.blocks import BlockPool
+from quire.worker.schedule.scheduler import Scheduler
+
+_FIRST_STEP_S = 0.01
+
+
+class Counters:
+    """Counters since the start; `EngineStats` says what each one is."""
+
+    def __init__(self) -> None:
+        self.num_output_tokens = 0
+        self.num_steps = 0
+        self.step_s = _FIRST_STEP_S
+        """About how long a step takes."""
+        self._num_prefilled_tokens = 0
+        self._num_full_step_tokens = 0
+        self._full_step_s = 0.0
+
+    def stepped(self, num_prefilled: int, seconds: float, *, leaves_prompts: bool) -> None:
+        """A step that computed so many tokens of prompts was submitted, and one was waited for.
+        ``leaves_prompts``: it left tokens of prompts waiting."""
+        self.step_s += 0.1 * (seconds - self.step_s)
+        self._num_prefilled_tokens += num_prefilled
+        if num_prefilled and leaves_prompts:
+            # With a step ahead this is the wait for the one before: over a queue the same.
+            self._num_full_step_tokens += num_prefilled
+            self._full_step_s += seconds
+
+    def stats(
+        self,
+        scheduler: Scheduler,
+        pool: BlockPool,
+        *,
+        num_waiting: int,
+        max_adapters: int,
+        travelled: dict[str, Any],
+    ) -> EngineStats:
+        """``travelled`` are the counters of `Travel.stats`."""
+        block_size = pool.block_size
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=num_waiting,
+            num_pending_prefill_tokens=scheduler.num_pending_prefill_tokens,
+            num_total_blocks=pool.num_blocks,
+            num_free_blocks=pool.num_free,
+            num_cached_blocks=pool.num_cached,
+            num_held_blocks=pool.num_held,
+            num_wasted_slots=sum(
+                seq.num_blocks * block_size - seq.num_computed for seq in scheduler.running
+            ),
+            num_held_slots=pool.num_held * block_size,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_hit_tokens=scheduler.num_hit_tokens,
+            num_output_tokens=self.num_output_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_drafted_tokens=scheduler.num_drafted_tokens,
+            num_accepted_tokens=scheduler.num_accepted_tokens,
+            num_steps=self.num_steps,
+            num_prefilled_tokens=self._num_prefilled_tokens,
+            num_full_step_tokens=self._num_full_step_tokens,
+            full_step_s=self._full_step_s,
+            adapters=scheduler.slots.loaded,
+            max_adapters=max_adapters,
+            num_adapters=scheduler.slots.num_named,
+            num_adapter_loads=scheduler.slots.num_loads,
+            **travelled,
+        )

@@ -1,0 +1,69 @@
+"""What an engine says of a sequence: its newest tokens, its vector, or why it ended."""
+
+import numpy as np
+
+from quire.worker.api.arrays import Floats
+from quire.worker.api.errors import BrokenLogits, QuireError
+from quire.worker.api.outputs import Fetched, FinishReason, TokenDelta, TokenLogprobs
+from quire.worker.model.dense import DenseLayer
+from quire.worker.model.facts import ModelFacts
+from quire.worker.schedule.sequence import Sequence
+from quire.worker.text.embeddings import normalized
+
+# C hidden size
+
+
+class Pooling:
+    """Makes the vectors of an embedding model."""
+
+    def __init__(self, model: ModelFacts) -> None:
+        self._pooling = model.pooling
+        self._dense = [DenseLayer(each) for each in model.pooling.dense] if model.pooling else []
+
+    def vector(self, state_C: Floats) -> Floats | None:
+        """The vector of a sequence with this hidden state; ``None`` where that is broken."""
+        assert self._pooling is not None
+        for layer in self._dense:
+            state_C = layer(state_C)
+        if not np.isfinite(state_C).all():
+            return None
+        return normalized(state_C) if self._pooling.normalize else state_C
+
+
+def delta_of(
+    seq: Sequence,
+    token_ids: tuple[int, ...],
+    finish_reason: FinishReason | None,
+    logprobs: tuple[TokenLogprobs, ...] = (),
+    fetched: Fetched | None = None,
+) -> TokenDelta:
+    """Says that ``token_ids`` are the newest; takes the prompt's log-probabilities that are
+    known."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    if seq.prompt_logprobs:
+        prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
+    return TokenDelta(
+        seq.request.request_id,
+        seq.num_output_tokens - len(token_ids),
+        token_ids,
+        logprobs,
+        finish_reason,
+        seq.num_cached or 0,
+        prompt_logprobs=prompt_logprobs,
+        fetched=fetched,
+    )
+
+
+def failure_of(seq: Sequence, error: QuireError) -> TokenDelta:
+    """Says that ``seq`` ended before its time."""
+    request_id, num_output = seq.request.request_id, seq.num_output_tokens
+    return TokenDelta(request_id, num_output, (), (), "abort", seq.num_cached or 0, error=error)
+
+
+def broken_logits(seq: Sequence) -> BrokenLogits:
+    num_prompt, num_output = seq.num_prompt_tokens, seq.num_output_tokens
+    return BrokenLogits(
+        f"the model produced NaN or infinite logits at position {num_prompt + num_output}, "
+        f"behind {num_prompt} tokens of prompt and {num_output} of output: its weights are "
+        "damaged, or too large for the type it is computed in; other requests are unharmed"
+    )

@@ -1,0 +1,95 @@
+"""Requests on their way into the queue: their constraint is compiled, then their adapter is read,
+then blocks come that disk or another group has. Others run meanwhile.
+"""
+
+from collections.abc import Callable
+
+from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import QuireError
+from quire.worker.cache.travel import Travel
+from quire.worker.model.facts import ModelFacts
+from quire.worker.schedule.arriving import Arriving
+from quire.worker.schedule.compiling import Compiling
+from quire.worker.schedule.reading import Read, Reading, reader
+from quire.worker.schedule.sequence import Sequence
+from quire.worker.text.grammar import Grammars
+from quire.worker.text.tokenizer import Tokenizer
+
+
+class Entrance:
+    """Belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelFacts,
+        *,
+        load_tokenizer: Callable[[], Tokenizer] | None,
+        read_adapter: Read | None,
+        travel: Travel | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.compiling = Compiling(
+            Grammars(
+                load_tokenizer or (lambda: Tokenizer.load(config.model)),
+                vocab_size=model.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+            )
+        )
+        self.reading = Reading(read_adapter or reader(config), max_kept=config.num_kept_loras)
+        self.arriving: Arriving | None = None
+        if travel is not None:
+            self.arriving = Arriving(travel, block_size=config.block_size, clock=clock)
+
+    def __len__(self) -> int:
+        return len(self.compiling) + len(self.reading) + len(self.arriving or ())
+
+    def add(self, seq: Sequence) -> bool:
+        """Whether ``seq`` may be queued at once; else `take` hands it out when it may."""
+        if seq.request.sampling.constraint is not None:
+            self.compiling.add(seq)
+            return False
+        return self._is_ready(seq)
+
+    def remove(self, seq: Sequence) -> bool:
+        """``seq`` is aborted; whether it was here. `Reading.forget` must follow all the same."""
+        if seq in self.compiling:
+            self.compiling.remove(seq)
+        elif self.arriving is not None and seq in self.arriving:
+            self.arriving.remove(seq)
+        else:
+            return seq in self.reading
+        return True
+
+    def take(self, *, is_idle: bool) -> tuple[list[Sequence], list[tuple[Sequence, QuireError]]]:
+        """Those that may be queued now, and those that are refused, each with the reason. Waits a
+        while for the first where the engine is idle."""
+        ready: list[Sequence] = []
+        refused: list[tuple[Sequence, QuireError]] = []
+        may_wait = is_idle and not self.arriving
+        compiled = list(self.compiling.take(may_wait=may_wait and not self.reading))
+        for seq, error in compiled:
+            if error is not None:
+                refused.append((seq, error))
+            elif self._is_ready(seq):
+                ready.append(seq)
+        for seq, error in self.reading.take(may_wait=may_wait and not self.compiling):
+            if error is not None:
+                refused.append((seq, error))
+            elif not self._waits_for_blocks(seq):
+                ready.append(seq)
+        if self.arriving:
+            ready += self.arriving.take()
+        return ready, refused
+
+    def close(self) -> None:
+        self.compiling.close()
+        self.reading.close()
+
+    def _is_ready(self, seq: Sequence) -> bool:
+        if seq.request.adapter and not self.reading.add(seq):
+            return False
+        return not self._waits_for_blocks(seq)
+
+    def _waits_for_blocks(self, seq: Sequence) -> bool:
+        return self.arriving is not None and self.arriving.add(seq)
