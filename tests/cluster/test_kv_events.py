@@ -330,10 +330,10 @@ async def test_a_subscriber_that_reads_nothing_is_cut_off(
     ):
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         request = common.SubscribeKvEventsRequest(load_records_before_first_batch=True)
-        call = stub.SubscribeKvEvents(request)
-        await call.read()
+        batches = aiter(stub.SubscribeKvEvents(request))
+        await anext(batches)
         await is_over.wait()
-        error = await refusal(read_all(call))
+        error = await refusal(read_all(batches))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
