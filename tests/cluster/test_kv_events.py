@@ -24,7 +24,7 @@ from quire.cluster.edge.kv_events import KvEventsConfig
 from quire.cluster.wire import events_from_proto
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.events import BlockEvent, BlocksRemoved, EventBatch
+from quire.worker.api.events import DIGEST_BYTES, BlocksRemoved, Digest, EventBatch
 from quire.worker.engine import Engine
 
 pytestmark = pytest.mark.anyio
@@ -225,17 +225,20 @@ async def test_a_group_that_comes_is_a_rank_of_its_own_and_one_that_goes_has_no_
             assert len(twin.chunks) == 1
 
 
-async def test_blocks_that_got_lost_on_the_way_are_found_by_the_digest(
-    start_cluster: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("loses", ["an event", "the digest's meaning"])
+async def test_what_goes_wrong_on_the_way_is_found_by_the_digest(
+    start_cluster: Any, monkeypatch: pytest.MonkeyPatch, loses: str
 ) -> None:
-    lost: list[BlockEvent] = []
+    broken: list[EventBatch] = []
 
-    def lose(message: group_pb2.EventBatch) -> EventBatch:
+    def break_one(message: group_pb2.EventBatch) -> EventBatch:
         batch = events_from_proto(message)
-        if not batch.events or lost:
+        if not batch.events or broken:
             return batch
-        lost.append(batch.events[0])
-        return replace(batch, events=(BlocksRemoved(()), *batch.events[1:]))
+        broken.append(batch)
+        if loses == "an event":
+            return replace(batch, events=(BlocksRemoved(()), *batch.events[1:]))
+        return replace(batch, digest=Digest(bytes(DIGEST_BYTES)))
 
     async with (
         start_cluster(num_groups=1, kv_events=True) as cluster,
@@ -243,9 +246,9 @@ async def test_blocks_that_got_lost_on_the_way_are_found_by_the_digest(
     ):
         await generate(cluster, *range(20, 60))
         await until(reader, lambda: told(twin) == state(cluster))
-        monkeypatch.setattr(kv_events, "events_from_proto", lose)
+        monkeypatch.setattr(kv_events, "events_from_proto", break_one)
         await generate(cluster, *range(70, 99))
-        await until(reader, lambda: bool(lost) and told(twin) == state(cluster))
+        await until(reader, lambda: bool(broken) and told(twin) == state(cluster))
         assert len(twin.chunks) == 1, "what differs is told, and not all again"
 
 
@@ -341,14 +344,34 @@ async def test_a_gateway_has_a_bounded_number_of_subscribers(
     start_cluster: Any, hurried: Callable[..., None]
 ) -> None:
     hurried(max_subscribers=1)
+    async with start_cluster(num_groups=1, kv_events=True) as cluster:
+        async with subscribed(cluster) as (twin, first):
+            await until(first, lambda: bool(twin.chunks))
+            async with subscribed(cluster) as (_, reader):
+                error = await refusal(reader)
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        while True:  # Until the gateway has noticed that the first one left.
+            async with subscribed(cluster) as (twin, second):
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await until(second, lambda: bool(twin.chunks))
+                    break
+
+
+async def test_a_stream_whose_first_snapshot_breaks_off_ends(
+    start_cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_off(message: group_pb2.EventBatch) -> EventBatch:
+        raise ValueError("the snapshot is broken")
+
+    monkeypatch.setattr(kv_events, "events_from_proto", break_off)
     async with (
         start_cluster(num_groups=1, kv_events=True) as cluster,
-        subscribed(cluster) as (twin, first),
+        subscribed(cluster) as (twin, reader),
     ):
-        await until(first, lambda: bool(twin.chunks))
-        async with subscribed(cluster) as (_, reader):
-            error = await refusal(reader)
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        error = await refusal(reader)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "begin again" in str(error.details())
+        assert not twin.chunks
 
 
 async def test_loads_come_with_batches_and_alone(

@@ -18,9 +18,7 @@ BLOCK_BYTES = 24 * 4
 
 def chain(tokens: list[int], *, salt: str = "") -> Contents:
     """The blocks of a sequence, hashed from its tokens alone."""
-    root = root_hash(
-        model_fingerprint="hash-1", kv_dtype="float32", block_size=4, cache_salt=salt
-    )
+    root = root_hash(model_fingerprint="hash-1", kv_dtype="float32", block_size=4, cache_salt=salt)
     array = np.array(tokens, dtype=np.uint32)
     names = list(hash_blocks(array, block_size=4, root=root))
     return {

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -37,15 +37,16 @@ _log = logging.getLogger(__name__)
 _MAX_BATCHES = 4
 """That wait for the subscriber."""
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
-"""Before a group's events are asked for again; doubles until a message comes."""
+"""Before a group's events are asked for again; doubles until a digest agrees. Without it, a group
+whose digest never does would be asked for all its blocks ten times a second."""
 
 
 Write = Callable[[common.KvEventBatch], Awaitable[object]]
 
 
 class Outlet:
-    """Writes to a call. gRPC takes no status while a write is under way, and a write to a subscriber
-    that does not read has no end: `settle` waits until a status can be sent."""
+    """Writes to a call. gRPC takes no status while a write is under way, and a write to one that
+    does not read has no end: `settle` waits until a status can be sent."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
@@ -101,7 +102,7 @@ class Ranks:
     _numbers: dict[str, int] = field(default_factory=dict)
     _next: Iterator[int] = field(default_factory=itertools.count)
 
-    def of(self, client: GroupClient, attached: Mapping[GroupId, object]) -> int:
+    def of(self, client: GroupClient, attached: Collection[str]) -> int:
         """The rank of an attached group; those of groups that are gone are forgotten."""
         group_id = client.description.group_id
         if group_id not in self._numbers:
@@ -172,7 +173,8 @@ class Subscription:
                 await self._remove(client)
             for client in clients:
                 if client not in self._ranks and client.description.kv_events:
-                    number = self._numbers.of(client, groups.loads)
+                    attached = [e.description.group_id for e in groups.clients if e.is_attached]
+                    number = self._numbers.of(client, attached)
                     rank = self._ranks[client] = _Rank(number, client, Ledger(self._keys))
                     rank.reader = asyncio.create_task(self._follow(rank))
             for rank in self._ranks.values():
@@ -202,9 +204,10 @@ class Subscription:
             try:
                 async for message in rank.client.link.Events(request):
                     await self._take(rank, message)
-                    pause_s = _PAUSE_S
+                    if message.HasField("digest"):
+                        pause_s = _PAUSE_S
             except (grpc.aio.AioRpcError, GroupLost, ValueError, Gap) as error:
-                failures.report(error, doing)
+                failures.report(error, doing, with_stack=False)
             if rank is self._first and not self._has_begun.is_set():
                 raise Unavailable("the stream's first snapshot broke off: begin again")
             await asyncio.sleep(pause_s)
@@ -227,12 +230,17 @@ class Subscription:
                 blocks=contents.num_blocks,
             )
         changes: list[Change] = []
-        for more in rank.ledger.apply(batch, blocks, num_more=contents.num_more):
-            changes += more
-            if chunk is None and sum(each.num_blocks for each in changes) >= MAX_BLOCKS:
+        try:
+            for more in rank.ledger.apply(batch, blocks, num_more=contents.num_more):
+                changes += more
+                if chunk is None and sum(each.num_blocks for each in changes) >= MAX_BLOCKS:
+                    await self._tell(rank, changes)
+                    changes = []
+                await asyncio.sleep(0)
+        except Gap:
+            if chunk is None:  # The ledger has these; what is wrong with them comes next.
                 await self._tell(rank, changes)
-                changes = []
-            await asyncio.sleep(0)
+            raise
         await self._tell(rank, changes, chunk)
         if is_beginning and not contents.num_more:
             self._has_begun.set()

@@ -93,7 +93,7 @@ class EngineConfig:
     a cluster may run several groups of the model."""
     kv_events: bool = False
     """Remember the tokens of cached blocks, so that gateways can tell other routers what is cached;
-    some 300 bytes of memory for each block of 16 tokens."""
+    some 200 bytes of memory for each block of 16 tokens."""
     seed: int = 0
     """Seed from which requests without their own seed get one."""
     num_threads: int | None = None

@@ -163,16 +163,16 @@ class BlockTables:
         known = self.pool.log.contents
         if known is None:
             return
-        size, request = self.pool.block_size, seq.request
-        tokens = seq.token_ids
+        size, names = self.pool.block_size, seq.hashes[begin:end]
+        if all(name in known for name in names):
+            return
+        tokens = seq.token_ids[begin * size : end * size].astype("<u4").tobytes()
         parent = seq.hashes[begin - 1] if begin else None
+        adapter, salt = seq.request.adapter, seq.request.cache_salt
         contents = {}
-        for index, name in enumerate(seq.hashes[begin:end], begin):
-            if name not in known:
-                token_ids = tokens[index * size : (index + 1) * size].astype("<u4").tobytes()
-                contents[name] = BlockContent(
-                    parent, token_ids, request.adapter, request.cache_salt
-                )
+        for name, place in zip(names, range(0, len(tokens), 4 * size), strict=True):
+            token_ids = tokens[place : place + 4 * size]
+            contents[name] = BlockContent(parent, token_ids, adapter, salt)
             parent = name
         self.pool.log.describe(contents)
 
