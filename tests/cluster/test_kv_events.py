@@ -225,7 +225,7 @@ async def test_a_group_that_comes_is_a_rank_of_its_own_and_one_that_goes_has_no_
             assert len(twin.chunks) == 1
 
 
-@pytest.mark.parametrize("loses", ["an event", "the digest's meaning"])
+@pytest.mark.parametrize("loses", ["an event", "the digest"])
 async def test_what_goes_wrong_on_the_way_is_found_by_the_digest(
     start_cluster: Any, monkeypatch: pytest.MonkeyPatch, loses: str
 ) -> None:

@@ -15,7 +15,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import grpc.aio
@@ -102,12 +102,13 @@ class Ranks:
     _numbers: dict[str, int] = field(default_factory=dict)
     _next: Iterator[int] = field(default_factory=itertools.count)
 
-    def of(self, client: GroupClient, attached: Collection[str]) -> int:
+    def of(self, client: GroupClient, attached: Iterable[GroupClient]) -> int:
         """The rank of an attached group; those of groups that are gone are forgotten."""
         group_id = client.description.group_id
         if group_id not in self._numbers:
+            names = {each.description.group_id for each in attached}
             self._numbers = {
-                name: number for name, number in self._numbers.items() if name in attached
+                name: number for name, number in self._numbers.items() if name in names
             }
             self._numbers[group_id] = next(self._next)
         return self._numbers[group_id]
@@ -173,7 +174,7 @@ class Subscription:
                 await self._remove(client)
             for client in clients:
                 if client not in self._ranks and client.description.kv_events:
-                    attached = [e.description.group_id for e in groups.clients if e.is_attached]
+                    attached = [each for each in groups.clients if each.is_attached]
                     number = self._numbers.of(client, attached)
                     rank = self._ranks[client] = _Rank(number, client, Ledger(self._keys))
                     rank.reader = asyncio.create_task(self._follow(rank))
