@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -107,7 +107,7 @@ async def _measure(model: Path, num_streams: int, rounds: int, window_s: float) 
             await lender.call(window, window_s)
             for _ in range(rounds):
                 alone.append(await lender.call(window, window_s))
-                with puller.pulling():
+                async with puller.pulling():
                     beside.append(await lender.call(window, window_s))
                 rates.append(beside[-1].num_lent_tokens / window_s)
             await lender.call(end_streams)
@@ -160,8 +160,8 @@ class _Puller:
         self._format = format
         self._memory_XC = np.zeros((STAGING_BYTES // format.block_bytes, format.block_bytes), "u1")
 
-    @contextlib.contextmanager
-    def pulling(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def pulling(self) -> AsyncIterator[None]:
         """Again and again, in a thread."""
         ended = threading.Event()
 
@@ -175,7 +175,7 @@ class _Puller:
             yield
         finally:
             ended.set()
-            thread.join()
+            await asyncio.to_thread(thread.join)
 
     def pull(self) -> None:
         """The next chain, whole."""

@@ -14,7 +14,15 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-from bench.kv.groups import BLOCK_SIZE, Remote, altered, config_of, in_engine, random_prompt
+from bench.kv.groups import (
+    BLOCK_SIZE,
+    Remote,
+    altered,
+    answers,
+    config_of,
+    in_engine,
+    random_prompt,
+)
 from bench.report import markdown, percentile
 
 from quire.cluster.config import ClusterConfig
@@ -126,6 +134,8 @@ async def _move(config: ClusterConfig, prompts: list[TokenIds]) -> Moved:
         _gateway(config) as served,
     ):
         service = served.service
+        # A group without blocks would take the giver's when it joins, before any stream moves.
+        await taker.call(answers, prompts[:1])
         served.set_groups([giver.contact])
         await _until_ready(service, 1)
         streams = [_Stream() for _ in prompts]

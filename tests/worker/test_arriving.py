@@ -37,7 +37,7 @@ class Rig:
         self.pulls: list[Pull] = []
         self.engine, self.executor = make_engine(
             **{"num_blocks": 64, **options},
-            host_kv_bytes=1,
+            host_kv_bytes=256 * BLOCK_BYTES,
             fetch=self.pulls.append,
             clock=lambda: self.now_s,
             max_num_batched_tokens=512,

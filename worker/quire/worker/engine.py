@@ -76,7 +76,9 @@ class Engine:
         read_adapter: Read | None = None,
         fetch: Fetch | None = None,
     ) -> None:
-        self.events = EventLog(epoch=epoch, num_tiers=num_tiers(config))
+        self.events = EventLog(
+            epoch=epoch, num_tiers=num_tiers(config), keeps_contents=config.kv_events
+        )
         self._intake = Intake(config, model, executor)
         self._config = config
         self._model = model
@@ -211,12 +213,13 @@ class Engine:
         if self._travel is not None:
             is_decoding = bool(self._scheduler.running)
             self._travel.advance(is_decoding=is_decoding, step_s=self._counters.step_s)
-        if self._entrance:
+        if self._entrance.has_work:
             outputs += self._let_in()
         outputs += self._take_masks(self._beside)
         if self._audit and not self._sequences:
             self._begin_check(self._audit)
-        schedule = self._scheduler.schedule()
+        # What lands while a step runs is copied by the next one.
+        schedule = self._scheduler.schedule(is_short=self._entrance.fetches_for_queued)
         self._beside = schedule.sequences
         num_prefilled = schedule.num_prefilled
         edits_follow = False
@@ -357,7 +360,9 @@ class Engine:
         refused."""
         scheduler = self._scheduler
         is_idle = not (self._under_way or scheduler.running or scheduler.num_waiting)
-        ready, refused = self._entrance.take(is_idle=is_idle)
+        ready, refused = self._entrance.take(
+            is_idle=is_idle, num_pending_tokens=scheduler.num_pending_prefill_tokens
+        )
         for seq in ready:
             scheduler.add(seq)
         ended = []

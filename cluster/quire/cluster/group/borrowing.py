@@ -1,9 +1,10 @@
 """Fetches blocks from other groups into this group's host memory.
 
-Each pull has a thread, which asks the other group over gRPC and then receives straight into granted
-slots: no byte is copied. A block lands only if its place, name and length are those that were asked
-for, and its bytes have the checksum that came with them. Whatever else happens ends the pull, with
-the peer, the block and the reason named; the request then computes what has not come.
+Each pull has a thread, which waits for a slot, asks the other group over gRPC and then receives
+straight into granted slots: no byte is copied. A block lands only if its place, name and length are
+those that were asked for, and its bytes have the checksum that came with them. Whatever else
+happens ends the pull, with the peer, the block and the reason named; the request then computes what
+has not come.
 
 A pull that is cancelled lets go of its connection within `_LOOK_S`. A peer that failed is not asked
 again for `_SHUNNED_S`.
@@ -15,7 +16,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
@@ -42,8 +42,6 @@ from quire.worker.cache.pull import Pull
 _log = logging.getLogger(__name__)
 
 _MAX_PULLS = 64
-_MAX_PULLS_OF_PEER = 16
-"""As many as one lends."""
 _ASK_S = 3.0
 """Until a peer has said what it lends: a step of its engine, and more."""
 _STALL_S = 2.0
@@ -99,7 +97,7 @@ class Borrower:
         self._loop = asyncio.get_running_loop()
         self._links = PeerLinks()
         self._lock = threading.Lock()
-        self._threads: dict[threading.Thread, str] = {}  # With the peer's address.
+        self._threads: set[threading.Thread] = set()
         self._shunned: dict[str, float] = {}  # By address, until when.
         self._expected: dict[PeerSource, _Expected] = {}
         self._is_closing = False
@@ -120,11 +118,11 @@ class Borrower:
         with self._lock:
             reason = self._why_not(source)
             if not reason:
-                self._threads[thread] = source.address
+                self._threads.add(thread)
                 try:
                     thread.start()
                 except RuntimeError as error:  # The process may have no more of them.
-                    del self._threads[thread]
+                    self._threads.discard(thread)
                     reason = str(error)
         if reason:
             self._end(pull, expected, _told(source, reason))
@@ -161,8 +159,6 @@ class Borrower:
             return "this group is stopping"
         if len(self._threads) >= _MAX_PULLS:
             return f"busy: {_MAX_PULLS} pulls are under way"
-        if Counter(self._threads.values())[source.address] >= _MAX_PULLS_OF_PEER:
-            return f"busy: {_MAX_PULLS_OF_PEER} pulls from it are under way"
         if time.monotonic() < self._shunned.get(source.address, 0.0):
             return "it failed a moment ago"
         return ""
@@ -191,7 +187,7 @@ class Borrower:
             error = _told(source, repr(raised))
         finally:
             with self._lock:
-                del self._threads[threading.current_thread()]
+                self._threads.discard(threading.current_thread())
             self._end(pull, expected, error)
 
     def _end(self, pull: Pull, expected: "_Expected | None", error: str) -> None:
@@ -241,10 +237,13 @@ class _Borrowing:
         self._until_s = inf
         self._is_heard = False  # The peer has sent anything.
         self._doing = "asking"
+        self._next: int | None = None
+        """A slot for the next block."""
 
     def run(self, loan: pb.BlocksLoan | None = None) -> None:
         """``loan``: what the peer has answered already. Raises _Ended: not all blocks have come."""
         try:
+            self._next = self._slot()  # Before it asks: no loan waits for room here.
             self._run(loan or self._ask())
         except _Ended as ended:
             raise _Ended(f"{self._doing}: {ended}", is_fault=ended.is_fault) from None
@@ -313,7 +312,8 @@ class _Borrowing:
             raise _Ended(f"its name is {header.name[:8].hex()}, not {name[:8].hex()}")
         if header.num_bytes != block_bytes:
             raise _Ended(f"its length is {header.num_bytes}, not {block_bytes}")
-        slot = self._slot()
+        slot = self._slot() if self._next is None else self._next
+        self._next = None
         block = memoryview(pull.host_blocks_XC[slot])
         came = Checksum()
         num_bytes = 0

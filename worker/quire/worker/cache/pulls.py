@@ -5,7 +5,7 @@ chain, until nobody waits for it any more; then they are cached as others are. A
 of host memory is granted to a pull, or being copied, or given back.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +18,13 @@ from quire.worker.cache.pull import Fetch, Landed, Pull
 from quire.worker.cache.shelf import Shelf
 
 _MAX_ARRIVALS = 64
+_MAX_GRANTED = 16
+"""Arrivals from one source that have slots at a time, the oldest ones: as many loans as a group
+gives."""
+_SLOT_SHARE = 0.75
+"""Part of the free slots that all arrivals together have."""
+_MOST_SLOTS = 0.25
+"""Part of those that one of them has."""
 _POOL_SHARE = 0.5
 """Part of the KV cache that all arrivals together hold at most."""
 _ROOM_SHARE = 1 / 32
@@ -41,6 +48,11 @@ class Arrival:
     num_users: int = 0
     is_over: bool = False
     """Nothing more comes."""
+
+    @property
+    def num_lying(self) -> int:
+        """Slots that it has."""
+        return len(self.granted) + len(self.landed)
 
 
 class Pulls:
@@ -143,10 +155,9 @@ class Pulls:
                 arrival.granted.discard(Slot(landed.slot))
                 arrival.landed.append(landed)
             self._land(arrival)
-            if not is_over:
-                self._grant(arrival)
-            elif not arrival.landed:
+            if is_over and not arrival.landed:
                 self._end(arrival)
+        self._grant()
 
     def close(self) -> None:
         for arrival in self._arrivals:
@@ -178,20 +189,33 @@ class Pulls:
         self._arrivals.append(arrival)
         if is_chain:
             self._coming.update(dict.fromkeys(names, arrival))
-        self._grant(arrival)
+        self._grant()
         fetch(pull)
         return arrival
 
-    def _grant(self, arrival: Arrival) -> None:
-        """Lets its fetcher fill some more slots: all pulls share half of those that are free."""
-        pull = arrival.pull
-        num_lying = len(arrival.granted) + len(arrival.landed)
-        num_left = len(pull.hashes) - arrival.num_here - num_lying
-        window = max(1, (self._shelf.num_free + num_lying) // (2 * len(self._arrivals)))
-        slots = self._shelf.take(max(0, min(num_left, window - num_lying)))
-        if slots:
-            arrival.granted.update(slots)
-            pull.grant(slots)
+    def _grant(self) -> None:
+        """Lets fetchers fill some more slots, the oldest arrivals' first: a step that computes a
+        prompt takes long, and each that is whole by then need not be computed."""
+        num_lying = sum([each.num_lying for each in self._arrivals])
+        num_slots = int(_SLOT_SHARE * (self._shelf.num_free + num_lying))
+        num_left = num_slots - num_lying
+        most = max(1, int(_MOST_SLOTS * num_slots))
+        num = Counter[str | None]()
+        for arrival in self._arrivals:
+            pull = arrival.pull
+            group = None if pull.source is None else pull.source.group_id
+            if pull.is_over or pull.is_cancelled or num[group] >= _MAX_GRANTED:
+                continue
+            num[group] += 1
+            num_wanted = len(pull.hashes) - arrival.num_here
+            num_more = min(num_wanted, most) - arrival.num_lying
+            # Each has one, so that none waits for another.
+            num_more = max(min(num_more, num_left), int(not arrival.num_lying))
+            slots = self._shelf.take(max(0, num_more))
+            if slots:
+                num_left -= len(slots)
+                arrival.granted.update(slots)
+                pull.grant(slots)
 
     def _land(self, arrival: Arrival) -> None:
         pool = self._pool

@@ -3,6 +3,8 @@
 A request waits for more as long as what has landed would have taken longer to compute than it has
 waited, but for a tenth of the time in which all that it wants could be computed. After that it
 begins with what is there: so it ends at most that tenth later than if nothing had been fetched.
+
+Where steps are full of other prompts, it is queued then, and goes on fetching until its turn comes.
 """
 
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from quire.worker.api.outputs import Fetched
 from quire.worker.cache.checker import Check
 from quire.worker.cache.pulls import Arrival
 from quire.worker.cache.travel import Travel
-from quire.worker.schedule.sequence import Sequence
+from quire.worker.schedule.sequence import Sequence, Status
 
 SLACK = 0.1
 _FADING = 0.8
@@ -32,18 +34,25 @@ class _Waiting:
     """Blocks that were to come when it began to wait."""
     num_before: int
     """Those that had come by then."""
+    before: Fetched
+    """What it had fetched by then."""
 
 
 class Arriving:
     """Belongs to the engine's thread."""
 
-    def __init__(self, travel: Travel, *, block_size: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, travel: Travel, *, block_size: int, step_tokens: int, clock: Callable[[], float]
+    ) -> None:
+        """``step_tokens``: of prompts, that a step computes at most."""
         self._travel = travel
         self._block_size = block_size
+        self._step_tokens = step_tokens
         self._clock = clock
         self._waiting: dict[Sequence, _Waiting] = {}
         # Those whose blocks in host memory are being compared with their checksums before.
         self._checked: dict[Sequence, Check] = {}
+        self._queued: dict[Sequence, tuple[_Waiting, float]] = {}  # And how long they had waited.
         # Of recent steps with chunks of prompts; both fade.
         self._num_tokens = 0.0
         self._seconds = 0.0
@@ -73,24 +82,50 @@ class Arriving:
         """When the next one waits no longer, if nothing more lands; infinite where none waits."""
         return min(map(self._left_s, self._waiting.values()), default=inf)
 
-    def take(self) -> list[Sequence]:
-        """Those that wait no longer."""
+    @property
+    def num_queued(self) -> int:
+        """Sequences that were handed out while their blocks still come."""
+        return len(self._queued)
+
+    def take(self, *, num_pending_tokens: int) -> list[Sequence]:
+        """Those that wait no longer. ``num_pending_tokens``: of the prompts that are queued or
+        running, those to compute."""
+        self._settle_queued()
         taken = []
         for seq in [seq for seq, check in self._checked.items() if check.is_done]:
             self._travel.checker.end(self._checked.pop(seq))
             if not self._fetch(seq):
+                num_pending_tokens += seq.num_tokens
                 taken.append(seq)
         for seq, waiting in list(self._waiting.items()):
-            if self._is_worth_it(waiting):
+            if self._is_coming(waiting) and self._left_s(waiting) > 0:
                 continue
-            self._note(seq, waiting)
-            self.remove(seq)
-            arrival = waiting.arrival
-            is_whole = arrival.num_here == len(arrival.pull.hashes) > waiting.num_before
-            # The disk may have had the beginning, and another group has more.
-            if not (is_whole and self._fetch(seq)):
-                taken.append(seq)
+            waited_s = self._clock() - waiting.began_s
+            self._note(seq, waiting, waited_s)
+            if self._is_coming(waiting) and num_pending_tokens >= self._step_tokens:
+                del self._waiting[seq]
+                self._queued[seq] = waiting, waited_s
+            else:
+                self.remove(seq)
+                arrival = waiting.arrival
+                is_whole = arrival.num_here == len(arrival.pull.hashes) > waiting.num_before
+                # The disk may have had the beginning, and another group has more.
+                if is_whole and self._fetch(seq):
+                    continue
+            num_pending_tokens += seq.num_tokens - waiting.arrival.num_here * self._block_size
+            taken.append(seq)
         return taken
+
+    def _settle_queued(self) -> None:
+        """Notes what has come for those that are still queued, and fetches no more for others."""
+        for seq, (waiting, waited_s) in list(self._queued.items()):
+            is_queued = seq.status is Status.WAITING
+            if is_queued:
+                self._note(seq, waiting, waited_s)
+            # While it is queued, what has come is held for it.
+            if not is_queued or waiting.arrival.is_over:
+                del self._queued[seq]
+                self._travel.pulls.let_go(waiting.arrival)
 
     def remove(self, seq: Sequence) -> None:
         """``seq`` waits no longer, or has ended."""
@@ -108,14 +143,14 @@ class Arriving:
         if arrival is None:
             return False
         num_wanted = len(arrival.pull.hashes) - arrival.num_here
-        self._waiting[seq] = _Waiting(arrival, began_s, num_wanted, arrival.num_here)
+        self._waiting[seq] = _Waiting(
+            arrival, began_s, num_wanted, arrival.num_here, seq.fetched or Fetched()
+        )
         return True
 
-    def _is_worth_it(self, waiting: _Waiting) -> bool:
+    def _is_coming(self, waiting: _Waiting) -> bool:
         arrival = waiting.arrival
-        if arrival.is_over or arrival.num_here == len(arrival.pull.hashes):
-            return False
-        return self._left_s(waiting) > 0
+        return not arrival.is_over and arrival.num_here < len(arrival.pull.hashes)
 
     def _left_s(self, waiting: _Waiting) -> float:
         """How much longer it waits if nothing more lands."""
@@ -128,7 +163,8 @@ class Arriving:
             patience_s = _UNKNOWN_SLACK_S * (1 + num_landed)
         return waiting.began_s + patience_s - self._clock()
 
-    def _note(self, seq: Sequence, waiting: _Waiting) -> None:
+    def _note(self, seq: Sequence, waiting: _Waiting, waited_s: float) -> None:
+        """What ``seq`` has of its pull so far."""
         arrival = waiting.arrival
         num_tokens = (arrival.num_here - waiting.num_before) * self._block_size
         is_peer = arrival.pull.source is not None
@@ -136,10 +172,10 @@ class Arriving:
         if not error and arrival.num_here < len(arrival.pull.hashes):
             rest = len(arrival.pull.hashes) - arrival.num_here
             error = f"{rest} blocks came too late: computing them is sooner"
-        before = seq.fetched or Fetched()
+        before = waiting.before
         seq.fetched = before._replace(
             num_disk_tokens=before.num_disk_tokens + (0 if is_peer else num_tokens),
             num_peer_tokens=before.num_peer_tokens + (num_tokens if is_peer else 0),
-            wait_s=before.wait_s + self._clock() - waiting.began_s,
+            wait_s=before.wait_s + waited_s,
             error=error,
         )

@@ -39,10 +39,26 @@ class Entrance:
         self.reading = Reading(read_adapter or reader(config), max_kept=config.num_kept_loras)
         self.arriving: Arriving | None = None
         if travel is not None:
-            self.arriving = Arriving(travel, block_size=config.block_size, clock=clock)
+            self.arriving = Arriving(
+                travel,
+                block_size=config.block_size,
+                step_tokens=config.max_num_batched_tokens,
+                clock=clock,
+            )
 
     def __len__(self) -> int:
         return len(self.compiling) + len(self.reading) + len(self.arriving or ())
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `take` would do anything."""
+        return len(self) > 0 or self.fetches_for_queued
+
+    @property
+    def fetches_for_queued(self) -> bool:
+        """Whether blocks are coming for requests that `take` has handed out, and that are queued
+        behind others."""
+        return self.arriving is not None and self.arriving.num_queued > 0
 
     def add(self, seq: Sequence) -> bool:
         """Whether ``seq`` may be queued at once; else `take` hands it out when it may."""
@@ -61,9 +77,12 @@ class Entrance:
             return seq in self.reading
         return True
 
-    def take(self, *, is_idle: bool) -> tuple[list[Sequence], list[tuple[Sequence, QuireError]]]:
+    def take(
+        self, *, is_idle: bool, num_pending_tokens: int
+    ) -> tuple[list[Sequence], list[tuple[Sequence, QuireError]]]:
         """Those that may be queued now, and those that are refused, each with the reason. Waits a
-        while for the first where the engine is idle."""
+        while for the first where the engine is idle. ``num_pending_tokens``: of prompts that are
+        there already, those to compute."""
         ready: list[Sequence] = []
         refused: list[tuple[Sequence, QuireError]] = []
         may_wait = is_idle and not self.arriving
@@ -78,8 +97,8 @@ class Entrance:
                 refused.append((seq, error))
             elif not self._waits_for_blocks(seq):
                 ready.append(seq)
-        if self.arriving:
-            ready += self.arriving.take()
+        if self.arriving is not None:
+            ready += self.arriving.take(num_pending_tokens=num_pending_tokens)
         return ready, refused
 
     def close(self) -> None:
