@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.kv.disturb import disturb
 from bench.kv.drain import drain
-from bench.kv.equal import equal
+from bench.kv.equal import DTYPES, equal
 from bench.kv.faults import faults
 from bench.peers.checkpoints import SHAPES
 from bench.provenance import commit, cpu
@@ -22,7 +22,8 @@ def main() -> int:
     parser = command("bench.kv", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     add = commands.add_parser("equal").add_argument
-    add("--requests", type=int, default=240)
+    add("--requests", type=int, default=600)
+    add("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     add = commands.add_parser("faults").add_argument
     add("--requests", type=int, default=1000)
     add = commands.add_parser("drain").add_argument
@@ -39,7 +40,7 @@ def main() -> int:
     print(f"{cpu()}, commit {commit()}, load {os.getloadavg()[0]:.1f}\n", flush=True)
     match arguments.command:
         case "equal":
-            return equal(num_requests=arguments.requests)
+            return equal(num_requests=arguments.requests, dtypes=arguments.dtype)
         case "faults":
             return faults(num_requests=arguments.requests)
         case "disturb":

@@ -15,7 +15,7 @@ from bench.kv.groups import travel_of
 
 from quire.cluster.group.server import GroupServer
 from quire.worker.api.hashing import BlockHash
-from quire.worker.cache import disk
+from quire.worker.cache import disk, disk_file
 from quire.worker.cache.disk_file import HEADER_BYTES
 
 Harm = Callable[[Path, Path, np.random.Generator], None]
@@ -86,7 +86,7 @@ def failing_reads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def slow_reads(*, read_s: float) -> Iterator[None]:
-    read = disk.read_file
+    read = disk_file.read_file
 
     def wait(*args: Any, **options: Any) -> bytes:
         time.sleep(read_s)

@@ -176,7 +176,7 @@ async def _gateway(config: ClusterConfig) -> AsyncIterator[ServedModel]:
 
 async def _generate(service: ModelService, prompt: TokenIds, stream: _Stream) -> None:
     sampling = SamplingParams(temperature=0, max_tokens=_MAX_TOKENS, ignore_eos=True, seed=1)
-    request = Request(prompt=(Tokens(prompt),), sampling=sampling)
+    request = Request(prompt=(Tokens(prompt.tolist()),), sampling=sampling)
     await service.run([await service.prepare(request)], stream.take)
 
 

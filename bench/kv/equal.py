@@ -3,6 +3,7 @@
 import asyncio
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -60,9 +61,9 @@ class Found:
     wrong: list[str] = field(default_factory=list)
 
 
-def equal(*, num_requests: int, seed: int = 0) -> int:
+def equal(*, num_requests: int, dtypes: Sequence[str], seed: int = 0) -> int:
     """Prints counts; returns 1 where an answer differs, or a place has too few requests."""
-    cells = list(product(DTYPES, WAYS))
+    cells = list(product(dtypes, WAYS))
     found = Found()
     for number, (dtype, way) in enumerate(cells):
         num = num_requests * (number + 1) // len(cells) - num_requests * number // len(cells)

@@ -27,7 +27,6 @@ from bench.kv.disk_faults import (
 from bench.kv.fault_report import Asked, Report
 from bench.kv.groups import (
     BLOCK_SIZE,
-    Remote,
     Said,
     altered,
     answers,
@@ -41,6 +40,7 @@ from bench.kv.groups import (
     running,
     travel_of,
 )
+from bench.kv.lenders import Lenders, stop
 from bench.kv.wire_faults import EDITS, behave, flip_kept, wire_faults
 from tests.flaky_proxy import Fault
 
@@ -94,6 +94,7 @@ def faults(*, num_requests: int, seed: int = 0) -> int:
     """Prints what became of each kind of fault; returns 1 where a token was wrong, or a fault that
     could be noticed was not named."""
     report = Report()
+    logging.getLogger("quire").addHandler(logging.NullHandler())
     asyncio.run(_run(num_requests, np.random.default_rng(seed), report))
     print("\n".join(report.lines()))
     return int(report.has_failed)
@@ -116,7 +117,7 @@ async def _run(num_requests: int, rng: np.random.Generator, report: Report) -> N
         }
         async with (
             running(plain, "plain") as reference,
-            _Lenders(lent, wrong) as lenders,
+            Lenders(lent, wrong) as lenders,
         ):
             bench = _Bench(reference, lenders, rng, report)
             for begin in range(0, num_requests, _RUN):
@@ -134,36 +135,6 @@ def _borrower(plain: ClusterConfig, disk: Path) -> ClusterConfig:
         kv_disk_dir=disk,
         kv_disk_size=gib_of(_DISK_BLOCKS, plain),
     )
-
-
-class _Lenders:
-    """Two that can be killed, of which one lends, and some that have other blocks."""
-
-    def __init__(self, config: ClusterConfig, wrong: dict[str, ClusterConfig]) -> None:
-        self._spare = Remote(config, "lender-1")
-        self.lender = Remote(config, "lender-0")
-        self.wrong = {kind: Remote(each, kind) for kind, each in wrong.items()}
-        self._starting: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> "_Lenders":
-        self._stack = contextlib.AsyncExitStack()
-        for each in (self.lender, self._spare, *self.wrong.values()):
-            await self._stack.enter_async_context(each)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._starting is not None:
-            await self._starting
-        await self._stack.aclose()
-
-    async def kill(self, after_s: float) -> None:
-        """The other one lends from then on, once it runs, while this one starts again."""
-        await asyncio.sleep(after_s)
-        self.lender.kill()
-        if self._starting is not None:
-            await self._starting
-        self._starting = asyncio.create_task(self.lender.start())
-        self.lender, self._spare = self._spare, self.lender
 
 
 @dataclass
@@ -186,9 +157,7 @@ class _Heard(logging.Handler):
         return any(all(word in message for word in words) for message in self.messages)
 
     def __enter__(self) -> "_Heard":
-        logger = logging.getLogger("quire")
-        logger.addHandler(self)
-        logger.propagate = False
+        logging.getLogger("quire").addHandler(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -199,7 +168,7 @@ class _Bench:
     def __init__(
         self,
         reference: GroupServer,
-        lenders: _Lenders,
+        lenders: Lenders,
         rng: np.random.Generator,
         report: Report,
     ) -> None:
@@ -287,7 +256,7 @@ class _Bench:
             yield source
             await lender.call(behave, None)
         elif kind == "lender stopped":
-            stopped = asyncio.create_task(_stop(lender, *rng.uniform(0, (0.02, 0.3))))
+            stopped = asyncio.create_task(stop(lender, *rng.uniform(0, (0.02, 0.3))))
             yield source
             await stopped
         elif kind == "lender killed":
@@ -303,8 +272,11 @@ class _Bench:
             await wrong.call(answers, [token_ids])
             yield wrong.source(token_ids)
         else:
-            changes = {"wrong address": {"address": "127.0.0.1:1"}, "wrong token": {"token": "x"}}
-            yield replace(source, **changes.get(kind, {}))
+            if kind == "wrong address":
+                source = replace(source, address="127.0.0.1:1")
+            elif kind == "wrong token":
+                source = replace(source, token="other")
+            yield source
 
     async def _ask_own(self, kind: str) -> None:
         """A request whose blocks the borrower has itself, or nobody."""
@@ -391,13 +363,6 @@ class _Bench:
             tally.num_harmless += 1
         else:
             tally.unnamed.append(f"{kind}: {said.fetched}")
-
-
-async def _stop(lender: Remote, after_s: float, for_s: float) -> None:
-    await asyncio.sleep(after_s)
-    lender.pause()
-    await asyncio.sleep(for_s)
-    lender.go_on()
 
 
 def _on_disk(names: BlockHashes, group: GroupServer, engine: Engine) -> tuple[int, int]:

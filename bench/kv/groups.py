@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import multiprocessing
 import os
 import signal
@@ -252,6 +253,7 @@ def _serve(config: ClusterConfig, name: str, pipe: "Connection[Any, Any]") -> No
                 except Exception as error:
                     pipe.send((None, repr(error)))
 
+    logging.getLogger("quire").addHandler(logging.NullHandler())  # Faults are what is asked for.
     try:
         asyncio.run(serve())
     except Exception as error:

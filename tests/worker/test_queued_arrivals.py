@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.worker.engine_requests import MakeEngine, range_prompt, request
 
-from quire.worker.api.hashing import BlockHash, BlockHashes, hash_blocks, root_hash
+from quire.worker.api.hashing import BlockHash, BlockHashes, as_token_ids, hash_blocks, root_hash
 from quire.worker.api.kv_format import Bytes, PeerSource
 from quire.worker.api.outputs import TokenDelta
 from quire.worker.cache import pulls as pulls_module
@@ -95,7 +95,7 @@ def chain_of(engine: Engine, prompt: Sequence[int]) -> BlockHashes:
         kv_dtype="float32",
         block_size=4,
     )
-    names = hash_blocks(prompt[: NUM_BLOCKS * 4], block_size=4, root=root)
+    names = hash_blocks(as_token_ids(prompt[: NUM_BLOCKS * 4]), block_size=4, root=root)
     return BlockHashes.of(names)
 
 

@@ -1,0 +1,76 @@
+"""`python -m bench.kv`, small: what it proves of few requests, and that it sees what is wrong."""
+
+from pathlib import Path
+
+import pytest
+from bench.kv.disturb import disturb
+from bench.kv.drain import drain
+from bench.kv.equal import equal, places_of
+from bench.kv.fault_report import Asked, Report
+from bench.kv.faults import faults
+from bench.kv.groups import Said
+from bench.kv.wire_faults import cuts
+
+from quire.worker.api.outputs import Fetched
+
+
+@pytest.mark.slow
+def test_answers_are_equal_from_every_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert equal(num_requests=200, dtypes=["bfloat16"]) == 0
+    assert "200 requests, 0 answers that differ" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_no_fault_changes_a_token_and_each_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert faults(num_requests=250) == 0
+    told = capsys.readouterr().out
+    assert "0 with wrong tokens" in told
+    assert ", 0 not named" in told
+
+
+@pytest.mark.slow
+def test_decodes_are_timed_beside_pulls_and_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert disturb(shape="S", num_streams=2, rounds=2, window_s=0.3, cache=tmp_path) == 0
+    assert "2 pairs of windows" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_streams_that_move_say_the_same_with_blocks_and_without(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert drain(num_streams=6, num_tokens=256, rounds=1) == 0
+    assert "tokens are equal" in capsys.readouterr().out
+
+
+def test_a_place_is_where_tokens_came_from() -> None:
+    cases = {
+        (0, 0, 0, 0): ["nowhere"],
+        (64, 0, 0, 0): ["cache"],
+        (64, 64, 0, 0): ["host"],
+        (64, 16, 32, 0): ["cache", "host", "disk"],
+        (64, 0, 0, 64): ["peer"],
+    }
+    for (num_cached, host, disk, peer), places in cases.items():
+        fetched = Fetched(num_host_tokens=host, num_disk_tokens=disk, num_peer_tokens=peer)
+        assert places_of(Said(((), ()), 0.0, fetched, num_cached)) == places
+
+
+def test_a_report_fails_for_a_wrong_token_and_for_a_fault_that_nobody_named() -> None:
+    asked = [
+        Asked(kind="connection cut", seconds=seconds, computed_s=0.1) for seconds in (0.11, 0.114)
+    ]
+    assert [each.is_late for each in asked] == [False, True]
+    report = Report(asked=asked)
+    report.tally("connection cut").num_injected = 2
+    report.tally("connection cut").num_named = 2
+    assert not report.has_failed
+    assert "2 requests, 0 with wrong tokens; 2 faults, 0 not named" in "\n".join(report.lines())
+    report.tally("connection cut").unnamed.append("one")
+    assert report.has_failed
+    assert Report(wrong=["a token"]).has_failed
+
+
+def test_connections_are_cut_at_twenty_places() -> None:
+    assert len(set(cuts(1000))) == 20
