@@ -139,10 +139,12 @@ async def subscribed(cluster: Any, **request: Any) -> AsyncIterator[tuple[Twin, 
 
 async def until(reader: asyncio.Task[None], holds: Callable[[], bool]) -> None:
     """Returns once ``holds``; raises what ended the reader."""
-    while not holds():
+    while True:
         if reader.done():
             reader.result()
             raise AssertionError("the stream ended")
+        if holds():
+            return
         await asyncio.sleep(0.01)
 
 
@@ -161,10 +163,17 @@ async def generate(cluster: Any, *token_ids: int, max_tokens: int = 4, salt: str
         pass
 
 
-def state(cluster: Any) -> list[Blocks]:
-    """What the engines hold, those that hold anything."""
-    each = [blocks_of(group.engine) for group in cluster.groups.values()]
+async def state(*groups: Any) -> list[Blocks]:
+    """What the groups' engines hold, those that hold anything."""
+    each = [await group.engine_loop.call(blocks_of) for group in groups]
     return sorted((blocks for blocks in each if blocks), key=sorted)
+
+
+async def until_told(twin: Twin, reader: asyncio.Task[None], *groups: Any) -> None:
+    """Returns once ``twin`` has been told all that ``groups`` hold, and no more."""
+    while told(twin) != await state(*groups):
+        await until(reader, lambda: True)
+        await asyncio.sleep(0.01)
 
 
 def told(twin: Twin) -> list[Blocks]:
@@ -178,13 +187,14 @@ async def test_a_snapshot_and_then_events_tell_every_block_of_every_group(
         for first in range(20, 26):
             await generate(cluster, *range(first, first + 40), salt="s" * (first % 2))
         async with subscribed(cluster) as (twin, reader):
-            await until(reader, lambda: told(twin) == state(cluster))
+            await until_told(twin, reader, *cluster.groups.values())
             assert [chunk.index for chunk in twin.chunks] == [0]
-            assert twin.chunks[0].blocks in map(len, state(cluster))
+            sizes = map(len, await state(*cluster.groups.values()))
+            assert twin.chunks[0].blocks in sizes
             for first in range(60, 66):
                 await generate(cluster, *range(first, first + 30))
                 await generate(cluster, *range(20, 60), first)
-            await until(reader, lambda: told(twin) == state(cluster))
+            await until_told(twin, reader, *cluster.groups.values())
             assert sorted(twin.blocks) == [0, 1]
             assert {held.salt for blocks in told(twin) for held in blocks.values()} == {"", "s"}
 
@@ -201,7 +211,7 @@ async def test_blocks_are_told_under_eviction_and_in_their_tiers(start_cluster: 
         async with subscribed(cluster) as (twin, reader):
             for first in [*range(20, 36), *range(20, 36, 3)]:
                 await generate(cluster, *range(first, first + 40))
-            await until(reader, lambda: told(twin) == state(cluster))
+            await until_told(twin, reader, *cluster.groups.values())
         (blocks,) = told(twin)
         assert {held.tier for held in blocks.values()} == {0, 1}
         assert len(blocks) < 200
@@ -213,14 +223,14 @@ async def test_a_group_that_comes_is_a_rank_of_its_own_and_one_that_goes_has_no_
     async with start_cluster(num_groups=1, kv_events=True) as cluster:
         await generate(cluster, *range(20, 60))
         async with subscribed(cluster) as (twin, reader), start_group("g9", kv_events=True) as g9:
-            await until(reader, lambda: told(twin) == state(cluster))
+            await until_told(twin, reader, *cluster.groups.values())
             addresses = [cluster.groups["g0"].address, g9.address]
             cluster.connections.set_addresses(addresses)
             await cluster.wait_ready(2)
             cluster.connections.set_addresses(addresses[1:])
             await until(reader, lambda: told(twin) == [])
             await generate(cluster, *range(70, 99))
-            await until(reader, lambda: told(twin) == [blocks_of(g9.engine)])
+            await until_told(twin, reader, g9)
             assert len(twin.blocks[1]) > 0, "ranks are not given twice"
             assert len(twin.chunks) == 1
 
@@ -245,10 +255,11 @@ async def test_what_goes_wrong_on_the_way_is_found_by_the_digest(
         subscribed(cluster) as (twin, reader),
     ):
         await generate(cluster, *range(20, 60))
-        await until(reader, lambda: told(twin) == state(cluster))
+        await until_told(twin, reader, *cluster.groups.values())
         monkeypatch.setattr(kv_events, "events_from_proto", break_one)
         await generate(cluster, *range(70, 99))
-        await until(reader, lambda: bool(broken) and told(twin) == state(cluster))
+        await until(reader, lambda: bool(broken))
+        await until_told(twin, reader, *cluster.groups.values())
         assert len(twin.chunks) == 1, "what differs is told, and not all again"
 
 
@@ -264,7 +275,7 @@ async def test_a_subscriber_for_whom_a_group_has_told_too_much_hears_what_differ
     ):
         for first in range(20, 40):
             await generate(cluster, *range(first, first + 40))
-        await until(reader, lambda: told(twin) == state(cluster))
+        await until_told(twin, reader, *cluster.groups.values())
         assert len(twin.chunks) == 1
 
 
@@ -381,7 +392,8 @@ async def test_loads_come_with_batches_and_alone(
     async with start_cluster(num_groups=1, kv_events=True) as cluster:
         async with subscribed(cluster, load_records_before_first_batch=True) as (twin, reader):
             await generate(cluster, *range(20, 60))
-            await until(reader, lambda: len(twin.loads) > 6 and told(twin) == state(cluster))
+            await until(reader, lambda: len(twin.loads) > 6)
+            await until_told(twin, reader, *cluster.groups.values())
         samples = [load.sample for load in twin.loads]
         assert samples == sorted(set(samples))
         assert {load.load_only for load in twin.loads} == {True, False}

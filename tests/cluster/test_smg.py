@@ -116,6 +116,7 @@ async def test_smg_knows_every_block_that_a_cluster_has(start_cluster: Any) -> N
                 "max_tokens": 10,
             }
             assert (await client.post("/v1/chat/completions", json=body)).is_success
-        while await num_blocks(client) != len(set().union(*state(cluster))):
+        blocks = await state(*cluster.groups.values())
+        assert len(blocks) == 2, "both groups have some"
+        while await num_blocks(client) != len(set().union(*blocks)):
             await asyncio.sleep(0.1)
-        assert len(state(cluster)) == 2, "both groups have blocks"
