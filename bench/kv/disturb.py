@@ -125,7 +125,9 @@ async def _measure(model: Path, num_streams: int, rounds: int, window_s: float) 
     print(
         f"\n{num_streams} streams, {rounds} pairs of windows of {window_s:g} s: beside pulls "
         f"{share:.3f} of alone (median of pairs); lent {lent_bytes_per_s / 1e6:.0f} MB/s\n"
-        f"checks on both sides: {median(idle_shares):.1%} of a pull from an idle lender"
+        f"checks on both sides: {median(idle_shares):.1%} of a pull from an idle lender; the "
+        f"lender's beside decodes: "
+        f"{median(each.checks_s for each in beside) / window_s:.2%} of its time"
     )
     after = Machine.now()
     if before is not None and after is not None:

@@ -50,6 +50,8 @@ class Tally:
 class Report:
     tallies: dict[str, Tally] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
+    patient: list[Asked] = field(default_factory=list)
+    """Those whose times say nothing."""
     computed: list[Asked] = field(default_factory=list)
     """Recomputation beside recomputation: what the machine alone makes of equal times."""
     wrong: list[str] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Report:
         return bool(self.wrong or any(each.unnamed for each in self.tallies.values()))
 
     def lines(self) -> list[str]:
-        kinds = sorted({each.kind for each in self.asked})
+        kinds = sorted({each.kind for each in (*self.asked, *self.patient)})
         asked = {kind: [each for each in self.asked if each.kind == kind] for kind in kinds}
         rows = []
         for kind in kinds:
@@ -70,20 +72,23 @@ class Report:
             found = (tally.num_injected, tally.num_named, tally.num_given_up, tally.num_harmless)
             told = [str(each) if tally.num_injected else "" for each in found]
             num_late = sum(each.is_late for each in asked[kind])
-            rows.append([kind, str(len(asked[kind])), *told, *_ratios(asked[kind]), str(num_late)])
+            num = len(asked[kind]) + sum(each.kind == kind for each in self.patient)
+            rows.append(
+                [kind, str(num), *told, str(len(asked[kind])), *_ratios(asked[kind]), str(num_late)]
+            )
         for name, requests in (("all", self.asked), ("recomputed again", self.computed)):
             num_late = sum(each.is_late for each in requests)
-            blank = [""] * 4
-            rows.append([name, str(len(requests)), *blank, *_ratios(requests), str(num_late)])
-        header = ["", "requests", "faults", "named", "given up before", "harmless"]
+            blank = ["", "", "", "", str(len(requests))]
+            rows.append([name, "", *blank, *_ratios(requests), str(num_late)])
+        header = ["", "requests", "faults", "named", "given up before", "harmless", "timed"]
         header += ["median", "p99.9", "most", f"> {MOST} + {MOST_BEHIND_S * 1e3:g} ms"]
         num_faults = sum(each.num_injected for each in self.tallies.values())
         unnamed = [line for each in self.tallies.values() for line in each.unnamed]
         latest = sorted(self.asked, key=lambda each: each.computed_s * MOST - each.seconds)[:12]
         return [
             markdown(header, rows),
-            f"\n{len(self.asked)} requests, {len(self.wrong)} with wrong tokens; {num_faults} "
-            f"faults, {len(unnamed)} not named",
+            f"\n{len(self.asked) + len(self.patient)} requests, {len(self.wrong)} with wrong tokens; "
+            f"{num_faults} faults, {len(unnamed)} not named",
             *self.wrong[:10],
             *unnamed[:10],
             "\nthe latest:",

@@ -90,7 +90,9 @@ async def ask(
     source: PeerSource | None = None,
     *,
     max_tokens: int = MAX_TOKENS,
+    cache_salt: str = "",
 ) -> Said:
+    """What ``group`` says to a prompt; one with a new ``cache_salt`` is nowhere cached."""
     request = Prepared(
         request_id=f"bench-{next(_NAMES)}",
         prompt_token_ids=prompt,
@@ -98,6 +100,7 @@ async def ask(
             temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1, seed=1
         ),
         source=source,
+        cache_salt=cache_salt,
     )
     loop = asyncio.get_running_loop()
     begin_s, first_s = loop.time(), 0.0
