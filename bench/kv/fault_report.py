@@ -87,8 +87,8 @@ class Report:
         latest = sorted(self.asked, key=lambda each: each.computed_s * MOST - each.seconds)[:12]
         return [
             markdown(header, rows),
-            f"\n{len(self.asked) + len(self.patient)} requests, {len(self.wrong)} with wrong tokens; "
-            f"{num_faults} faults, {len(unnamed)} not named",
+            f"\n{len(self.asked) + len(self.patient)} requests, {len(self.wrong)} with wrong "
+            f"tokens; {num_faults} faults, {len(unnamed)} not named",
             *self.wrong[:10],
             *unnamed[:10],
             "\nthe latest:",

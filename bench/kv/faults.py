@@ -102,7 +102,9 @@ def faults(*, num_requests: int, seed: int = 0) -> int:
     could be noticed was not named."""
     report = Report()
     logging.getLogger("quire").addHandler(logging.NullHandler())
-    asyncio.run(_run(num_requests, np.random.default_rng(seed), report))
+    # What there is after Ctrl-C is reported all the same.
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_run(num_requests, np.random.default_rng(seed), report))
     print("\n".join(report.lines()))
     return int(report.has_failed)
 
