@@ -4,7 +4,9 @@
 
 Replays traces and synthetic workloads through the real block pool at several sizes. In each cell:
 per cent of prompt tokens found in the cache / per cent of prefill cost saved (an 8B model's; it
-grows with the position). `optimum` knows the future (Belady). The last table is CPU time of pool
+grows with the position). `halves` is a KV cache of half the blocks, and host memory of the other
+half; a dash where a prompt does not fit into the former. `optimum` knows the future (Belady). The
+last table is CPU time of pool
 and policy together per block of a prompt; the difference to LRU's column is what a policy adds.
 """
 
@@ -23,8 +25,10 @@ from bench.eviction.replay import (
     replay,
     scans,
 )
+from bench.eviction.two_tiers import replay_in_two_tiers
 from bench.report import command
 
+from quire.worker.api.errors import NoFreeBlocks
 from quire.worker.cache.eviction import LowestUtility, PolicyFactory
 
 POLICIES: dict[str, PolicyFactory] = {
@@ -63,13 +67,16 @@ def main() -> None:
                 continue
             prompts = load_trace(path)
         print(f"{name}: {len(prompts):,} prompts, {sum(p.num_tokens for p in prompts):,} tokens")
-        _print_row("blocks", [*POLICIES, "optimum"])
+        _print_row("blocks", [*POLICIES, "halves", "optimum"])
         for num_blocks in sizes:
             cells, times = _compare(prompts, num_blocks)
             ns_per_block[name] = times
             _print_row(
                 f"{num_blocks:,}",
-                [f"{100 * c.hit_rate:.1f} / {100 * c.saved_rate:.1f}" for c in cells.values()],
+                [
+                    f"{100 * each.hit_rate:.1f} / {100 * each.saved_rate:.1f}" if each else "-"
+                    for each in cells.values()
+                ],
             )
         print()
     print("CPU ns per block of a prompt, at the largest size")
@@ -78,13 +85,21 @@ def main() -> None:
         _print_row(name, [f"{ns:.0f}" for ns in times.values()])
 
 
-def _compare(prompts: list[Prompt], num_blocks: int) -> tuple[dict[str, Savings], dict[str, float]]:
+def _compare(
+    prompts: list[Prompt], num_blocks: int
+) -> tuple[dict[str, Savings | None], dict[str, float]]:
     num_hashes = sum(len(prompt.hashes) for prompt in prompts)
-    cells, times = {}, {}
+    cells: dict[str, Savings | None] = {}
+    times = {}
     for name, policy in POLICIES.items():
         begin = time.thread_time_ns()
         cells[name] = replay(prompts, num_blocks=num_blocks, policy=policy)
         times[name] = (time.thread_time_ns() - begin) / num_hashes
+    half = num_blocks // 2
+    try:
+        cells["halves"] = replay_in_two_tiers(prompts, num_blocks=half, num_kept=half)
+    except NoFreeBlocks:
+        cells["halves"] = None
     future = FurthestNextUse([prompt.hashes for prompt in prompts])
     cells["optimum"] = replay(
         prompts, num_blocks=num_blocks, policy=future.policy, on_request=future.begin

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import grpc
+import grpc.aio
 import numpy as np
 import pytest
 from tests.cluster.group_calls import connect, read_deltas, submit
 
-from quire.cluster.wire import events_from_proto
+from quire.cluster.wire import contents_from_proto, events_from_proto
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.events import BlocksStored, EventBatch
 from quire.worker.api.hashing import hash_blocks, root_hash
@@ -83,6 +85,32 @@ async def test_drifted_buckets_are_told_anew_behind_the_replay(start_group: Any)
         events = stub.Events(request)
         batches = [events_from_proto(await events.read()) for _ in range(2)]
         assert batches == log.replay(0, buckets=buckets)
+
+
+async def test_tokens_come_from_groups_alone_that_remember_them(start_group: Any) -> None:
+    prompt = list(range(20, 33))
+    request = pb.EventsRequest(with_tokens=True)
+    async with start_group(kv_events=True) as group, connect(group) as stub:
+        work = stub.Attach()
+        await work.write(submit("a", prompt, max_tokens=2))
+        await read_deltas(work, "a")
+        message = await stub.Events(request).read()
+        blocks = contents_from_proto(message.contents, block_size=4)
+        root = root_hash(model_fingerprint="hash-1", kv_dtype="float32", block_size=4)
+        tokens = np.array(prompt, dtype=np.uint32)
+        names = list(hash_blocks(tokens, block_size=4, root=root))
+        assert [(name, content.parent, content.token_ids) for name, content in blocks] == [
+            (name, parent, part.tobytes())
+            for name, parent, part in zip(
+                names, [None, *names[:-1]], tokens[:12].reshape(3, 4), strict=True
+            )
+        ]
+        assert not (await stub.Events(pb.EventsRequest()).read()).HasField("contents")
+    async with start_group() as group, connect(group) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Events(request).read()
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "--kv-events" in str(caught.value.details())
 
 
 async def test_a_subscriber_that_falls_behind_is_given_a_snapshot(start_group: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.cluster.test_kv_events import state
 
 SMG = shutil.which("smg", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
@@ -28,16 +29,19 @@ def free_port() -> int:
 
 
 @contextlib.asynccontextmanager
-async def smg_over(cluster: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def smg_over(
+    cluster: Any, *flags: str, metrics_port: int | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an smg whose one worker is ``cluster``."""
     assert SMG is not None
-    port, metrics_port = free_port(), free_port()
+    port, metrics_port = free_port(), metrics_port or free_port()
     process = await asyncio.create_subprocess_exec(
         SMG,
         "launch",
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
         *("--worker-urls", f"grpc://{cluster.grpc_address}"),
+        *flags,
         # What it asks a hub for is not found there, and it comes to us for the tokenizer.
         env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"},
         stdout=asyncio.subprocess.DEVNULL,
@@ -91,3 +95,28 @@ async def test_smg_serves_chats_with_our_tokens(start_cluster: Any) -> None:
         refused = await client.post("/v1/chat/completions", json=body | {"max_tokens": 5000})
         assert refused.status_code == 400
         assert "max_tokens=5000" in refused.text
+
+
+async def test_smg_knows_every_block_that_a_cluster_has(start_cluster: Any) -> None:
+    port = free_port()
+
+    async def num_blocks(client: httpx.AsyncClient) -> int:
+        page = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+        lines = [line for line in page.splitlines() if line.startswith("smg_kv_index_blocks{")]
+        return sum(int(float(line.split()[-1])) for line in lines)
+
+    async with (
+        start_cluster(kv_events=True) as cluster,
+        smg_over(cluster, "--policy", "cache_aware", metrics_port=port) as client,
+    ):
+        for number in range(8):
+            body = {
+                "model": "hash",
+                "messages": [{"role": "user", "content": f"{number} the cat sat on the mat"}],
+                "max_tokens": 10,
+            }
+            assert (await client.post("/v1/chat/completions", json=body)).is_success
+        blocks = await state(*cluster.groups.values())
+        assert len(blocks) == 2, "both groups have some"
+        while await num_blocks(client) != len(set().union(*blocks)):
+            await asyncio.sleep(0.1)

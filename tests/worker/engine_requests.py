@@ -56,8 +56,5 @@ def range_prompt(length: int, *, first: int = 2) -> list[int]:
 
 def take_checksums(engine: Engine) -> None:
     """Waits until those of all blocks in host memory are known."""
-    travel = engine._travel
-    assert travel is not None
-    for _, check in travel._checks:
-        check.result()
-    travel._take_checksums()
+    assert engine._travel is not None
+    engine._travel.checker.settle(waits=True)

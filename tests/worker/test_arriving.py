@@ -1,211 +1,282 @@
-"""Requests wait for blocks no longer than computing them would take, and use what comes while they
-are queued behind others."""
+"""How long requests wait for blocks from elsewhere, by a clock that the test moves; what may hold
+the KV cache's room meanwhile; and what is done with blocks that come too late."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
-from tests.worker.engine_requests import MakeEngine, range_prompt, request
+from tests.worker.conftest import owner
+from tests.worker.engine_requests import (
+    MakeEngine,
+    range_prompt,
+    request,
+    run,
+    take_checksums,
+)
 
-from quire.worker.api.hashing import BlockHash, BlockHashes, as_token_ids, hash_blocks, root_hash
-from quire.worker.api.kv_format import Bytes, PeerSource
+from quire.worker.api.hashing import BlockHashes
+from quire.worker.api.kv_format import PeerSource
 from quire.worker.api.outputs import TokenDelta
-from quire.worker.cache import pulls as pulls_module
 from quire.worker.cache.checksum import checksum_of
 from quire.worker.cache.pull import Pull
 from quire.worker.engine import Engine
-from quire.worker.schedule import arriving
 
-PROMPT = range_prompt(82)
-NUM_BLOCKS = 20
-"""Whole ones of the prompt, less the last token's."""
-SOURCE = PeerSource(group_id="other", address="", num_blocks=NUM_BLOCKS)
-TOKEN_S = 0.001
-"""What computing one takes, on the clock of these tests."""
+SIZE = 4
+BLOCK_BYTES = SIZE * 3 * 8
+PROMPT = range_prompt(81)
+"""20 blocks that another group may have computed, and a token."""
 
 
-class Group:
-    """An engine whose time passes as it computes, and the pulls that it makes."""
+class Rig:
+    """An engine that computes a block in 1 s, and fetches from a group that the test moves."""
 
     def __init__(self, make_engine: MakeEngine, **options: Any) -> None:
         self.now_s = 0.0
         self.pulls: list[Pull] = []
-        self.engine, executor = make_engine(
-            num_blocks=200,
-            kv_transfer=True,
-            host_kv_bytes=96 * 128,
+        self.engine, self.executor = make_engine(
+            **{"num_blocks": 64, **options},
+            host_kv_bytes=256 * BLOCK_BYTES,
             fetch=self.pulls.append,
             clock=lambda: self.now_s,
-            **options,
+            max_num_batched_tokens=512,
         )
-        executor.on_execute = self._pass
-        self.outputs: dict[str, list[TokenDelta]] = {}
-        self.ask("first", range_prompt(30, first=40))
-        self.run()  # Now it knows how fast it computes.
+        self.executor.on_execute = self._take_time
+        self.num_landed = 0
 
-    def _pass(self, step: Any) -> None:
-        self.now_s += TOKEN_S * len(step.token_ids_T)
+    def _take_time(self, step: Any) -> None:
+        self.now_s += (len(step.token_ids_T) - step.num_decodes) / SIZE
 
-    def ask(self, name: str, prompt: Sequence[int], source: PeerSource | None = None) -> None:
-        self.outputs[name] = []
-        self.engine.add_request(replace(request(name, prompt), source=source))
+    def measure(self) -> None:
+        """Has it learn how fast it computes."""
+        run(self.engine, request("first", range_prompt(81, first=7), max_tokens=1))
 
-    def step(self) -> None:
-        for output in self.engine.step():
-            self.outputs[output.request_id].append(output)
+    def ask(self, name: str = "r", num_blocks: int = 20) -> None:
+        source = PeerSource(group_id="other", address="", num_blocks=num_blocks)
+        self.engine.add_request(request(name, PROMPT, max_tokens=1, source=source))
 
-    def run(self) -> None:
-        while self.engine.has_work:
-            self.step()
+    def land(self, num_blocks: int, pull: Pull | None = None) -> None:
+        pull = pull or self.pulls[-1]
+        for _ in range(num_blocks):
+            slot = pull.next_slot(0)
+            assert slot is not None
+            positions = range(self.num_landed * SIZE, (self.num_landed + 1) * SIZE)
+            words = [[PROMPT[each], each, owner("")] for each in positions]
+            block_C = np.array(words, np.int64).reshape(-1).view(np.uint8)
+            pull.host_blocks_XC[slot] = block_C
+            pull.landed(self.num_landed, slot, checksum_of(block_C))
+            self.num_landed += 1
 
-    def tokens(self, name: str) -> list[int]:
-        return [token for output in self.outputs[name] for token in output.token_ids]
+    def step(self, *, at_s: float | None = None) -> list[TokenDelta]:
+        if at_s is not None:
+            self.now_s = at_s
+        return self.engine.step()
 
 
 @pytest.fixture
-def group(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Group:
-    monkeypatch.setattr(arriving, "MIN_SLACK_S", 0.0)
+def rig(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
     monkeypatch.setattr("quire.worker.cache.travel._WAIT_S", 0.0)
-    return Group(make_engine, scheduling_policy="fcfs")
+    return lambda **options: Rig(make_engine, **options)
 
 
-@pytest.fixture
-def blocks(make_engine: MakeEngine) -> dict[BlockHash, Bytes]:
-    """Those of the prompt, as another group computes them."""
-    engine, executor = make_engine(num_blocks=200, kv_transfer=True, host_kv_bytes=96 * 128)
-    engine.add_request(request("a", PROMPT))
-    while engine.has_work:
-        engine.step()
-    loan = engine.lend(chain_of(engine, PROMPT), borrower_format=executor.kv_format)
-    assert not isinstance(loan, str)
-    found: dict[BlockHash, Bytes] = {}
-    while len(found) < NUM_BLOCKS:
-        engine.step()
-        while (lent := loan.next(0)) is not None:
-            found[loan.hashes[lent.index]] = loan.host_blocks_XC[lent.slot].copy()
-            loan.give_back(lent.slot)
-    return found
+def test_a_request_waits_while_that_pays_and_a_tenth_longer(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    group.measure()
+    begin_s = group.now_s
+    group.ask()
+    group.land(6)
+    # 6 blocks would have taken 6 s, all 20 would take 20 s: it waits until 6 + 2 s.
+    assert group.step(at_s=begin_s + 7.9) == []
+    assert group.engine.stats().num_waiting == 1
+    (output,) = group.step(at_s=begin_s + 8.1)
+    assert output.num_cached_tokens == 24
+    assert output.fetched is not None
+    assert output.fetched.num_peer_tokens == 24
+    assert output.fetched.error == "14 blocks came too late: computing them is sooner"
+    # All in all it took 8.1 s of waiting and 14 s of computing, for 20 s.
+    assert group.now_s - begin_s <= 1.1 * 20 + 1
+    assert group.pulls[0].is_cancelled
 
 
-def chain_of(engine: Engine, prompt: Sequence[int]) -> BlockHashes:
-    root = root_hash(
-        model_fingerprint="hash-1",
-        numerics=engine._executor.numerics,
-        kv_dtype="float32",
-        block_size=4,
-    )
-    names = hash_blocks(as_token_ids(prompt[: NUM_BLOCKS * 4]), block_size=4, root=root)
-    return BlockHashes.of(names)
+def test_more_blocks_make_it_wait_for_longer(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    group.measure()
+    begin_s = group.now_s
+    group.ask()
+    for number in range(1, 20):
+        group.land(1)
+        assert group.step(at_s=begin_s + number) == []
+    group.land(1)
+    (output,) = group.step(at_s=begin_s + 20)
+    assert output.num_cached_tokens == 80
+    assert output.fetched is not None
+    assert output.fetched.error == ""
 
 
-def land(pull: Pull, blocks: dict[BlockHash, Bytes], indices: range) -> None:
-    for index in indices:
-        slot = pull.next_slot(0)
-        assert slot is not None
-        block_C = blocks[pull.hashes[index]]
-        pull.host_blocks_XC[slot] = block_C
-        pull.landed(index, slot, checksum_of(block_C))
+def test_a_request_that_knows_no_speed_waits_a_fixed_time(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    group.ask()
+    assert group.step(at_s=0.2) == []
+    (output,) = group.step(at_s=0.3)
+    assert output.num_cached_tokens == 0
 
 
-def test_a_request_waits_a_tenth_of_what_it_wants_and_what_has_landed(
-    group: Group, blocks: dict[BlockHash, Bytes]
-) -> None:
-    group.ask("a", PROMPT, SOURCE)
-    (pull,) = group.pulls
-    waits = group.engine._entrance.arriving
-    assert waits is not None
-    assert waits.left_s == pytest.approx(0.1 * 80 * TOKEN_S)
-    land(pull, blocks, range(3))
+def test_others_run_while_one_waits(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    group.measure()
+    group.ask()
+    group.engine.add_request(request("other", range_prompt(9, first=30), max_tokens=1))
+    assert [output.request_id for output in group.step()] == ["other"]
+
+
+def test_two_requests_for_the_same_blocks_share_a_pull(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    group.measure()
+    group.ask("one")
+    group.ask("two")
+    assert len(group.pulls) == 1
+    group.land(16)
+    assert group.step() == []
+    group.land(4)
+    group.pulls[0].end()
+    outputs = [*group.step(), *group.step()]
+    assert {output.request_id: output.num_cached_tokens for output in outputs} == {
+        "one": 80,
+        "two": 80,
+    }
+    assert group.engine.stats().num_peer_tokens == 80
+
+
+def test_a_pull_goes_on_until_nobody_waits_for_it(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    group.measure()
+    group.ask("one")
+    group.ask("two")
+    group.engine.abort("one")
+    assert not group.pulls[0].is_cancelled
+    group.engine.abort("two")
+    assert group.pulls[0].is_cancelled
+    assert group.engine.has_work  # A slot may still be written to.
+    group.pulls[0].end()
     group.step()
-    assert waits.left_s == pytest.approx((0.1 * 80 + 3 * 4) * TOKEN_S)
-    group.now_s += 0.0199
-    group.step()
-    assert len(waits) == 1
-    group.now_s += 0.0002
-    group.step()
-    assert len(waits) == 0
-    assert pull.is_cancelled
-    pull.end()
-    group.run()
-    fetched = group.outputs["a"][0].fetched
-    assert fetched is not None
-    assert fetched.num_peer_tokens == 3 * 4
-    assert fetched.wait_s == pytest.approx(0.0201)
-    assert fetched.error == "17 blocks came too late: computing them is sooner"
-
-
-def test_what_lands_while_a_request_is_queued_is_not_computed(
-    group: Group, blocks: dict[BlockHash, Bytes], generate: Callable[..., Any]
-) -> None:
-    group.ask("long", range_prompt(400, first=7))
-    group.step()
-    group.ask("a", PROMPT, SOURCE)
-    (pull,) = group.pulls
-    group.now_s += 0.05  # Its patience is over, and others are computed now.
-    group.step()
-    assert not pull.is_cancelled
-    land(pull, blocks, range(NUM_BLOCKS))
-    pull.end()
-    before = group.engine.stats().num_prefilled_tokens
-    while not group.outputs["a"]:
-        group.step()
-    group.run()
-    fetched = group.outputs["a"][0].fetched
-    assert fetched is not None
-    assert (fetched.num_peer_tokens, fetched.error) == (NUM_BLOCKS * 4, "")
-    assert group.engine.stats().num_prefilled_tokens - before < 400 + 2
-    for name, prompt in (("a", PROMPT), ("long", range_prompt(400, first=7))):
-        assert group.tokens(name) == generate(prompt, max_tokens=4)[0]
-
-
-def test_a_queued_request_lets_go_of_its_pull_when_its_turn_comes_or_it_is_aborted(
-    group: Group,
-) -> None:
-    for name in ("a", "b"):
-        group.ask("long", range_prompt(200, first=ord(name)))
-        group.step()
-        group.ask(name, [*PROMPT[:40], ord(name) % 50, *PROMPT[40:]], SOURCE)
-        group.now_s += 0.05
-        group.step()
-        pull = group.pulls[-1]
-        assert not pull.is_cancelled
-        if name == "b":
-            assert group.engine.abort("b")
-        while not pull.is_cancelled:
-            group.step()
-        pull.end("gone")
-        group.run()
     assert not group.engine.has_work
     assert group.engine.stats().num_held_blocks == 0
 
 
-def test_steps_are_short_while_blocks_come_for_queued_requests(group: Group) -> None:
-    sizes: list[int] = []
-    executor = group.engine._executor
-    executor.on_execute = lambda step: sizes.append(len(step.token_ids_T))  # type: ignore[attr-defined]
-    group.ask("long", range_prompt(300, first=7))
-    group.ask("a", PROMPT, SOURCE)
-    for _ in range(3):
-        group.step()
-    group.now_s += 0.05
-    for _ in range(3):
-        group.step()
-    assert sizes == [32, 32, 32, 8, 8, 8]
+def test_few_tokens_are_not_fetched(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    group.ask(num_blocks=7)
+    assert group.pulls == []
 
 
-def test_the_oldest_pulls_have_slots_and_each_has_one(
-    group: Group, monkeypatch: pytest.MonkeyPatch
+def test_one_block_s_room_in_host_memory_is_enough(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    group.measure()
+    travel = group.engine._travel
+    assert travel is not None
+    taken = travel.shelf.take(travel.shelf.num_free - 1)
+    group.ask()
+    for number in range(20):
+        group.land(1)
+        assert group.pulls[0].next_slot(0) is None
+        outputs = [*group.step(), *([] if number == 19 else group.step())]
+    (output,) = outputs or group.step()
+    assert output.num_cached_tokens == 80
+    travel.shelf.give_back(taken)
+
+
+def test_running_requests_get_the_room_of_those_that_wait(rig: Callable[..., Rig]) -> None:
+    group = rig(num_blocks=25)
+    group.measure()
+    group.ask()
+    group.land(11)
+    group.step()
+    assert group.engine.stats().num_held_blocks == 11
+    group.engine.add_request(request("other", range_prompt(81, first=30), max_tokens=12))
+    outputs = group.step() + group.step()
+    assert {output.request_id for output in outputs} == {"other"}
+    assert group.pulls[0].is_cancelled
+
+
+def take_in(engine: Engine, names: BlockHashes) -> None:
+    source = PeerSource(group_id="other", address="", num_blocks=len(names))
+    engine.take_in(names, [None, *list(names)[:-1]], source)
+
+
+def names_of(engine: Engine) -> BlockHashes:
+    return BlockHashes.of(engine._intake.sequence(request("x", PROMPT), 1).hashes)
+
+
+def test_blocks_are_taken_in_for_whoever_comes(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    take_in(group.engine, names_of(group.engine))
+    group.land(16)
+    group.step()
+    group.land(4)
+    group.pulls[0].end()
+    group.step()
+    ended = run(group.engine, request("r", PROMPT, max_tokens=1))
+    assert ended["r"].num_cached_tokens == 80
+    assert group.engine.stats().num_held_blocks == 0
+
+
+def test_nothing_is_evicted_for_blocks_that_nobody_waits_for(rig: Callable[..., Rig]) -> None:
+    group = rig(num_blocks=25)
+    group.measure()
+    assert group.engine.stats().num_cached_blocks == 20
+    take_in(group.engine, names_of(group.engine))
+    group.land(16)
+    group.step()
+    assert group.engine.stats().num_free_blocks == 0
+    assert group.engine.stats().num_cached_blocks == 25
+    assert group.pulls[0].is_cancelled
+    group.pulls[0].end("it was not wanted")
+    again = run(group.engine, request("again", range_prompt(81, first=7), max_tokens=1))
+    assert again["again"].num_cached_tokens == 80
+
+
+def test_a_long_prefix_in_host_memory_is_checked_beside_others(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulls_module, "_MAX_GRANTED", 6)
-    for number in range(8):
-        group.ask(f"r{number}", [number, *PROMPT], SOURCE)
-    num_granted = [len(pull._granted) for pull in group.pulls]
-    num_slots = group.engine._travel.shelf.num_slots  # type: ignore[union-attr]
-    assert num_granted[0] == num_granted[1] == min(NUM_BLOCKS, num_slots * 3 // 16)
-    assert min(num_granted[:6]) >= 1
-    assert num_granted[6:] == [0, 0]
-    for pull in group.pulls:
-        pull.cancel()
-        pull.end("gone")
-    group.run()
+    monkeypatch.setattr("quire.worker.cache.checker._AT_ONCE_BYTES", 5 * BLOCK_BYTES)
+    group = rig(num_blocks=25, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
+    run(group.engine, request("first", PROMPT, max_tokens=1))
+    run(group.engine, request("next", range_prompt(81, first=30), max_tokens=1))
+    take_checksums(group.engine)
+    travel = group.engine._travel
+    assert travel is not None
+    names = names_of(group.engine)
+    slots = travel.on_shelf(names[len(group.engine._pool.match(names)) :])
+    assert len(slots) > 6
+    may_go_on = threading.Event()
+    travel.checker._reader.submit(may_go_on.wait)
+    group.engine.add_request(request("again", PROMPT, max_tokens=1))
+    group.engine.add_request(request("other", range_prompt(9, first=20), max_tokens=1))
+    assert [output.request_id for output in group.step()] == ["other"]
+    travel.host_blocks_XC[slots[2], 0] ^= 1
+    may_go_on.set()
+    ended: list[TokenDelta] = []
+    while not ended:
+        ended = group.step()
+    num_here = len(names) - len(slots)
+    assert ended[0].num_cached_tokens == (num_here + 2) * SIZE
+    assert ended[0].fetched is not None
+    assert ended[0].fetched.num_host_tokens > 0
+    assert group.engine.stats().num_corrupt_blocks == 1
+
+
+def test_a_check_that_nobody_waits_for_is_given_up(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.worker.cache.checker._AT_ONCE_BYTES", 0)
+    group = rig(num_blocks=25, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
+    run(group.engine, request("first", PROMPT, max_tokens=1))
+    run(group.engine, request("next", range_prompt(81, first=30), max_tokens=1))
+    take_checksums(group.engine)
+    group.engine.add_request(request("again", PROMPT, max_tokens=1))
+    assert group.engine.abort("again")
+    travel = group.engine._travel
+    assert travel is not None
+    assert not any(travel.shelf._pins)
+    assert not group.engine.has_work

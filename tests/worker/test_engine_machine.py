@@ -21,7 +21,7 @@ from tests.examples import examples
 from tests.prepared import prepared
 
 from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.events import BlockEvent, BlocksRemoved, BlocksStored
+from quire.worker.api.events import BlockContent, BlockEvent, BlocksRemoved, BlocksStored
 from quire.worker.api.hashing import BlockHash, TokenIds, as_token_ids, hash_blocks, root_hash
 from quire.worker.api.kv_format import PeerSource
 from quire.worker.api.outputs import TokenDelta
@@ -85,6 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.received: dict[str, list[int]] = {}
         self.replayed: set[BlockHash] = set()
         self.parents: dict[BlockHash, BlockHash | None] = {}
+        self.contents: dict[BlockHash, BlockContent] = {}
 
     @initialize(
         block_size=st.sampled_from([4, 4, 8, 16]),
@@ -97,6 +98,7 @@ class EngineMachine(RuleBasedStateMachine):
         guesses_wrong_at=st.sampled_from([None, 0, 2, 5]),
         max_scored=st.sampled_from([256, 7]),
         max_loras=st.sampled_from([1, 2, 3]),
+        remembers=st.booleans(),
     )
     def start(
         self,
@@ -110,6 +112,7 @@ class EngineMachine(RuleBasedStateMachine):
         guesses_wrong_at: int | None,
         max_scored: int,
         max_loras: int,
+        remembers: bool,
     ) -> None:
         self.num_ahead = num_ahead
         self.guesses_wrong_at = guesses_wrong_at
@@ -127,6 +130,7 @@ class EngineMachine(RuleBasedStateMachine):
             scheduling_policy=policy,
             speculation=guesses_wrong_at is not None,
             enable_lora=True,
+            kv_events=remembers and caching,
             max_loras=max_loras,
             read_adapter=lambda _: Mock(),
         )
@@ -247,6 +251,11 @@ class EngineMachine(RuleBasedStateMachine):
         assert set(self.engine.events.snapshot().snapshot or ()) == set(self.replayed)
 
     @invariant()
+    def what_stored_blocks_hold_is_remembered_and_no_more(self) -> None:
+        contents = self.engine.events.contents
+        assert contents is None or contents == {name: self.contents[name] for name in self.replayed}
+
+    @invariant()
     def no_chain_is_cut_in_its_middle(self) -> None:
         for block_hash in self.replayed:
             parent = self.parents[block_hash]
@@ -307,7 +316,10 @@ class EngineMachine(RuleBasedStateMachine):
         )
         parent: BlockHash | None = None
         array = np.array(tokens, dtype=np.uint32)
-        for block_hash in hash_blocks(array, block_size=self.block_size, root=root):
+        size = self.block_size
+        for index, block_hash in enumerate(hash_blocks(array, block_size=size, root=root)):
+            token_ids = array[index * size : (index + 1) * size].tobytes()
+            self.contents[block_hash] = BlockContent(parent, token_ids, adapter, salt)
             self.parents[block_hash] = parent
             parent = block_hash
 

@@ -5,6 +5,7 @@ import pytest
 from quire.worker.api.events import (
     MAX_TIERS,
     NUM_BUCKETS,
+    BlockContent,
     BlockEvent,
     BlocksRemoved,
     BlocksStored,
@@ -126,6 +127,33 @@ def test_events_tell_each_blocks_fastest_tier_and_only_when_it_changes() -> None
     log.removed([A, B], tier=2)
     assert told() == [BlocksStored((A,), 0), BlocksRemoved((B,))]
     assert log.since(log.next_seq).digest == 3 * digest_of(A)
+
+
+def test_contents_are_kept_of_blocks_that_are_in_some_tier_and_of_no_others() -> None:
+    log = EventLog(epoch=7, num_tiers=2, keeps_contents=True)
+    content = {name: BlockContent(None, b"1234", "", "") for name in (A, B)}
+    log.describe(content)
+    log.stored([A, B])
+    log.stored([A], tier=1)
+    assert log.contents == content
+    log.removed([A, B])
+    assert log.contents == {A: content[A]}
+    log.removed([A], tier=1)
+    assert log.contents == {}
+    assert EventLog(epoch=7).contents is None
+
+
+def test_blocks_described_after_they_were_stored_are_told_again_where_they_are() -> None:
+    log = EventLog(epoch=7, num_tiers=2, keeps_contents=True)
+    log.stored([A])
+    log.stored([A, B], tier=1)
+    seq, digest = log.next_seq, log.since(log.next_seq).digest
+    content = {name: BlockContent(None, b"1234", "", "") for name in (A, B, C)}
+    log.describe(content)
+    assert log.since(seq).events == (BlocksStored((A,)), BlocksStored((B,), 1))
+    assert log.since(seq).digest == digest
+    log.describe(content)
+    assert log.next_seq == seq + 2, "nothing new"
 
 
 @pytest.mark.parametrize("num_tiers", [0, MAX_TIERS + 1])

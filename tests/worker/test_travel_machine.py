@@ -59,7 +59,7 @@ class TravelMachine(EngineMachine):
         extra_tokens=st.integers(0, 40),
         num_ahead=st.sampled_from([0, 1]),
     )
-    def start(  # type: ignore[override]
+    def start(
         self, num_blocks: int, num_kept: int, max_num_seqs: int, extra_tokens: int, num_ahead: int
     ) -> None:
         self.patch = pytest.MonkeyPatch()

@@ -19,13 +19,14 @@ from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.events import (
     DIGEST_BYTES,
     MAX_TIERS,
+    BlockContent,
     BlockEvent,
     BlocksRemoved,
     BlocksStored,
     Digest,
     EventBatch,
 )
-from quire.worker.api.hashing import BlockHashes, Feature, TokenIds
+from quire.worker.api.hashing import HASH_BYTES, BlockHash, BlockHashes, Feature, TokenIds
 from quire.worker.api.kv_format import KvFormat, PeerSource
 from quire.worker.api.outputs import Fetched, FinishReason, TokenLogprobs
 from quire.worker.api.request import Prepared, Task
@@ -37,6 +38,7 @@ _DEFAULTS = SamplingParams()
 _LEFT_OUT = {name: (getattr(_DEFAULTS, name), None, ()) for name in _SAMPLING}
 _TASKS: dict[Task, group_pb.Task] = {"generate": group_pb.GENERATE, "embed": group_pb.EMBED}
 _TASK_OF = {number: task for task, number in _TASKS.items()}
+_NO_PARENT = BlockHash(bytes(HASH_BYTES))
 _NOT_THE_ENGINES = ("num_unsent_tokens", "num_gateways")
 _LOAD = [
     field.name for field in group_pb.Load.DESCRIPTOR.fields if field.name not in _NOT_THE_ENGINES
@@ -311,3 +313,50 @@ def _event(message: group_pb.BlockEvent) -> BlockEvent:
     if message.tier >= MAX_TIERS:
         raise ValueError(f"tier={message.tier}: must be below {MAX_TIERS}")
     return BlocksStored(BlockHashes(message.stored), message.tier)
+
+
+Described = tuple[BlockHash, BlockContent]
+"""A block and what it holds."""
+
+
+def contents_to_proto(blocks: Sequence[Described]) -> group_pb.Contents:
+    """All but how many more follow."""
+    spaces: dict[tuple[str, str], int] = {}
+    space_of = [
+        spaces.setdefault((each.adapter, each.cache_salt), len(spaces)) for _, each in blocks
+    ]
+    return group_pb.Contents(
+        hashes=b"".join([name for name, _ in blocks]),
+        parents=b"".join([each.parent or _NO_PARENT for _, each in blocks]),
+        token_ids=b"".join([each.token_ids for _, each in blocks]),
+        namespaces=[group_pb.Namespace(adapter=name, cache_salt=salt) for name, salt in spaces],
+        namespace_of=tokens_to_bytes(space_of),
+    )
+
+
+def contents_from_proto(message: group_pb.Contents, *, block_size: int) -> list[Described]:
+    """Raises ValueError where the parts do not belong to the same number of blocks."""
+    names = BlockHashes(message.hashes)
+    parents = BlockHashes(message.parents)
+    num_bytes = 4 * block_size
+    space_of = tokens_from_bytes(message.namespace_of).tolist()
+    lengths = (len(parents), len(space_of), len(message.token_ids) / num_bytes)
+    if any(length != len(names) for length in lengths):
+        raise ValueError(
+            f"contents of {len(names)} blocks have {lengths[0]} parents, {lengths[1]} namespaces "
+            f"and {lengths[2]:g} times {block_size} tokens"
+        )
+    spaces = [(each.adapter, each.cache_salt) for each in message.namespaces]
+    if space_of and max(space_of) >= len(spaces):
+        raise ValueError(f"namespace {max(space_of)} of a block: there are {len(spaces)}")
+    return [
+        (
+            name,
+            BlockContent(
+                None if parent == _NO_PARENT else parent,
+                message.token_ids[place * num_bytes : (place + 1) * num_bytes],
+                *spaces[space],
+            ),
+        )
+        for place, (name, parent, space) in enumerate(zip(names, parents, space_of, strict=True))
+    ]

@@ -123,7 +123,7 @@ class WarmResponse(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class GroupDescription(_message.Message):
-    __slots__ = ("group_id", "epoch", "model", "model_fingerprint", "kv_dtype", "block_size", "max_model_len", "vocab_size", "tensor_parallel_size", "num_blocks", "max_num_seqs", "eos_token_ids", "numerics", "kv_format", "num_tiers")
+    __slots__ = ("group_id", "epoch", "model", "model_fingerprint", "kv_dtype", "block_size", "max_model_len", "vocab_size", "tensor_parallel_size", "num_blocks", "max_num_seqs", "eos_token_ids", "numerics", "kv_format", "num_tiers", "kv_events")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,7 @@ class GroupDescription(_message.Message):
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
     NUM_TIERS_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     epoch: int
     model: str
@@ -154,7 +155,8 @@ class GroupDescription(_message.Message):
     numerics: str
     kv_format: KvFormat
     num_tiers: int
-    def __init__(self, group_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., numerics: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., num_tiers: _Optional[int] = ...) -> None: ...
+    kv_events: bool
+    def __init__(self, group_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., numerics: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., num_tiers: _Optional[int] = ..., kv_events: bool = ...) -> None: ...
 
 class GroupCommand(_message.Message):
     __slots__ = ("submit", "abort", "credit", "drain", "is_draining")
@@ -389,28 +391,58 @@ class Load(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_prefill_tokens: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_unsent_tokens: _Optional[int] = ..., num_gateways: _Optional[int] = ..., num_drafted_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., max_adapters: _Optional[int] = ..., num_adapters: _Optional[int] = ..., num_adapter_loads: _Optional[int] = ..., num_host_tokens: _Optional[int] = ..., num_disk_tokens: _Optional[int] = ..., disk_s: _Optional[float] = ..., num_peer_tokens: _Optional[int] = ..., peer_s: _Optional[float] = ..., num_lent_tokens: _Optional[int] = ..., num_corrupt_blocks: _Optional[int] = ..., num_failed_pulls: _Optional[int] = ...) -> None: ...
 
 class EventsRequest(_message.Message):
-    __slots__ = ("epoch", "next_seq", "buckets")
+    __slots__ = ("epoch", "next_seq", "buckets", "with_tokens")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NEXT_SEQ_FIELD_NUMBER: _ClassVar[int]
     BUCKETS_FIELD_NUMBER: _ClassVar[int]
+    WITH_TOKENS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     next_seq: int
     buckets: bytes
-    def __init__(self, epoch: _Optional[int] = ..., next_seq: _Optional[int] = ..., buckets: _Optional[bytes] = ...) -> None: ...
+    with_tokens: bool
+    def __init__(self, epoch: _Optional[int] = ..., next_seq: _Optional[int] = ..., buckets: _Optional[bytes] = ..., with_tokens: bool = ...) -> None: ...
 
 class EventBatch(_message.Message):
-    __slots__ = ("epoch", "first_seq", "events", "snapshot", "digest")
+    __slots__ = ("epoch", "first_seq", "events", "snapshot", "digest", "contents")
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     FIRST_SEQ_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CONTENTS_FIELD_NUMBER: _ClassVar[int]
     epoch: int
     first_seq: int
     events: _containers.RepeatedCompositeFieldContainer[BlockEvent]
     snapshot: Snapshot
     digest: bytes
-    def __init__(self, epoch: _Optional[int] = ..., first_seq: _Optional[int] = ..., events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., digest: _Optional[bytes] = ...) -> None: ...
+    contents: Contents
+    def __init__(self, epoch: _Optional[int] = ..., first_seq: _Optional[int] = ..., events: _Optional[_Iterable[_Union[BlockEvent, _Mapping]]] = ..., snapshot: _Optional[_Union[Snapshot, _Mapping]] = ..., digest: _Optional[bytes] = ..., contents: _Optional[_Union[Contents, _Mapping]] = ...) -> None: ...
+
+class Contents(_message.Message):
+    __slots__ = ("hashes", "parents", "token_ids", "namespaces", "namespace_of", "num_more", "num_blocks")
+    HASHES_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_OF_FIELD_NUMBER: _ClassVar[int]
+    NUM_MORE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    hashes: bytes
+    parents: bytes
+    token_ids: bytes
+    namespaces: _containers.RepeatedCompositeFieldContainer[Namespace]
+    namespace_of: bytes
+    num_more: int
+    num_blocks: int
+    def __init__(self, hashes: _Optional[bytes] = ..., parents: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., namespaces: _Optional[_Iterable[_Union[Namespace, _Mapping]]] = ..., namespace_of: _Optional[bytes] = ..., num_more: _Optional[int] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class Namespace(_message.Message):
+    __slots__ = ("adapter", "cache_salt")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    adapter: str
+    cache_salt: str
+    def __init__(self, adapter: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class BlockEvent(_message.Message):
     __slots__ = ("stored", "removed", "tier")

@@ -45,6 +45,12 @@ class Answer:
         return self.token_ids, self.logprobs
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small a model computes sooner than anything comes."""
+    monkeypatch.setattr("quire.worker.schedule.arriving.MIN_SLACK_S", 60.0)
+
+
 @pytest.fixture
 def engine_of(tiny_llama: Path, config_of: Callable[..., Any]) -> Iterator[Callable[..., Engine]]:
     engines = []
@@ -163,7 +169,6 @@ def test_another_engine_s_blocks_give_the_same(
     num_lenders_ranks: int,
     num_borrowers_ranks: int,
     engine_of: Callable[..., Engine],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     options = {"kv_transfer": True, "async_scheduling": ahead, **KINDS[kind]}
     lending = engine_of(tensor_parallel_size=num_lenders_ranks, **options)
@@ -174,12 +179,13 @@ def test_another_engine_s_blocks_give_the_same(
         answers = ask(borrower, at_once=True, source=MOST)
     finally:
         lender.close()
-    # The bits of several ranks are others, and so their blocks have other names.
-    assert (contents(answers) == computed) or num_lenders_ranks != num_borrowers_ranks
     is_same = lending._executor.numerics == borrower._executor.numerics
+    if not is_same:  # Without the native library; their blocks then have other names.
+        pytest.skip("one rank and two compute other bits here")
+    assert contents(answers) == computed
     num_fetched = sum(answer.fetched.num_peer_tokens for answer in answers)
-    assert num_fetched == borrower.stats().num_peer_tokens == (4 * NUM_SHARED if is_same else 0)
-    assert (lending.stats().num_lent_tokens > 0) == is_same
+    assert num_fetched == borrower.stats().num_peer_tokens == 4 * NUM_SHARED
+    assert lending.stats().num_lent_tokens == 4 * NUM_SHARED
 
 
 def test_tokens_are_the_same_under_preemption(engine_of: Callable[..., Engine]) -> None:
@@ -211,8 +217,9 @@ def test_a_damaged_block_is_computed_instead(
 
 
 def test_a_request_goes_on_without_a_group_that_says_nothing(
-    engine_of: Callable[..., Engine],
+    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("quire.worker.schedule.arriving.MIN_SLACK_S", 0.003)
     computed = contents(ask(engine_of()))
     pulls: list[Pull] = []
     engine = engine_of(kv_transfer=True, fetch=pulls.append)

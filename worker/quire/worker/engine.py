@@ -76,7 +76,9 @@ class Engine:
         read_adapter: Read | None = None,
         fetch: Fetch | None = None,
     ) -> None:
-        self.events = EventLog(epoch=epoch, num_tiers=num_tiers(config))
+        self.events = EventLog(
+            epoch=epoch, num_tiers=num_tiers(config), keeps_contents=config.kv_events
+        )
         self._intake = Intake(config, model, executor)
         self._config = config
         self._model = model

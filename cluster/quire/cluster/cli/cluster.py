@@ -92,6 +92,7 @@ _ENGINE = {
     "kv_disk_size": "GiB that each group keeps there at most",
     "kv_transfer": "take blocks from other groups that hold them; if absent, where there may be "
     "several groups and each is on one node",
+    "kv_events": "remember the tokens of cached blocks, for routers that SubscribeKvEvents",
     "scheduling_policy": "order of a group's prompts: the first that came, or the one with the "
     "least left to compute",
     "enforce_eager": "no CUDA graphs",

@@ -24,6 +24,7 @@ from smg_grpc_proto.generated import common_pb2
 from quire.cluster.edge.auth import ApiKeys, check_operator, grpc_caller
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
+from quire.cluster.edge.kv_events import KvEventsConfig, Outlet, Ranks, Subscription
 from quire.cluster.edge.streams import sane_client_id
 from quire.cluster.edge.vllm_format import Answers, aliases_of, prompt_of, sampling_of
 from quire.cluster.failover.chunk import Chunk
@@ -32,7 +33,7 @@ from quire.cluster.serving.embeddings import Ask, embed
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 from quire.v1 import group_pb2
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.errors import InvalidRequest, QueueFull
 from quire.worker.api.request import Request, Tokens
 
 VLLM_FILE = vllm.DESCRIPTOR
@@ -93,8 +94,17 @@ class _Run:
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
     """A gateway's only model as vLLM's engine."""
 
-    def __init__(self, models: Models, *, keys: ApiKeys | None = None) -> None:
+    def __init__(
+        self,
+        models: Models,
+        *,
+        keys: ApiKeys | None = None,
+        kv_events: KvEventsConfig | None = None,
+    ) -> None:
         self._models = models
+        self._kv_events = kv_events or KvEventsConfig()
+        self._ranks = Ranks()
+        self._num_subscribers = 0
         self._keys = keys
         self._runs: dict[tuple[str, str], set[_Run]] = defaultdict(set)
         """By tenant and the client's id: nobody aborts another tenant's."""
@@ -264,10 +274,51 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> None:
-        await _refuse(
-            context,
-            "SubscribeKvEvents: this gateway routes by cached prefixes itself, among its groups",
-        )
+        async with statuses(context, request):
+            check_operator(context, self._keys)  # It tells the prompts of all tenants.
+            await self._model.card()
+            model = self._model
+            if not any(group.kv_events for group in self._groups()):
+                await _refuse(
+                    context,
+                    "SubscribeKvEvents: the model's groups do not remember the tokens of their "
+                    "blocks: serve it with --kv-events",
+                )
+            if request.start_sequence_number:
+                await refuse(
+                    context,
+                    grpc.StatusCode.OUT_OF_RANGE,
+                    "OUT_OF_RANGE",
+                    f"start_sequence_number={request.start_sequence_number}: each call numbers its "
+                    "batches anew; leave it out, and begin with a snapshot",
+                )
+            if self._num_subscribers >= self._kv_events.max_subscribers:
+                raise QueueFull(
+                    f"{self._num_subscribers} others follow this gateway's cache events, "
+                    f"{self._kv_events.max_subscribers} may: end one, or ask another gateway"
+                )
+            subscription = Subscription(
+                model.groups,
+                self._ranks,
+                config=self._kv_events,
+                adapter_names=partial(self._adapter_names, model),
+                loads_at_once=request.load_records_before_first_batch,
+            )
+            outlet = Outlet(context.write)
+            self._num_subscribers += 1
+            try:
+                await subscription.run(
+                    outlet.write,
+                    lambda: self._models.is_draining or self._model is not model,
+                )
+            finally:
+                self._num_subscribers -= 1
+                await outlet.settle()
+
+    def _adapter_names(self, model: ModelService) -> dict[str, str]:
+        return {
+            each.digest: each.name for each in self._models.adapters if each.model == model.model
+        }
 
     @property
     def _model(self) -> ModelService:

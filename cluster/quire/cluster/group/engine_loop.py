@@ -79,6 +79,8 @@ class EngineLoop:
         self._hung: asyncio.Future[None] = self._loop.create_future()
         self.stats = engine.stats()
         """As of the last step."""
+        self.contents = engine.events.contents
+        """What blocks hold, which other threads may look up; ``None`` where nobody remembers."""
         self.failed: asyncio.Future[RankFailure] = self._loop.create_future()
         engine.events.subscribe(lambda _seq, event: self._events.append(event))
         self._start()

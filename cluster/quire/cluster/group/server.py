@@ -241,4 +241,5 @@ def _describe(
         eos_token_ids=facts.eos_token_ids,
         numerics=facts.numerics,
         num_tiers=num_tiers(config.engine),
+        kv_events=config.engine.kv_events,
     )

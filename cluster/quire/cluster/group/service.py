@@ -17,6 +17,7 @@ import grpc.aio
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth
 from quire.cluster.edge.grpc_messages import GrpcMessages, Malformed
 from quire.cluster.group.adapters import GroupAdapters
+from quire.cluster.group.contents import with_contents
 from quire.cluster.group.engine_loop import EngineLoop, StepResult
 from quire.cluster.group.event_feed import EventFeed
 from quire.cluster.group.peers import Peers
@@ -45,6 +46,9 @@ _OPTIONS = [
 _REFUSAL = "without this group's token, which Serve tells the gateways of its own cluster alone"
 
 NO_ADAPTERS = "this model takes no adapters: serve it with --enable-lora"
+NO_CONTENTS = (
+    "this group does not remember the tokens of its blocks: serve its model with --kv-events"
+)
 NO_PEERS = "this group has nothing to do with others: serve its model with --kv-transfer"
 
 Context = grpc.aio.ServicerContext[object, object]
@@ -77,6 +81,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         self._feed = EventFeed(
             engine_loop, heartbeat_s=events_heartbeat_s, buffer_events=buffer_events
         )
+        self._contents = engine_loop.contents
         self._names = itertools.count()
         self._adapters = adapters
         self._peers = peers
@@ -170,13 +175,21 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
     async def Events(  # type: ignore[override]
         self, request: pb.EventsRequest, context: Context
     ) -> None:
+        contents = self._contents
+        if request.with_tokens and contents is None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, NO_CONTENTS)
         batches = self._feed.follow(
             epoch=request.epoch, next_seq=request.next_seq, buckets=request.buckets
         )
         try:
             async with contextlib.aclosing(batches):
                 async for batch in batches:
-                    await context.write(events_to_proto(batch))
+                    if contents is None or not request.with_tokens:
+                        await context.write(events_to_proto(batch))
+                        continue
+                    async with contextlib.aclosing(with_contents(batch, contents)) as messages:
+                        async for message in messages:
+                            await context.write(message)
         except RankFailure as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, f"the group failed: {error}")
 

@@ -91,6 +91,9 @@ class EngineConfig:
     kv_transfer: bool | None = None
     """Take blocks from other groups that hold them, and lend them one's own; ``None`` does so where
     a cluster may run several groups of the model."""
+    kv_events: bool = False
+    """Remember the tokens of cached blocks, so that gateways can tell other routers what is cached;
+    some 200 bytes of memory for each block of 16 tokens."""
     seed: int = 0
     """Seed from which requests without their own seed get one."""
     num_threads: int | None = None
@@ -115,6 +118,12 @@ class EngineConfig:
         object.__setattr__(self, "model", Path(self.model))
         if self.kv_disk_dir is not None:
             object.__setattr__(self, "kv_disk_dir", Path(self.kv_disk_dir))
+        _check(
+            self.enable_prefix_caching or not self.kv_events,
+            "kv_events",
+            self.kv_events,
+            "needs enable_prefix_caching, since only cached blocks are told of; leave one out",
+        )
         for name in ("kv_offloading_size", "kv_disk_size"):
             value = getattr(self, name)
             _check(0 <= value < 2**20, name, value, "must be 0 or more, in GiB")

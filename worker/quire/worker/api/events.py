@@ -6,6 +6,8 @@ some asks for a replay; if the log no longer holds them it is given a snapshot i
 A block may lie in several *tiers*, of which 0 is the KV cache and each one is slower than the one
 before. The log is told each tier's blocks; its events say each block's fastest tier.
 
+Where the log keeps *contents*, it knows of blocks which tokens they hold: of none that no tier has.
+
 The directory knows a block by its *key*, 64 bits of its hash, and keys fall into `NUM_BUCKETS`
 *buckets*. The XOR of a bucket's keys is its *digest*: a subscriber compares it regularly with its
 own, which reveals undetected errors, and requests the differing buckets again. Each tier has
@@ -13,10 +15,10 @@ digests of its own, of the blocks that are in it or in a faster one.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import NewType
+from typing import NamedTuple, NewType
 
 import numpy as np
 
@@ -58,6 +60,18 @@ class BlocksRemoved:
 BlockEvent = BlocksStored | BlocksRemoved
 
 
+class BlockContent(NamedTuple):
+    """What a block holds, and what else its name covers."""
+
+    parent: BlockHash | None
+    """The block before it; ``None``: it begins its chain."""
+    token_ids: bytes
+    """Little-endian uint32s."""
+    adapter: str
+    cache_salt: str
+    """With the tenant's name."""
+
+
 @dataclass(frozen=True, slots=True)
 class EventBatch:
     """Events ``first_seq``, ``first_seq + 1``, … of one epoch, or the whole state before them.
@@ -95,11 +109,21 @@ class EventLog:
     Used from one thread, that of the engine; `subscribe` callbacks run in it.
     """
 
-    def __init__(self, *, epoch: int, num_tiers: int = 1, capacity: int = 65_536) -> None:
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        num_tiers: int = 1,
+        capacity: int = 65_536,
+        keeps_contents: bool = False,
+    ) -> None:
         """Raises ValueError where ``num_tiers`` is not 1 to `MAX_TIERS`."""
         if not 1 <= num_tiers <= MAX_TIERS:
             raise ValueError(f"num_tiers={num_tiers}: must be 1 to {MAX_TIERS}")
         self.epoch = epoch
+        self.contents: dict[BlockHash, BlockContent] | None = {} if keeps_contents else None
+        """Of stored blocks, as far as somebody has described them; ``None`` where none are kept.
+        Other threads may look blocks up."""
         self._events: deque[BlockEvent] = deque(maxlen=capacity)
         self._next_seq = 0
         self._tiers: list[set[BlockHash]] = [set() for _ in range(num_tiers)]
@@ -132,6 +156,19 @@ class EventLog:
         self._undigested[tier] += names
         self._append(BlocksStored(names, tier))
 
+    def describe(self, contents: Mapping[BlockHash, BlockContent]) -> None:
+        """Keeps what blocks hold that are stored, or will be by the next call. Those that were
+        stored before they were described are told again, in the tier in which they are.
+
+        The log must keep contents.
+        """
+        assert self.contents is not None
+        left: Sequence[BlockHash] = [name for name in contents if name not in self.contents]
+        self.contents.update((name, contents[name]) for name in left)
+        for tier, held in enumerate(self._tiers):
+            there, left = _split(left, held)
+            self._append(BlocksStored(there, tier))
+
     def removed(self, hashes: Iterable[BlockHash], tier: int = 0) -> None:
         """The blocks are in ``tier`` no longer. Appends events for those of which it was the
         fastest."""
@@ -147,6 +184,9 @@ class EventLog:
             there, names = _split(names, self._tiers[slower])
             self._undigested[slower] += there
             self._append(BlocksStored(there, slower))
+        if self.contents:
+            for name in names:
+                self.contents.pop(name, None)
         self._append(BlocksRemoved(names))
 
     def since(self, seq: int) -> EventBatch:

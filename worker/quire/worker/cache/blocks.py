@@ -46,7 +46,8 @@ class BlockPool:
         """``seconds`` is the clock of `keep`."""
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._log = log
+        self.log = log
+        """Hears of the blocks that are registered and evicted."""
         self._policy = policy(num_blocks)
 
         # Flat arrays by block id: a pool may have millions of blocks.
@@ -154,7 +155,7 @@ class BlockPool:
             more = bool(children)
         for block_id, name in reversed(lost.items()):
             self._forget(block_id, name)
-        self._log.removed(lost.values())
+        self.log.removed(lost.values())
         return list(lost.values())
 
     def num_unheld(self, block_ids: Iterable[BlockId]) -> int:
@@ -188,7 +189,7 @@ class BlockPool:
             block_id, block_hash = self._evict()
             taken.append(block_id)
             evicted.append(block_hash)
-        self._log.removed(evicted)
+        self.log.removed(evicted)
         for block_id in taken:
             self._refs[block_id] = 1
         self._clock += num_blocks
@@ -222,7 +223,7 @@ class BlockPool:
                 self._hold(block_id)
             named.append(block_id)
             parent = block_id
-        self._log.stored(stored)
+        self.log.stored(stored)
         return named
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
@@ -257,7 +258,7 @@ class BlockPool:
             return False
         evicted = [self._evict(spills=False) for _ in range(self._num_cached)]
         self._returned.extend(block_id for block_id, _ in evicted)
-        self._log.removed(block_hash for _, block_hash in evicted)
+        self.log.removed(block_hash for _, block_hash in evicted)
         return True
 
     def _hold(self, block_id: BlockId) -> None:

@@ -23,6 +23,7 @@ _STEP_SHARE = 0.02
 """Part of the steps' time that all loans together may take while sequences decode."""
 _POOL_SHARE = 0.5
 """Part of the KV cache that all loans together hold at most."""
+_ALL_HELD = "busy: loans hold as much of the KV cache as they may"
 _BYTES_PER_S = 4e9
 """About how fast blocks are copied and their checksums computed; the share above is small enough
 for an estimate."""
@@ -82,6 +83,8 @@ class Loans:
             return f"busy: {len(self._lendings)} loans are under way"
         found = self._pool.match(hashes)
         block_ids = found[: self._most_held]
+        if found and not block_ids:
+            return _ALL_HELD
         slots = self._shelf.match(hashes[len(block_ids) :]) if block_ids == found else []
         names = hashes[: len(block_ids) + len(slots)]
         parents = self._parents(names)
@@ -92,6 +95,8 @@ class Loans:
         """Blocks of the KV cache that requests find most often, with those before them."""
         if len(self._lendings) >= MAX_LOANS:
             return f"busy: {len(self._lendings)} loans are under way"
+        if not self._most_held:
+            return _ALL_HELD
         num_blocks = min(num_bytes // self._format.block_bytes, self._most_held)
         block_ids = self._pool.most_useful(num_blocks)
         named = [self._pool.named(block_id) for block_id in block_ids]

@@ -14,7 +14,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from quire.worker.api.events import EventLog
 from quire.worker.api.hashing import BlockHash, BlockHashes
 from quire.worker.api.kv_format import Bytes, KvFormat, PeerSource
 from quire.worker.cache.blocks import BlockId, BlockPool
-from quire.worker.cache.checksum import checksum_of
+from quire.worker.cache.checker import Check, Checker
 from quire.worker.cache.copies import Copies, Slot
 from quire.worker.cache.disk import BlockCorrupt, DiskReadError, DiskStore
 from quire.worker.cache.disk_fetcher import DiskFetcher
@@ -89,9 +88,9 @@ class Travel:
         self._saver: DiskSaver | None = None
         self._lost_on_disk: deque[DiskReadError] = deque()
         self._log = log
-        # Kept blocks whose checksums a thread computes; their slots are pinned until then.
-        self._checks: deque[tuple[Slot, Future[bytes]]] = deque()
-        self._checker = ThreadPoolExecutor(1, "quire-checksums")
+        self.checker = Checker(
+            self.shelf, host_blocks_XC=host_blocks_XC, on_change=self._changed.set
+        )
         if config.kv_disk_dir is not None:
             self._open_disk(config.kv_disk_dir, int(config.kv_disk_size * 2**30), identity)
         self.pulls = Pulls(
@@ -135,7 +134,7 @@ class Travel:
         """Takes in what threads have brought and given back; to be called before each step, which
         makes the copies. ``step_s``: about how long a step takes."""
         self._changed.clear()
-        self._take_checksums()
+        self.checker.settle()
         if self._saver is not None:
             self._settle_disk(self._saver)
         self.pulls.advance()
@@ -152,7 +151,7 @@ class Travel:
         under their names. ``parent`` is the registered block before them. Fewer where a checksum
         differs. The caller holds the blocks, for which there must be room."""
         for number, slot in enumerate(slots):
-            if not self._is_whole(slot):
+            if not self.checker.is_whole(slot):
                 self._throw_away(hashes[number])
                 slots = slots[:number]
                 break
@@ -171,6 +170,11 @@ class Travel:
     def _unpin(self, slots: list[Slot]) -> None:
         for slot in slots:
             self.shelf.unpin(slot)
+
+    def check(self, hashes: Sequence[BlockHash]) -> Check | None:
+        """Has a thread compare the blocks of a chain that host memory keeps with their checksums,
+        where they are many; `Checker.end` must follow."""
+        return self.checker.begin(self.on_shelf(hashes[len(self._pool.match(hashes)) :]))
 
     def want(
         self, hashes: Sequence[BlockHash], *, num_useful: int, source: PeerSource | None
@@ -273,7 +277,7 @@ class Travel:
         self._pool.spill = None
         self.loans.close()
         self.pulls.close()
-        self._checker.shutdown(wait=False, cancel_futures=True)
+        self.checker.close()
         if self._saver is not None:
             self._saver.close()
         if self._disk_fetch is not None:
@@ -321,24 +325,14 @@ class Travel:
         slot = self.shelf.keep(name, parent, num_hits=self._pool.num_hits(block_id))
         if slot is not None:
             self.copies.out(block_id, slot)
-            self.copies.then(lambda: self._check(slot))
+            self.copies.then(lambda: self._filled(slot))
         if self._saver is not None:
             self._saver.save(name, parent)
 
-    def _check(self, slot: Slot) -> None:
-        """A block has left the KV cache: its bytes are what they should be."""
+    def _filled(self, slot: Slot) -> None:
+        """A block has left the KV cache."""
         self.shelf.filled(slot)
-        self._checks.append((slot, self._checker.submit(checksum_of, self.host_blocks_XC[slot])))
-
-    def _take_checksums(self) -> None:
-        while self._checks and self._checks[0][1].done():
-            slot, checksum = self._checks.popleft()
-            self.shelf.set_checksum(slot, checksum.result())
-            self.shelf.unpin(slot)
-
-    def _is_whole(self, slot: Slot) -> bool:
-        known = self.shelf.checksum(slot)
-        return not known or known == checksum_of(self.host_blocks_XC[slot])
+        self.checker.filled(slot)
 
     def _throw_away(self, name: BlockHash) -> None:
         slot = self.shelf.find(name)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import inf
 
 from quire.worker.api.outputs import Fetched
+from quire.worker.cache.checker import Check
 from quire.worker.cache.pulls import Arrival
 from quire.worker.cache.travel import Travel
 from quire.worker.schedule.sequence import Sequence, Status
@@ -49,16 +50,18 @@ class Arriving:
         self._step_tokens = step_tokens
         self._clock = clock
         self._waiting: dict[Sequence, _Waiting] = {}
+        # Those whose blocks in host memory are being compared with their checksums before.
+        self._checked: dict[Sequence, Check] = {}
         self._queued: dict[Sequence, tuple[_Waiting, float]] = {}  # And how long they had waited.
         # Of recent steps with chunks of prompts; both fade.
         self._num_tokens = 0.0
         self._seconds = 0.0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._checked)
 
     def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._waiting
+        return seq in self._waiting or seq in self._checked
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         """A step computed so many tokens of prompts."""
@@ -68,17 +71,11 @@ class Arriving:
 
     def add(self, seq: Sequence) -> bool:
         """Whether ``seq`` waits for blocks; `take` hands it out when it may begin."""
-        began_s = self._clock()  # To begin a pull takes a while, too.
-        arrival = self._travel.want(
-            seq.hashes, num_useful=seq.num_shareable, source=seq.request.source
-        )
-        if arrival is None:
-            return False
-        num_wanted = len(arrival.pull.hashes) - arrival.num_here
-        self._waiting[seq] = _Waiting(
-            arrival, began_s, num_wanted, arrival.num_here, seq.fetched or Fetched()
-        )
-        return True
+        check = self._travel.check(seq.hashes[: seq.num_shareable])
+        if check is not None:
+            self._checked[seq] = check
+            return True
+        return self._fetch(seq)
 
     @property
     def left_s(self) -> float:
@@ -95,6 +92,11 @@ class Arriving:
         running, those to compute."""
         self._settle_queued()
         taken = []
+        for seq in [seq for seq, check in self._checked.items() if check.is_done]:
+            self._travel.checker.end(self._checked.pop(seq))
+            if not self._fetch(seq):
+                num_pending_tokens += seq.num_tokens
+                taken.append(seq)
         for seq, waiting in list(self._waiting.items()):
             if self._is_coming(waiting) and self._left_s(waiting) > 0:
                 continue
@@ -108,7 +110,7 @@ class Arriving:
                 arrival = waiting.arrival
                 is_whole = arrival.num_here == len(arrival.pull.hashes) > waiting.num_before
                 # The disk may have had the beginning, and another group has more.
-                if is_whole and self.add(seq):
+                if is_whole and self._fetch(seq):
                     continue
             num_pending_tokens += seq.num_tokens - waiting.arrival.num_here * self._block_size
             taken.append(seq)
@@ -127,7 +129,24 @@ class Arriving:
 
     def remove(self, seq: Sequence) -> None:
         """``seq`` waits no longer, or has ended."""
-        self._travel.pulls.let_go(self._waiting.pop(seq).arrival)
+        if seq in self._checked:
+            self._travel.checker.end(self._checked.pop(seq))
+        else:
+            self._travel.pulls.let_go(self._waiting.pop(seq).arrival)
+
+    def _fetch(self, seq: Sequence) -> bool:
+        """Whether ``seq`` waits for blocks from disk or another group."""
+        began_s = self._clock()  # To begin a pull takes a while, too.
+        arrival = self._travel.want(
+            seq.hashes, num_useful=seq.num_shareable, source=seq.request.source
+        )
+        if arrival is None:
+            return False
+        num_wanted = len(arrival.pull.hashes) - arrival.num_here
+        self._waiting[seq] = _Waiting(
+            arrival, began_s, num_wanted, arrival.num_here, seq.fetched or Fetched()
+        )
+        return True
 
     def _is_coming(self, waiting: _Waiting) -> bool:
         arrival = waiting.arrival

@@ -119,9 +119,12 @@ class Scheduler:
         While steps are under way nobody is preempted. Where that would be necessary, nothing is
         chosen: take a step's tokens and try again.
         """
-        if self._tables.num_finished < self._tables.num_submitted and self._must_wait():
+        is_under_way = self._tables.num_finished < self._tables.num_submitted
+        if is_under_way and self._must_wait():
             return NOTHING
-        self._change_adapters()
+        # Those whose turn it is now may lack blocks too.
+        if self._change_adapters() and is_under_way and self._must_wait():
+            return NOTHING
         chosen: list[tuple[Sequence, int]] = []
         begun: list[Sequence] = []
         num_sitting = sum([seq.num_uncomputed == 1 and seq.sits_out for seq in self.running])
@@ -390,8 +393,9 @@ class Scheduler:
             self.num_preemptions += 1
         return True
 
-    def _change_adapters(self) -> None:
-        """Lets those requests into the queue whose adapter's turn it is, and takes others out."""
+    def _change_adapters(self) -> bool:
+        """Lets those requests into the queue whose adapter's turn it is, and takes others out.
+        Whether some may go on."""
         resumed, stopped = self.slots.advance()
         for seq in stopped:
             if seq.status is Status.WAITING:
@@ -401,6 +405,7 @@ class Scheduler:
             if seq.status is Status.WAITING:
                 self._aside.remove(seq)
                 self._push_again(seq, self._tables.num_hits(seq))
+        return bool(resumed)
 
     def _queue(self, seq: Sequence) -> None:
         num_hits = self._tables.num_hits(seq)

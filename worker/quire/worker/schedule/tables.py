@@ -12,6 +12,7 @@ it is registered when the token comes.
 from bisect import bisect_left
 from typing import NamedTuple
 
+from quire.worker.api.events import BlockContent
 from quire.worker.api.outputs import Fetched
 from quire.worker.cache.blocks import BlockId, BlockPool
 from quire.worker.cache.copies import Slot
@@ -65,6 +66,7 @@ class BlockTables:
         """Begins the empty table of ``seq`` with what is there. What was in host memory is copied
         by the next step; less of it where it turns out to be damaged."""
         block_ids, slots = prefix
+        self._describe(seq, 0, prefix.num_blocks)
         self.pool.acquire(block_ids)
         if slots:
             assert self._travel is not None
@@ -148,11 +150,31 @@ class BlockTables:
             return
         block_ids: list[BlockId] = seq.block_ids[begin:end].tolist()
         parent = BlockId(int(seq.block_ids[begin - 1])) if begin else None
+        self._describe(seq, begin, end)
         named = self.pool.register(block_ids, seq.hashes[begin:end], parent=parent)
         seq.num_registered = end
         for index, (own, block_id) in enumerate(zip(block_ids, named, strict=True), begin):
             if own != block_id:
                 self._duplicates.append((seq, index, block_id))
+
+    def _describe(self, seq: Sequence, begin: int, end: int) -> None:
+        """Tells the log what blocks of ``seq`` hold, where it keeps that. Blocks that came from
+        elsewhere are described by the first sequence that uses them."""
+        known = self.pool.log.contents
+        if known is None:
+            return
+        size, names = self.pool.block_size, seq.hashes[begin:end]
+        if all(name in known for name in names):
+            return
+        tokens = seq.token_ids[begin * size : end * size].astype("<u4").tobytes()
+        parent = seq.hashes[begin - 1] if begin else None
+        adapter, salt = seq.request.adapter, seq.request.cache_salt
+        contents = {}
+        for name, place in zip(names, range(0, len(tokens), 4 * size), strict=True):
+            token_ids = tokens[place : place + 4 * size]
+            contents[name] = BlockContent(parent, token_ids, adapter, salt)
+            parent = name
+        self.pool.log.describe(contents)
 
     def _release_after(self, block_ids: list[BlockId], step: int) -> None:
         if step <= self.num_finished:

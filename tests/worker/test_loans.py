@@ -1,0 +1,210 @@
+"""Blocks that an engine lends: a bounded part of its steps' time and of its KV cache, for a bounded
+time, and at no running request's cost."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.worker.conftest import owner
+from tests.worker.engine_requests import (
+    MakeEngine,
+    range_prompt,
+    request,
+    run,
+    take_checksums,
+)
+
+from quire.worker.api.hashing import BlockHashes
+from quire.worker.cache.checksum import checksum_of
+from quire.worker.cache.loan import Lent, Loan
+from quire.worker.cache.loans import LEASE_S, MAX_LOANS
+from quire.worker.engine import Engine
+
+PROMPT = range_prompt(41)
+"""10 blocks of 4 tokens, and a token."""
+BLOCK_BYTES = 4 * 3 * 8
+
+
+class Rig:
+    def __init__(self, make_engine: MakeEngine, **options: Any) -> None:
+        self.now_s = 0.0
+        self.engine, self.executor = make_engine(
+            **{"num_blocks": 64, "host_kv_bytes": 1, **options}, clock=lambda: self.now_s
+        )
+        run(self.engine, request("first", PROMPT, max_tokens=1))
+
+    def lend(self, prompt: list[int] = PROMPT) -> Loan:
+        loan = self.engine.lend(
+            names_of(self.engine, prompt), borrower_format=self.executor.kv_format
+        )
+        assert not isinstance(loan, str)
+        return loan
+
+    def num_copied(self) -> int:
+        """By the steps since the last call."""
+        steps, self.executor.steps = self.executor.steps, []
+        return sum(0 if step.copies_X22 is None else len(step.copies_X22) for step in steps)
+
+
+@pytest.fixture
+def rig(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
+    monkeypatch.setattr("quire.worker.cache.travel._WAIT_S", 0.0)
+    return lambda **options: Rig(make_engine, **options)
+
+
+def names_of(engine: Engine, prompt: list[int]) -> BlockHashes:
+    return BlockHashes.of(engine._intake.sequence(request("x", prompt), 1).hashes)
+
+
+def take(loan: Loan) -> list[Lent]:
+    """What is there to read now; checks it."""
+    taken = []
+    while (lent := loan.next(0)) is not None:
+        positions = range(lent.index * 4, lent.index * 4 + 4)
+        words = [[PROMPT[each], each, owner("")] for each in positions]
+        expected = np.array(words, np.int64).reshape(-1).view(np.uint8)
+        assert (loan.host_blocks_XC[lent.slot] == expected).all()
+        assert lent.checksum == checksum_of(expected)
+        taken.append(lent)
+    return taken
+
+
+def test_a_loan_is_the_beginning_that_is_there_in_order(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    loan = group.lend([*PROMPT[:24], *range_prompt(16, first=9)])
+    assert loan.hashes == names_of(group.engine, PROMPT)[:6]
+    assert loan.parents == [None, *list(loan.hashes)[:-1]]
+    group.engine.step()
+    assert [lent.index for lent in take(loan)] == list(range(6))
+    loan.close()
+    group.engine.step()
+    assert group.engine.stats().num_held_blocks == 0
+    assert group.engine.stats().num_lent_tokens == 24
+    assert not group.engine.has_work
+
+
+def test_few_slots_are_enough(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    travel = group.engine._travel
+    assert travel is not None
+    travel.shelf.take(travel.shelf.num_free - 1)
+    loan = group.lend()
+    found = []
+    for _ in range(10):
+        group.engine.step()
+        for lent in take(loan):
+            found.append(lent.index)
+            loan.give_back(lent.slot)
+    assert found == list(range(10))
+
+
+def test_loans_take_a_small_share_of_steps_that_decode(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    group.engine.add_request(request("long", [7, 8, 9], max_tokens=50))
+    group.engine.step()
+    # So many bytes fit into the share of about six steps' time.
+    group.engine._counters.step_s = BLOCK_BYTES / 4e9 / 0.02 / 6
+    group.num_copied()
+    loans = [group.lend() for _ in range(3)]
+    per_step = []
+    for _ in range(24):
+        group.engine.step()
+        per_step.append(group.num_copied())
+    assert max(per_step) == 1
+    assert 2 <= sum(per_step) <= 5
+    assert len({len(take(loan)) for loan in loans}) <= 2, "they take turns"
+
+
+def test_no_more_than_a_few_loans_are_made(rig: Callable[..., Rig]) -> None:
+    group = rig(num_blocks=1_000)
+    loans = [group.lend() for _ in range(MAX_LOANS)]
+    refusal = group.engine.lend(loans[0].hashes, borrower_format=group.executor.kv_format)
+    assert refusal == f"busy: {MAX_LOANS} loans are under way"
+    loans[0].close()
+    group.engine.step()
+    assert group.lend().hashes
+
+
+def test_a_loan_ends_with_its_lease(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    loan = group.lend()
+    group.now_s = LEASE_S + 1
+    group.engine.step()
+    assert loan.error == "the lease is over"
+    assert loan.next(0) is None
+    assert group.engine.stats().num_held_blocks == 0
+    loan.close()
+    group.engine.step()
+    assert not group.engine.has_work
+
+
+def test_all_loans_together_hold_half_of_the_cache(rig: Callable[..., Rig]) -> None:
+    group = rig(num_blocks=16)
+    assert len(group.lend().hashes) == 8
+    names = names_of(group.engine, PROMPT)
+    refusal = "busy: loans hold as much of the KV cache as they may"
+    assert group.engine.lend(names, borrower_format=group.executor.kv_format) == refusal
+    assert group.engine.lend_most_useful(1 << 20) == refusal
+    assert group.engine.stats().num_held_blocks == 8
+
+
+def test_a_running_request_ends_a_loan_whose_room_it_needs(rig: Callable[..., Rig]) -> None:
+    group = rig(num_blocks=16)
+    loan = group.lend()
+    group.engine.add_request(request("long", range_prompt(50, first=20), max_tokens=1))
+    ended = [output for _ in range(4) for output in group.engine.step()]
+    assert [output.finish_reason for output in ended] == ["length"]
+    assert loan.error == "the lender needs the room of these blocks"
+
+
+def test_kept_blocks_are_lent_from_where_they_are(rig: Callable[..., Rig]) -> None:
+    group = rig(num_blocks=12, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
+    run(group.engine, request("next", range_prompt(33, first=25), max_tokens=1))
+    take_checksums(group.engine)
+    num_kept = group.engine.events.snapshot().slower[0]
+    assert len(num_kept) >= 5
+    loan = group.lend()
+    assert len(loan.hashes) >= 6
+    for _ in range(3):
+        group.engine.step()
+    assert [lent.index for lent in take(loan)] == list(range(len(loan.hashes)))
+
+
+def test_a_damaged_kept_block_is_not_lent(rig: Callable[..., Rig]) -> None:
+    group = rig(num_blocks=12, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
+    run(group.engine, request("next", range_prompt(33, first=25), max_tokens=1))
+    take_checksums(group.engine)
+    travel = group.engine._travel
+    assert travel is not None
+    names = list(names_of(group.engine, PROMPT))
+    num_here = len(group.engine._pool.match(names))
+    slot = travel.on_shelf(names[num_here:])[1]
+    travel.host_blocks_XC[slot, 5] ^= 1
+    loan = group.lend()
+    for _ in range(3):
+        group.engine.step()
+    assert [lent.index for lent in take(loan)] == list(range(num_here + 1))
+    assert loan.error.startswith(f"block {num_here + 1} (")
+    assert loan.error.endswith("is corrupt")
+    assert group.engine.stats().num_corrupt_blocks == 1
+    assert names[num_here + 1] not in travel.shelf
+
+
+def test_the_blocks_found_most_are_lent_with_all_before_them(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    other = range_prompt(21, first=30)
+    for number in range(3):
+        run(group.engine, request(f"r{number}", other, max_tokens=1))
+    loan = group.engine.lend_most_useful(7 * BLOCK_BYTES)
+    assert not isinstance(loan, str)
+    assert set(loan.hashes) >= set(names_of(group.engine, other)[:5])
+    for name, parent in zip(loan.hashes, loan.parents, strict=True):
+        assert parent is None or list(loan.hashes).index(parent) < list(loan.hashes).index(name)
+
+
+def test_an_engine_whose_blocks_stay_lends_none(make_engine: MakeEngine) -> None:
+    engine, executor = make_engine()
+    refusal = "this group's blocks do not leave its KV cache"
+    assert engine.lend(BlockHashes(), borrower_format=executor.kv_format) == refusal
+    assert engine.lend_most_useful(1 << 20) == refusal
