@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quire.cluster.cli.bench import LENGTHS
 from quire.cluster.cli.engine import engine_config
 from quire.cluster.config import ClusterConfig
 from quire.cluster.links.group_link import GroupContact
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 _ASKED = SamplingParams(temperature=0, max_tokens=4, logprobs=1, seed=1)
 _TAIL_TOKENS = 8
 """Of each prompt, behind the prefix: they are computed in any case."""
+_MORE_TOKENS = _TAIL_TOKENS + (_ASKED.max_tokens or 0)
+"""Of each request, behind the prefix."""
 _SETTLE_S = 0.3
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
@@ -68,7 +71,7 @@ class ReuseConfig:
 
     def cluster(self, **changes: Any) -> ClusterConfig:
         """Of one group, whose cache holds two of the longest prompts."""
-        longest = max(self.lengths) + _TAIL_TOKENS + (_ASKED.max_tokens or 0)
+        longest = max(self.lengths) + _MORE_TOKENS
         num_blocks = 2 * (-(-longest // self.engine.block_size) + 1)
         engine = replace(
             self.engine,
@@ -294,12 +297,20 @@ def reuse(arguments: argparse.Namespace) -> int:
 
     engine = engine_config(arguments, arguments.model)
     engine = replace(engine, model=fetch_checkpoint(engine.model))
-    lengths: Sequence[int] = arguments.lengths
+    spec = read_model_spec(engine.model, model_impl=engine.model_impl)
+    longest = spec.max_positions - _MORE_TOKENS
+    given: Sequence[int] | None = arguments.lengths
+    if given is not None and max(given) > longest:
+        raise ConfigError(
+            f"lengths={max(given)}: the model was trained for {spec.max_positions} positions, and "
+            f"{_MORE_TOKENS} come behind the prefix: {longest} at most"
+        )
+    lengths = given or [length for length in LENGTHS if length <= longest]
     config = ReuseConfig(
         engine=engine,
         lengths=tuple(dict.fromkeys(lengths)),
         repeats=arguments.repeats,
         seed=arguments.seed,
-        vocab_size=read_model_spec(engine.model, model_impl=engine.model_impl).vocab_size,
+        vocab_size=spec.vocab_size,
     )
     return run_reuse(config, output=arguments.output, title=model_name(engine.model))

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from quire.worker.bench.workload import Workload
 
 _SWEPT = (4, 8, 16, 32, 64)
-_LENGTHS = (128, 256, 512, 1024, 2048)
+LENGTHS = (128, 256, 512, 1024, 2048)
+"""Of `quire bench reuse`."""
 _CACHE_SIZES = ["10%", "30%", "100%"]
 
 
@@ -119,7 +120,14 @@ def _add_sweep_flags(
 
 def _add_reuse_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what to measure").add_argument
-    add("--lengths", type=int, nargs="+", default=_LENGTHS, metavar="N", help="tokens of prefixes")
+    add(
+        "--lengths",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help=f"tokens of prefixes; of {', '.join(map(str, LENGTHS))} those that the model takes if "
+        "absent",
+    )
     add("--block-size", type=int, choices=BLOCK_SIZES, default=16, help="tokens in a KV block")
     add(
         "--kv-disk-dir",
