@@ -26,6 +26,7 @@ from quire.cluster.cli.model import add_model_parser
 from quire.cluster.cli.simulate import add_simulate_parser
 from quire.cluster.cli.stop import add_stop_parser
 from quire.cluster.cli.upgrade import add_upgrade_parser
+from quire.cluster.cli.vllm_flags import translated
 from quire.cluster.deploy.progress import on_stdout
 from quire.cluster.deploy.signals import ended_by_signal
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
@@ -98,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=DefaultsFormatter,
     )
     add_cluster_flags(serve, num_groups=1, tensor_parallel_size=1)
+    serve.spellings = translated
     serve.set_defaults(run=_serve)
 
     demo = commands.add_parser(
