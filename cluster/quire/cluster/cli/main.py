@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from quire.cluster.cli.adapter import add_adapter_parser
 from quire.cluster.cli.admin import add_admin_parser
 from quire.cluster.cli.bench import add_bench_parser
+from quire.cluster.cli.chat import add_chat_parser
 from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
 from quire.cluster.cli.explain import add_explain_parser
 from quire.cluster.cli.help import (
@@ -137,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, help="seed that repeats a text")
     generate.set_defaults(run=_generate)
 
+    add_chat_parser(commands)
     add_explain_parser(commands)
     add_admin_parser(commands)
     add_adapter_parser(commands)
