@@ -15,6 +15,7 @@ from quire.cluster.cli.admin import add_admin_parser
 from quire.cluster.cli.bench import add_bench_parser
 from quire.cluster.cli.chat import add_chat_parser
 from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
+from quire.cluster.cli.doctor import add_doctor_parser
 from quire.cluster.cli.explain import add_explain_parser
 from quire.cluster.cli.help import (
     SHORT_USAGE,
@@ -142,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     add_explain_parser(commands)
     add_admin_parser(commands)
     add_adapter_parser(commands)
+    add_doctor_parser(commands)
     add_bench_parser(commands)
     add_simulate_parser(commands)
     return parser
