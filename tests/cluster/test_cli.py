@@ -63,8 +63,9 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         (["generate", "hi", "--address", "localhost"], "address='localhost': must be host:port"),
         (["generate", "hi", "--address", "[::1]:65536"], "address='[::1]:65536': must be host:"),
         (["generate", "hi", "--address", "http://[::1]:80"], "address='http://[::1]:80': must be"),
-        (["serve", "--model", "x"], "--model; MODEL is given without a flag"),
-        (["serve", "--model=x"], "--model=x; MODEL is given without a flag"),
+        (["demo", "--model", "x"], "--model; MODEL is given without a flag"),
+        (["demo", "--model=x"], "--model=x; MODEL is given without a flag"),
+        (["serve", "--model", "/nowhere/x"], "/nowhere/x: no such directory"),
         (
             ["serve", "/nowhere/x.gguf"],
             "no such file; model must be a GGUF file or a checkpoint directory",

@@ -13,6 +13,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.cluster.deploy import wait_idle
+from quire.cluster.telemetry.vllm_metrics import SUMS
 from quire.router.policies.speeds import MIN_OBSERVATIONS
 from quire.v1 import inference_pb2 as pb
 
@@ -44,8 +45,29 @@ async def page(start_cluster: Any) -> str:
 def ours(page: str) -> Iterator[Metric]:
     for family in text_string_to_metric_families(page):
         # The client library adds when each of its counters was created.
-        if not family.name.endswith("_created"):
+        if not family.name.endswith("_created") and family.name.startswith("quire_"):
             yield family
+
+
+async def test_vllms_names_are_there_with_the_same_values(page: str) -> None:
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    for name, (first, *_) in SUMS.items():
+        assert families[name].type == families[first].type
+        for sample in families[name].samples:
+            assert sample.labels["model_name"] == "hash"
+            assert sample.labels["engine"] == "0"
+    (tokens,) = [
+        each.value for each in families["vllm:generation_tokens"].samples if "_total" in each.name
+    ]
+    (own,) = [
+        each.value for each in families["quire_output_tokens"].samples if "_total" in each.name
+    ]
+    assert tokens == own > 0
+    (usage,) = families["vllm:kv_cache_usage_perc"].samples
+    assert 0 <= usage.value <= 1
+    reasons = {each.labels["finished_reason"] for each in families["vllm:request_success"].samples}
+    assert reasons <= {"stop", "length", "abort"}
+    assert reasons
 
 
 async def test_names_and_help_keep_to_prometheus_rules(page: str) -> None:

@@ -11,6 +11,7 @@ from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
 from quire.cluster.cli.fields import add_fields, chat_template, given_fields
 from quire.cluster.cli.lora import lora_modules
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
+from quire.cluster.deploy.kept_keys import kept_keys
 from quire.cluster.dialects.formats import TOOL_FORMATS
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.config import POLICY_NAMES, RoutingConfig
@@ -180,6 +181,14 @@ def _add_network_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("network", "Where clients connect, with TLS and API keys.")
     add_fields(group, ClusterConfig, _NETWORK, group_host=None)
     group.add_argument(
+        "--api-key",
+        dest="api_keys",
+        nargs="+",
+        metavar="KEY",
+        help="keys of which clients must show one, instead of a file; who sees this machine's "
+        "processes sees them",
+    )
+    group.add_argument(
         "--allow-origin",
         dest="allow_origins",
         action="append",
@@ -244,11 +253,24 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
     )
     shared = _shared_settings(arguments)
     more_models = tuple(ModelConfig(**shared | each) for each in others)
-    given = given_fields(ClusterConfig, arguments) | {
+    given = given_fields(ClusterConfig, arguments) | _keys(arguments)
+    given |= {
         "allow_origins": tuple(arguments.allow_origins or ()),
         "group_host": arguments.group_host or _group_host(arguments),
     }
     return ClusterConfig(**given | shared | first, more_models=more_models)
+
+
+def _keys(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Where the keys of ``--api-key`` are. Raises ConfigError: gateways would not find them."""
+    if not arguments.api_keys:
+        return {}
+    if arguments.api_keys_file or arguments.ray_address:
+        raise ConfigError(
+            "--api-key: put the keys into a file that each gateway's node has, and name it with "
+            "--api-keys-file"
+        )
+    return {"api_keys_file": kept_keys(arguments.api_keys)}
 
 
 def model_config(arguments: argparse.Namespace) -> ModelConfig:

@@ -3,15 +3,25 @@ name a server."""
 
 import argparse
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from quire.worker.api.errors import ConfigError
+
 if TYPE_CHECKING:
     from quire.cluster.client import Server
+
+_CLOSE = 0.8
+"""How alike a flag must be to be asked about: --num-group is, --tokenizer and --block-size are not.
+"""
+
+Spellings = Callable[[Sequence[str], Sequence[str]], tuple[Sequence[str], Sequence[str]]]
+"""From arguments, and the flags that are known, to arguments and notes. Raises ConfigError."""
 
 SHORT_USAGE = "%(prog)s [MODEL …] [flags]"
 """Usage line of commands whose list of flags would fill the first screen of ``--help``."""
@@ -23,12 +33,22 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
+        self.spellings: Spellings | None = None
+        """Other programs' flags that it takes too."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """A command refuses what it does not know by itself: it knows what else there is. One with
         a ``--config`` also says which flags were ``given``."""
+        if self.spellings is not None and args is not None:
+            own = [flag for action in self._actions for flag in action.option_strings]
+            try:
+                args, notes = self.spellings(args, own)
+            except ConfigError as error:
+                self.error(str(error))
+            for note in notes:
+                print(f"{self.prog}: {note}", file=sys.stderr)
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(self._unrecognized(unknown))
@@ -63,7 +83,7 @@ class Parser(argparse.ArgumentParser):
             close
             for argument in given
             if argument.startswith("-")
-            for close in get_close_matches(argument.partition("=")[0], flags, n=1)
+            for close in get_close_matches(argument.partition("=")[0], flags, n=1, cutoff=_CLOSE)
         ]
         question = f" (is {' '.join(meant)} meant?)" if meant else ""
         return f"unrecognized arguments: {' '.join(given)}{question}"

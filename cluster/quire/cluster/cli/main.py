@@ -13,7 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from quire.cluster.cli.adapter import add_adapter_parser
 from quire.cluster.cli.admin import add_admin_parser
 from quire.cluster.cli.bench import add_bench_parser
+from quire.cluster.cli.chat import add_chat_parser
 from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
+from quire.cluster.cli.doctor import add_doctor_parser
 from quire.cluster.cli.explain import add_explain_parser
 from quire.cluster.cli.help import (
     SHORT_USAGE,
@@ -26,6 +28,7 @@ from quire.cluster.cli.model import add_model_parser
 from quire.cluster.cli.simulate import add_simulate_parser
 from quire.cluster.cli.stop import add_stop_parser
 from quire.cluster.cli.upgrade import add_upgrade_parser
+from quire.cluster.cli.vllm_flags import translated
 from quire.cluster.deploy.progress import on_stdout
 from quire.cluster.deploy.signals import ended_by_signal
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
@@ -98,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=DefaultsFormatter,
     )
     add_cluster_flags(serve, num_groups=1, tensor_parallel_size=1)
+    serve.spellings = translated
     serve.set_defaults(run=_serve)
 
     demo = commands.add_parser(
@@ -135,9 +139,11 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, help="seed that repeats a text")
     generate.set_defaults(run=_generate)
 
+    add_chat_parser(commands)
     add_explain_parser(commands)
     add_admin_parser(commands)
     add_adapter_parser(commands)
+    add_doctor_parser(commands)
     add_bench_parser(commands)
     add_simulate_parser(commands)
     return parser

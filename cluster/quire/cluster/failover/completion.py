@@ -247,6 +247,8 @@ class Completion:
             total_time_s=total_s,
         )
         self._telemetry.total_time.observe(total_s)
+        self._telemetry.prompt_lengths.observe(chunk.usage.num_prompt_tokens)
+        self._telemetry.output_lengths.observe(num_output)
         if num_output > 1:
             per_token_s = (total_s - first_token_s) / (num_output - 1)
             self._telemetry.time_per_output_token.observe(per_token_s)

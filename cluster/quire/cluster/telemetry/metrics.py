@@ -13,10 +13,12 @@ from prometheus_client.registry import Collector
 
 from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry.routing_metrics import RoutingCollector
+from quire.cluster.telemetry.vllm_metrics import vllm_metrics
 from quire.router.table import RoutingTable
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_LENGTHS = tuple(4**power for power in range(10))
 _TOTAL_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
@@ -70,6 +72,12 @@ class Telemetry:
             "quire_completion_seconds",
             "From a request's arrival to its last token.",
             buckets=_TOTAL_BUCKETS,
+        )
+        self.prompt_lengths = histogram(
+            "quire_completion_prompt_tokens", "Prompt tokens of a completion.", buckets=_LENGTHS
+        )
+        self.output_lengths = histogram(
+            "quire_completion_output_tokens", "Tokens of a completion.", buckets=_LENGTHS
         )
         registry.register(_GroupCollector(groups))
         registry.register(RoutingCollector(table))
@@ -269,7 +277,7 @@ class _Page(Collector):
                         of, place = seen[key]
                         so_far = of.samples[place]
                         of.samples[place] = so_far._replace(value=so_far.value + sample.value)
-        return families.values()
+        return [*families.values(), *vllm_metrics(families)]
 
 
 def refused_counter(registry: CollectorRegistry) -> Counter:

@@ -1,0 +1,111 @@
+"""``quire chat``: a conversation with a running server, in the terminal."""
+
+import argparse
+import sys
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from quire.cluster.cli.help import DefaultsFormatter, Parser, add_server_flags, server_of
+
+if TYPE_CHECKING:
+    import grpc
+
+    from quire.cluster.client import Server
+    from quire.v1 import inference_pb2 as pb
+
+_HELP = "/clear forgets the conversation, /stats shows what the last answer cost, /exit ends it"
+
+
+def add_chat_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Adds ``chat`` to the command line."""
+    chat = commands.add_parser(
+        "chat",
+        help="talk to a running server",
+        description="Talks to a running server: one line is one message, and Ctrl-C stops an "
+        f"answer. {_HELP}. Where the server wants an API key, it is read from QUIRE_API_KEY.",
+        formatter_class=DefaultsFormatter,
+    )
+    add_server_flags(chat)
+    chat.add_argument("--model", default="", help="which of several models; the only one if absent")
+    chat.add_argument("--system", help="a system message")
+    chat.add_argument("--max-tokens", type=int, default=1024, help="most tokens of an answer")
+    chat.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token")
+    chat.add_argument("--seed", type=int, help="seed that repeats a conversation")
+    chat.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    import grpc
+
+    from quire.cluster.client import chat_request, print_rpc_error
+    from quire.cluster.wire import params_to_proto
+    from quire.worker.api.sampling_params import SamplingParams
+
+    sampling = params_to_proto(
+        SamplingParams(
+            max_tokens=arguments.max_tokens, temperature=arguments.temperature, seed=arguments.seed
+        )
+    )
+    server = server_of(arguments)
+    system = [("system", arguments.system)] if arguments.system is not None else []
+    turns, stats = list(system), "nothing was asked yet"
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print(_HELP)
+    with server.channel() as channel:
+        while (line := _read(is_terminal)) is not None:
+            if line == "/exit":
+                break
+            if line == "/clear":
+                turns = list(system)
+            elif line == "/stats":
+                print(stats)
+            elif line:
+                request = chat_request([*turns, ("user", line)], sampling=sampling)
+                request.model = arguments.model
+                try:
+                    text, stats = _answer(channel, server, request)
+                except grpc.RpcError as error:
+                    print_rpc_error(server, error)
+                    if not is_terminal:
+                        return 1
+                    continue
+                turns += [("user", line), ("assistant", text)]
+    return 0
+
+
+def _read(is_terminal: bool) -> str | None:
+    """The next line; ``None`` at the end."""
+    try:
+        return input("> " if is_terminal else "").strip()
+    except EOFError:
+        return None
+
+
+def _answer(
+    channel: "grpc.Channel", server: "Server", request: "pb.GenerateRequest"
+) -> tuple[str, str]:
+    """Prints an answer as it comes; returns it, as far as it came, and what it cost."""
+    from quire.cluster.client import generate
+
+    text, stats = "", "the answer was stopped"
+    with closing(generate(channel, request, metadata=server.metadata())) as chunks:
+        try:
+            for chunk in chunks:
+                print(chunk.text, end="", flush=True)
+                text += chunk.text
+                if chunk.HasField("usage"):
+                    stats = _stats(chunk.usage)
+        except KeyboardInterrupt:
+            print(" …", end="")
+    print()
+    return text, stats
+
+
+def _stats(usage: "pb.Usage") -> str:
+    per_s = usage.num_output_tokens / max(usage.total_time_s, 1e-9)
+    return (
+        f"{usage.num_prompt_tokens} prompt tokens, {usage.num_cached_tokens} of them cached; "
+        f"{usage.num_output_tokens} tokens, the first after {usage.time_to_first_token_s:.2f} s, "
+        f"{per_s:.0f} a second"
+    )

@@ -1,0 +1,164 @@
+"""``quire doctor``: what of this machine serving needs, and what is amiss."""
+
+import argparse
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+from quire.cluster.cli.help import DefaultsFormatter, Parser
+from quire.worker.api.errors import QuireError
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "ray", "grpcio", "protobuf")
+_LEAST_SHM_GIB, _LEAST_DISK_GIB = 1.0, 5.0
+
+
+class Finding(NamedTuple):
+    subject: str
+    is_well: bool
+    said: str
+
+
+def add_doctor_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Adds ``doctor`` to the command line."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine: packages, GPU, compiler, memory, disk, ports, a model's files",
+        description="Checks what serving needs of this machine. The exit status is 1 if something "
+        "is amiss.",
+        formatter_class=DefaultsFormatter,
+    )
+    doctor.add_argument("model", nargs="?", type=Path, help="a model whose files are looked at too")
+    doctor.add_argument("--host", default="127.0.0.1", help="where gateways are to listen")
+    doctor.add_argument("--http-port", type=int, default=8000, help="a port that is to be free")
+    doctor.add_argument("--grpc-port", type=int, default=50051, help="another one")
+    doctor.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    findings = []
+    for finding in look(
+        arguments.model, host=arguments.host, ports=(arguments.http_port, arguments.grpc_port)
+    ):
+        findings.append(finding)
+        print(f"{'ok  ' if finding.is_well else 'BAD '} {finding.subject:12} {finding.said}")
+    return 0 if all(finding.is_well for finding in findings) else 1
+
+
+def look(model: Path | None, *, host: str, ports: tuple[int, ...]) -> Iterator[Finding]:
+    """What is found, one thing after the other; some take seconds."""
+    yield _python()
+    for package in _PACKAGES:
+        yield _package(package)
+    checks: list[tuple[str, Callable[[], tuple[bool, str]]]] = [
+        ("cpu", _cpu),
+        ("compiler", _compiler),
+        ("gpu", _gpu),
+        ("memory", _memory),
+        ("/dev/shm", _shared_memory),
+        ("disk", _disk),
+        *((f"port {port}", lambda port=port: _port(host, port)) for port in ports),
+    ]
+    if model is not None:
+        checks.append(("model", lambda: _model(model)))
+    for subject, check in checks:
+        try:
+            yield Finding(subject, *check())
+        except (OSError, QuireError, ImportError) as error:
+            yield Finding(subject, False, str(error))
+
+
+def _python() -> Finding:
+    is_known = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    said = f"{platform.python_version()} on {platform.platform()}"
+    return Finding("python", is_known, said if is_known else f"{said}: 3.11 to 3.13 are tested")
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, True, version(name))
+    except PackageNotFoundError:
+        return Finding(name, False, f"not installed: pip install {name}")
+
+
+def _cpu() -> tuple[bool, str]:
+    cores = len(os.sched_getaffinity(0))
+    from quire.kernels import native
+
+    return True, f"{cores} cores for this process; kernels for {native.available_isas()[0]}"
+
+
+def _compiler() -> tuple[bool, str]:
+    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+    if found is None:
+        return False, "none: CPU kernels run in PyTorch, several times slower; install g++"
+    from quire.kernels import native
+
+    if native.library() is None:
+        return False, f"{found}, but the native library could not be made; the log says why"
+    return True, f"{found}; the native library is there"
+
+
+def _gpu() -> tuple[bool, str]:
+    import torch
+
+    if not torch.cuda.is_available():
+        hint = "" if shutil.which("nvidia-smi") is None else "; torch sees none: is it a CPU build?"
+        return not hint, f"none{hint}"
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return True, f"{', '.join(names)}; CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+def _memory() -> tuple[bool, str]:
+    from quire.worker.runner.kv_cache import available_ram_bytes
+
+    free = available_ram_bytes() / 2**30
+    return free > 2, f"{free:.1f} GiB free"
+
+
+def _shared_memory() -> tuple[bool, str]:
+    free = shutil.disk_usage("/dev/shm").free / 2**30
+    said = f"{free:.1f} GiB free"
+    if free < _LEAST_SHM_GIB:
+        return False, f"{said}: Ray wants {_LEAST_SHM_GIB:g}; in a container use --shm-size"
+    return True, said
+
+
+def _disk() -> tuple[bool, str]:
+    home = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    place = next(each for each in (home, *home.parents) if each.exists())
+    free = shutil.disk_usage(place).free / 2**30
+    return free > _LEAST_DISK_GIB, f"{free:.1f} GiB free at {home}, where models of the hub go"
+
+
+def _port(host: str, port: int) -> tuple[bool, str]:
+    with socket.socket() as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, port))
+        except OSError as error:
+            return False, f"{host}:{port}: {error.strerror}"
+    return True, f"{host}:{port} is free"
+
+
+def _model(model: Path) -> tuple[bool, str]:
+    from quire.worker.model.checkpoint import open_checkpoint
+    from quire.worker.model.config import read_model_spec
+    from quire.worker.model.hub import fetch_text_files, is_hub_name
+    from quire.worker.text.tokenizer import Tokenizer
+
+    folder = fetch_text_files(model)
+    spec = read_model_spec(folder)
+    Tokenizer.load(folder)
+    how = "through transformers" if spec.through_transformers else "by its description"
+    said = f"{len(spec.layers)} layers, {spec.vocab_size} tokens, {how}"
+    if not is_hub_name(model):
+        files = open_checkpoint(folder).files
+        said += f"; {sum(file.stat().st_size for file in files) / 2**30:.1f} GiB of weights"
+    return True, said

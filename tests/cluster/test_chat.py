@@ -1,0 +1,37 @@
+"""``quire chat``: a conversation over a server that is really there."""
+
+import asyncio
+import io
+from typing import Any
+
+import pytest
+
+from quire.cluster.cli.main import main
+
+pytestmark = pytest.mark.anyio
+
+
+async def talk(cluster: Any, monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
+    flags = ["--address", cluster.grpc_address, "--max-tokens", "8", "--seed", "1"]
+    return await asyncio.to_thread(main, ["chat", *flags])
+
+
+async def test_a_conversation_goes_on_and_can_begin_again(
+    start_cluster: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        lines = ("a", "a", "/clear", "a", "/stats", "/exit", "b")
+        assert await talk(cluster, monkeypatch, *lines) == 0
+        first, second, again, stats = capsys.readouterr().out.splitlines()
+        assert first == again != second  # The second has what was said before in its prompt.
+        assert "prompt tokens" in stats
+        assert "a second" in stats
+
+
+async def test_an_answer_that_fails_is_told_and_ends_a_script(
+    start_cluster: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        assert await talk(cluster, monkeypatch, "x" * 5000, "a") == 1
+        assert "INVALID_ARGUMENT" in capsys.readouterr().err

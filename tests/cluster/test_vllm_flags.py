@@ -1,0 +1,97 @@
+"""The command line that vLLM's users know: each of its flags works, or is refused with a reason."""
+
+import argparse
+import stat
+from pathlib import Path
+
+import pytest
+
+from quire.cluster.cli.cluster import cluster_config
+from quire.cluster.cli.main import _parser, main
+from quire.cluster.cli.vllm_flags import ALWAYS, REFUSED, SPELLED, translated
+from quire.worker.api.errors import ConfigError
+
+FLAGS = Path(__file__).with_name("vllm_flags.txt").read_text(encoding="ascii").split()
+"""Of ``vllm serve`` in release 0.33.0."""
+CHUNKED = "--enable-chunked-prefill"
+BY_HAND = {"--model", "--revision", "--allowed-origins"}
+
+
+def own_flags() -> set[str]:
+    (commands,) = (
+        each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction)
+    )
+    return {flag for each in commands.choices["serve"]._actions for flag in each.option_strings}
+
+
+def ours(*arguments: str) -> list[str]:
+    return translated(arguments, own_flags())[0]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_each_flag_is_known_once(flag: str) -> None:
+    tables = (own_flags(), SPELLED, ALWAYS, REFUSED, BY_HAND)
+    assert sum(flag in table for table in tables) == 1
+
+
+@pytest.mark.parametrize("flag", sorted(REFUSED))
+def test_what_we_have_not_is_refused_with_a_sentence(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{flag} of vLLM is not served: .{{12}}"):
+        ours("m", flag, "x")
+
+
+def test_the_usual_command_means_the_same() -> None:
+    given = ["--model", "m", "--revision", "r", "--port", "1", "-tp", "2", "--dtype", "half"]
+    expected = ["m@r", "--http-port", "1", "-tp", "2", "--dtype", "float16", "--max-model-len=9"]
+    assert ours(*given, "--max_model_len=9") == expected
+    assert ours("m", "--revision=r", "--allowed-origins", '["a","b"]') == [
+        *("m@r", "--allow-origin", "a", "--allow-origin", "b")
+    ]
+
+
+def test_every_spelling_is_of_a_flag_of_ours() -> None:
+    assert set(SPELLED.values()) <= own_flags()
+
+
+def test_what_is_always_so_is_noted_and_its_contrary_refused() -> None:
+    arguments, notes = translated(["m", CHUNKED], own_flags())
+    assert arguments == ["m"]
+    assert notes == [f"{CHUNKED} changes nothing: prompts are always computed in chunks"]
+    with pytest.raises(ConfigError, match="always computed in chunks"):
+        ours("--no-enable-chunked-prefill")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--port"], "--port: a value must follow"),
+        (["--revision", "r"], "spell the model MODEL@r"),
+        (["--allowed-origins", "*"], "must be a JSON list"),
+    ],
+)
+def test_a_broken_command_is_refused(arguments: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        ours(*arguments)
+
+
+def test_no_flag_is_guessed_that_is_not_nearly_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, guess in (("--tokeniser", False), ("--num-group", True)):
+        with pytest.raises(SystemExit):
+            main(["serve", flag, "x"])
+        assert ("meant?" in capsys.readouterr().err) is guess
+
+
+def test_keys_of_the_command_line_lie_where_their_owner_alone_can_read_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_STATE_DIR", str(tmp_path))
+    config = cluster_config(_parser().parse_args(["serve", "m", "--api-key", "a", "b"]))
+    file = config.api_keys_file
+    assert file is not None
+    assert file.read_text() == "a\nb\n"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    with pytest.raises(ConfigError, match="is empty, has a space"):
+        cluster_config(_parser().parse_args(["serve", "m", "--api-key", "a b"]))
+    elsewhere = _parser().parse_args(["serve", "m", "--api-key", "a", "--ray-address", "auto"])
+    with pytest.raises(ConfigError, match="--api-keys-file"):
+        cluster_config(elsewhere)
