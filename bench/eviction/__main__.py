@@ -24,6 +24,7 @@ from bench.eviction.replay import (
     periodic,
     replay,
     scans,
+    sessions,
 )
 from bench.eviction.two_tiers import replay_in_two_tiers
 from bench.report import command
@@ -41,6 +42,7 @@ TRACES = {
 }
 WORKLOADS: dict[str, tuple[Callable[[], list[Prompt]], Sequence[int]]] = {
     "agents": (agents, (500, 1000, 2000)),
+    "sessions": (sessions, (900, 1800, 2700)),
     "scans": (scans, (250, 500, 1000)),
     "long_tails": (long_tails, (200, 400, 800)),
     "periodic": (periodic, (200, 400, 800, 1200)),

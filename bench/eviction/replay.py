@@ -5,10 +5,12 @@ it takes what is cached of all but the last token, allocates the rest, names the
 lets go. Traces are files; workloads are made here from a seed.
 """
 
+import heapq
 import json
 import random
 from collections.abc import Callable, Iterator
 from itertools import count
+from math import log
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,6 +114,30 @@ def agents(*, seed: int = 0, num_turns: int = 6000) -> list[Prompt]:
         prompts.append(_prompt(contexts[agent]))
         if rng.random() < 0.03:
             contexts[agent] = list(system)
+    return prompts
+
+
+def sessions(*, seed: int = 0, num_sessions: int = 150, num_at_once: int = 48) -> list[Prompt]:
+    """Agents' sessions of 43 turns. Behind each turn a tool runs, for 8 s in the median and for
+    minutes now and then; its output is 1 to 4 blocks more of context."""
+    rng, ids = random.Random(seed), count()
+    system = _new(ids, 4)
+    order = count()
+    turns: list[tuple[float, int, list[BlockHash], int]] = []
+    num_begun = 0
+    prompts = []
+    now_s = 0.0
+    while turns or num_begun < num_sessions:
+        while len(turns) < num_at_once and num_begun < num_sessions:
+            num_begun += 1
+            begin_s = now_s + rng.uniform(0, 60)
+            heapq.heappush(turns, (begin_s, next(order), list(system), 43))
+        now_s, _, context, num_left = heapq.heappop(turns)
+        context = context + _new(ids, rng.randint(1, 4))
+        prompts.append(_prompt(context))
+        if num_left > 1:
+            next_s = now_s + rng.lognormvariate(log(8), 1.2)
+            heapq.heappush(turns, (next_s, next(order), context, num_left - 1))
     return prompts
 
 
