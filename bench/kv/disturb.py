@@ -47,7 +47,7 @@ T = TypeVar("T")
 _NUM_LENT, _LENT_TOKENS = 4, 1024
 """Prompts that the lender has cached, and that are pulled again and again."""
 _CONTEXT_TOKENS = 64
-"""Of a stream, at its begin."""
+"""Prompt of a stream."""
 
 _streams: set["asyncio.Task[None]"] = set()
 
@@ -70,11 +70,11 @@ class Timed:
 
 
 _lent_checks = Timed()
-"""Of the blocks that this process lends."""
+"""Time spent on checksums of blocks that this process lends."""
 
 
 class Window(NamedTuple):
-    """Of a lender's time."""
+    """A window of a lender's time."""
 
     tokens_per_s: float
     checks_s: float

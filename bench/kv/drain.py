@@ -38,7 +38,7 @@ from quire.worker.api.sampling_params import SamplingParams
 
 _MAX_TOKENS = 1000
 _TOKENS_BEFORE, _TOKENS_BEHIND = 8, 8
-"""Of each stream, before the drain begins and after it has moved."""
+"""Tokens of each stream before the drain begins, and after it has moved."""
 _WAIT_S = 60.0
 MOST_GAP = 0.25
 """The gap that is aimed at, beside that of recomputation."""
@@ -51,7 +51,7 @@ class Moved(NamedTuple):
     """Tokens of prompts that the taker computed, outputs so far among them."""
     num_fetched: int
     tokens: list[list[int]]
-    """Of each stream, all that came."""
+    """All that came, by stream."""
 
 
 @dataclass

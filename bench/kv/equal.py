@@ -54,7 +54,7 @@ class Prompt:
 
 @dataclass
 class Found:
-    """Of all requests so far."""
+    """What all requests so far had."""
 
     num_requests: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By cell and place; a request whose KV came from several places counts for each."""

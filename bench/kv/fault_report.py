@@ -15,13 +15,13 @@ class Asked:
     """A request."""
 
     kind: str
-    """Of the fault, or what was asked without one."""
+    """The fault's kind, or what was asked without one."""
     seconds: float
     computed_s: float
     """The same prompt, without a cache, measured beside."""
     wait_s: float = 0.0
     told: str = ""
-    """Of its blocks, by the engine."""
+    """What the engine told about its blocks."""
 
     @property
     def ratio(self) -> float:
@@ -34,7 +34,7 @@ class Asked:
 
 @dataclass
 class Tally:
-    """Of one kind of fault."""
+    """Counts for one kind of fault."""
 
     num_injected: int = 0
     num_named: int = 0

@@ -222,7 +222,7 @@ class _Bench:
                     await self._ask_some(num)
 
     def _note_state(self, kind: str, is_told: bool) -> None:
-        """Of a fault that lasts for several requests."""
+        """Notes whether a fault that lasts for several requests was told."""
         tally = self._report.tally(kind)
         tally.num_injected += 1
         tally.num_named += is_told

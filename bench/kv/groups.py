@@ -37,7 +37,7 @@ from quire.worker.engine import Engine
 
 BLOCK_SIZE = 16
 MAX_TOKENS = 3
-"""Of each answer, unless told otherwise."""
+"""Length of each answer, unless told otherwise."""
 _NAMES = itertools.count()
 
 P = ParamSpec("P")
@@ -58,7 +58,7 @@ class Said(NamedTuple):
 
 
 def config_of(**engine: Any) -> ClusterConfig:
-    """Of one group; the demo model unless told otherwise."""
+    """Settings of one group; the demo model unless told otherwise."""
     options = {
         "model": demo_model.PATH,
         "block_size": BLOCK_SIZE,
@@ -204,7 +204,7 @@ class Remote:
         return result
 
     def source(self, prompt: TokenIds, *, contact: GroupContact | None = None) -> PeerSource:
-        """Of ``prompt``, which it has computed. ``contact`` is another way to it."""
+        """Where to fetch ``prompt``, which it has computed. ``contact`` is another way to it."""
         return source_of(contact or self.contact, prompt, group_id=self.name)
 
     @property

@@ -19,7 +19,7 @@ from quire.worker.api.hashing import TokenIds
 from quire.worker.engine import Engine
 
 _MOST_CONNECTIONS = 100
-"""Of one proxy, which keeps them all open."""
+"""Bound of one proxy, which keeps them all open."""
 
 
 @dataclass

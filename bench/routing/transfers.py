@@ -32,7 +32,7 @@ SPEEDS = {
     ("azure", "h100-8b"): 40.0,
     ("azure", "h200-70b-tp4"): 8.0,
 }
-"""Of the replay, for 16 groups: many requests wait, and no queue grows without end."""
+"""Speed of the replay for 16 groups: many requests wait, no queue grows without end."""
 HOST_SHARE = 4
 
 

@@ -12,7 +12,7 @@ from quire.cluster.cli.vllm_flags import ALWAYS, REFUSED, SPELLED, translated
 from quire.worker.api.errors import ConfigError
 
 FLAGS = Path(__file__).with_name("vllm_flags.txt").read_text(encoding="ascii").split()
-"""Of ``vllm serve`` in release 0.33.0."""
+"""Flags of ``vllm serve`` in release 0.33.0."""
 CHUNKED = "--enable-chunked-prefill"
 BY_HAND = {"--model", "--revision", "--allowed-origins"}
 

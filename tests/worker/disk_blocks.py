@@ -52,7 +52,7 @@ def read(store: DiskStore, number: int) -> None:
 
 
 def files(folder: Path) -> dict[int, Path]:
-    """Of all blocks in a folder, by their numbers."""
+    """Files of all blocks in a folder, by the blocks' numbers."""
     return {int(path.name[:64], 16): path for path in folder.glob("*/*/??/*-*")}
 
 

@@ -115,7 +115,7 @@ class Group:
 
     @property
     def counters(self) -> Counters:
-        """Of what it has fetched."""
+        """Counters of what it has fetched."""
         return self._fetching.counters if self._fetching else Counters()
 
     def offer(self, index: int, chain: Chain, num_blocks: int, now: float) -> Offer:

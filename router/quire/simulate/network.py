@@ -136,7 +136,7 @@ class Network:
             transfer.rate = 0.0
 
     def _settle(self, now_ms: float) -> None:
-        """Counts what has moved, and shares the links out anew."""
+        """Counts what has moved, and shares the links out again."""
         for each in self._transfers:
             if not each.rate:
                 continue

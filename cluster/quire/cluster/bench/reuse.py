@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 _ASKED = SamplingParams(temperature=0, max_tokens=4, logprobs=1, seed=1)
 _TAIL_TOKENS = 8
-"""Of each prompt, behind the prefix: they are computed in any case."""
+"""Tokens of each prompt behind the prefix: they are computed in any case."""
 _MORE_TOKENS = _TAIL_TOKENS + (_ASKED.max_tokens or 0)
-"""Of each request, behind the prefix."""
+"""Tokens of each request behind the prefix."""
 _SETTLE_S = 0.3
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
@@ -70,7 +70,7 @@ class ReuseConfig:
             raise ConfigError(f"repeats={self.repeats}: must be 1 or more")
 
     def cluster(self, **changes: Any) -> ClusterConfig:
-        """Of one group, whose cache holds two of the longest prompts."""
+        """Settings of one group, whose cache holds two of the longest prompts."""
         longest = max(self.lengths) + _MORE_TOKENS
         num_blocks = 2 * (-(-longest // self.engine.block_size) + 1)
         engine = replace(

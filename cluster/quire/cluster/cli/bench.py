@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SWEPT = (4, 8, 16, 32, 64)
 LENGTHS = (128, 256, 512, 1024, 2048)
-"""Of `quire bench reuse`."""
+"""Prefixes that `quire bench reuse` measures, in tokens."""
 _CACHE_SIZES = ["10%", "30%", "100%"]
 
 

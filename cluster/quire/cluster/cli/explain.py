@@ -147,7 +147,7 @@ def _cached(decision: "pb.RoutingDecision") -> str:
 
 
 def _fetched(decision: "pb.RoutingDecision") -> list[str]:
-    """Of those, the ones from outside the KV cache; no line where there are none."""
+    """Cached tokens that came from outside the KV cache; no line where none did."""
     routing, found = decision.routing, decision.fetched
     lines = []
     if routing.num_fetched_tokens:

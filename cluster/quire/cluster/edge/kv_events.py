@@ -73,7 +73,7 @@ class KvEventsConfig:
     stall_s: float = 30.0
     """A subscriber that takes no batch for so long is cut off."""
     max_subscribers: int = 8
-    """Of a gateway: for each, every group tells its events once more."""
+    """Bound of a gateway: for each subscriber, every group tells its events once more."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class _Rank:
     ledger: Ledger
     reader: asyncio.Task[None] | None = None
     sequence_number: int = 0
-    """Of the last batch."""
+    """Number of the last batch."""
 
 
 @dataclass

@@ -64,7 +64,7 @@ class _Ended(Exception):
 
 
 class Outcome(NamedTuple):
-    """Of a pull that has ended."""
+    """How a pull ended."""
 
     num_blocks: int
     """That came."""

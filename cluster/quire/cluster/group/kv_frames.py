@@ -30,7 +30,7 @@ class Header(NamedTuple):
     """What follows."""
     name: bytes
     checksum: bytes
-    """Of what follows."""
+    """XXH3 of the bytes that follow."""
 
 
 checksum = xxh3_128_digest

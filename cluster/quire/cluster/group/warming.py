@@ -1,6 +1,6 @@
 """Fills a new group's cache with what other groups find most useful, before requests come.
 
-It is done once, whoever asks first, and not at all where the group has blocks of its own.
+It is done once, when the first gateway asks, and not at all where the group has blocks of its own.
 """
 
 import asyncio

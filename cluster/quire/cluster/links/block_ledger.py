@@ -103,7 +103,7 @@ class Ledger:
         self._told: dict[BlockHash, int] = {}
         """Keys, parents before children."""
         self._digests = [[0] * NUM_BUCKETS for _ in range(MAX_TIERS)]
-        """Of the blocks of which a tier is the fastest."""
+        """By tier: digest of the blocks of which it is the fastest."""
         self._position = Position()
         self._num_more = 0
         """Messages with contents that have not come yet."""

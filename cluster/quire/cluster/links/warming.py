@@ -1,7 +1,7 @@
 """Has new groups take blocks from others before requests are routed to them.
 
 A group that has just started holds nothing, and each prompt that is routed to it would be computed
-anew. So it is asked to take what others find most useful; `WARM_S` later it gets requests all the
+again. So it is asked to take what others find most useful; `WARM_S` later it gets requests all the
 same. A group that has blocks of its own answers at once.
 """
 

@@ -45,7 +45,7 @@ _LEAST_SAVED = {
 }
 """Tokens for each row, the last of which may be a source's."""
 _GUESSED_SHARES = (0.04, 0.08, 0.12)
-"""Of the time that computing takes, by kind."""
+"""Shares of the time that computing takes, by kind."""
 _GUESSED_FIXED_S = (0.0005, 0.002, 0.004)
 _WAITS_KEPT = 50
 _FAILURES_KEPT_S = 60.0
@@ -113,7 +113,7 @@ class FetchCosts:
 
 
 GUESSED_2K = FetchCosts().tokens(PRIOR_PREFILL_PER_S)
-"""Of a group of which nothing is known."""
+"""Costs that are assumed for a group of which nothing is known."""
 
 
 class Fetches(NamedTuple):
@@ -124,13 +124,13 @@ class Fetches(NamedTuple):
     num_RG: Column
     """Tokens."""
     costs_RG: Column
-    """Of fetching them, in tokens."""
+    """Cost of fetching them, in tokens."""
     is_lent: bool
     """Whether the last row is the source's."""
 
     @property
     def num_tokens(self) -> Column:
-        """Of all places."""
+        """Tokens in all places together."""
         num: Column = self.num_RG.sum(axis=0)
         return num
 

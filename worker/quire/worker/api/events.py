@@ -26,7 +26,7 @@ from quire.worker.api.hashing import BlockHash, BlockHashes
 
 NUM_BUCKETS = 256
 DIGEST_BYTES = 8 * NUM_BUCKETS
-"""Of one tier."""
+"""Size of one tier's digest."""
 MAX_TIERS = 3
 """KV cache, host memory and disk."""
 
@@ -122,7 +122,7 @@ class EventLog:
             raise ValueError(f"num_tiers={num_tiers}: must be 1 to {MAX_TIERS}")
         self.epoch = epoch
         self.contents: dict[BlockHash, BlockContent] | None = {} if keeps_contents else None
-        """Of stored blocks, as far as somebody has described them; ``None`` where none are kept.
+        """Contents of stored blocks, as far as somebody has described them; ``None`` where none are kept.
         Other threads may look blocks up."""
         self._events: deque[BlockEvent] = deque(maxlen=capacity)
         self._next_seq = 0

@@ -23,7 +23,7 @@ class KvFormat:
 
     num_layers: int
     num_kv_heads: int
-    """Of the whole model."""
+    """KV heads of the whole model."""
     head_bytes: int
     """K, or V, of a block's tokens in one head of one layer."""
     block_size: int

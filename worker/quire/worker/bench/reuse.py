@@ -9,12 +9,12 @@ PLACES = ("computed", "cache", "host", "disk", "peer")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReuseRow:
     num_tokens: int
-    """Of the prefix."""
+    """Length of the prefix."""
     seconds: dict[str, float]
     """To the first token, by place; medians."""
 
     def share(self, place: str) -> float:
-        """Of the time that computing the prompt takes."""
+        """Share of the time that computing the prompt takes."""
         return self.seconds[place] / self.seconds["computed"]
 
 

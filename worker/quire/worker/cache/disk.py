@@ -125,7 +125,7 @@ class DiskStore:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files in the slot, as the disk counts them."""
+        """Size of all files in the slot, as the disk counts them."""
         return self._num_bytes
 
     @property

@@ -138,7 +138,7 @@ class Shelf:
             self._spare[named[0]] = None
 
     def checksum(self, slot: Slot) -> bytes:
-        """Of the kept block's bytes; empty where nobody has computed it."""
+        """Checksum of the kept block's bytes; empty where nobody has computed it."""
         return self._checksums[slot]
 
     def set_checksum(self, slot: Slot, checksum: bytes) -> None:

@@ -25,7 +25,7 @@ from quire.worker.schedule.sequence import Sequence
 _log = logging.getLogger(__name__)
 
 EVERY_REQUESTS = 16
-"""Of this number of requests that fetched blocks, one has a block checked."""
+"""One in this number of requests that fetched blocks has a block checked."""
 _MAX_WAITING = 16
 _ASKED = SamplingParams(temperature=0, max_tokens=1, seed=0)
 
