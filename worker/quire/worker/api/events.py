@@ -122,8 +122,8 @@ class EventLog:
             raise ValueError(f"num_tiers={num_tiers}: must be 1 to {MAX_TIERS}")
         self.epoch = epoch
         self.contents: dict[BlockHash, BlockContent] | None = {} if keeps_contents else None
-        """Contents of stored blocks, as far as somebody has described them; ``None`` where none are kept.
-        Other threads may look blocks up."""
+        """Contents of stored blocks, as far as somebody has described them; ``None`` where none are
+        kept. Other threads may look blocks up."""
         self._events: deque[BlockEvent] = deque(maxlen=capacity)
         self._next_seq = 0
         self._tiers: list[set[BlockHash]] = [set() for _ in range(num_tiers)]
