@@ -210,7 +210,7 @@ async def test_events_that_do_not_follow_on_and_a_digest_that_differs_are_notice
     some = replace(log.since(0), events=log.since(0).events[:1], digest=log.since(3).digest)
     with pytest.raises(Gap, match="digest"):
         take(ledger, twin, (await sent(some, log))[0])
-    assert ledger.position == Position(), "to begin anew"
+    assert ledger.position == Position(), "to begin from the start"
 
 
 def test_contents_survive_the_wire_and_broken_ones_are_refused() -> None:

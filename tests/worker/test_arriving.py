@@ -208,7 +208,7 @@ def names_of(engine: Engine) -> BlockHashes:
     return BlockHashes.of(engine._intake.sequence(request("x", PROMPT), 1).hashes)
 
 
-def test_blocks_are_taken_in_for_whoever_comes(rig: Callable[..., Rig]) -> None:
+def test_blocks_are_taken_in_without_a_request(rig: Callable[..., Rig]) -> None:
     group = rig()
     take_in(group.engine, names_of(group.engine))
     group.land(16)

@@ -208,11 +208,11 @@ def test_a_folder_that_vanishes_costs_its_blocks_and_nothing_else(tmp_path: Path
     assert numbers(caught.value.removed) == [2, 1]
     assert "No such file" in put(store, 3).error
     assert not folder.exists()
-    # Another engine that takes the name anew keeps it.
+    # Another engine that takes the same name later keeps it.
     other = store_in(folder)
     assert not put(other, 4).error
     store._paused_until_s = 0
-    assert "another engine has made the folder anew" in put(store, 5).error
+    assert "another engine has made a new folder" in put(store, 5).error
     assert list(files(folder)) == [4]
 
 

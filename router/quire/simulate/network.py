@@ -19,8 +19,8 @@ _SLACK_MS = 1e-6
 class Transfer:
     """Some blocks of a chain, in order.
 
-    Whoever waits for it does so at most until it would have the same later by ``patience`` than by
-    computing it: the share that `may_wait_until` allows for what was to come.
+    A request waits for it as long as the wait makes it at most ``patience`` later than computing
+    would: a share of the time in which all that was to come could be computed (`may_wait_until`).
     """
 
     source: int

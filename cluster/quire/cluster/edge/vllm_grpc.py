@@ -290,7 +290,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                     grpc.StatusCode.OUT_OF_RANGE,
                     "OUT_OF_RANGE",
                     f"start_sequence_number={request.start_sequence_number}: each call numbers its "
-                    "batches anew; leave it out, and begin with a snapshot",
+                    "batches from 1; leave it out, and begin with a snapshot",
                 )
             if self._num_subscribers >= self._kv_events.max_subscribers:
                 raise QueueFull(

@@ -295,7 +295,7 @@ class DiskStore:
     ) -> None:
         with open(self._slot / "lock", "rb") as file:
             if not os.path.samestat(os.fstat(file.fileno()), os.fstat(self._slot_lock)):
-                raise FileNotFoundError(errno.ENOENT, "another engine has made the folder anew")
+                raise FileNotFoundError(errno.ENOENT, "another engine has made a new folder")
         unfinished = self._folder / _UNFINISHED / str(next(self._numbers))
         path = self._path(block, parent)
         unfinished.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
