@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,11 +15,31 @@ from quire.worker.schedule import reading
 from quire.worker.schedule.slots import TURN_STEPS
 
 
+class NoThread:
+    """Reads an adapter where it is asked to, so that the next step finds it ready."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def submit(self, read: Callable[[str], Any], digest: str) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(read(digest))
+        return done
+
+    def shutdown(self, **_: Any) -> None:
+        pass
+
+
 @pytest.fixture
-def make(make_engine: MakeEngine) -> Callable[..., tuple[Engine, Any]]:
-    """An engine with adapters, each of which is read at once."""
+def make(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Engine, Any]]:
+    """Makes engines with adapters. Each adapter is read at once, unless ``read_adapter`` is given:
+    a thread does that otherwise, and a test that counts steps would race with it."""
 
     def make(**options: Any) -> tuple[Engine, Any]:
+        if "read_adapter" not in options:
+            monkeypatch.setattr(reading, "ThreadPoolExecutor", NoThread)
         given = {"enable_lora": True, "read_adapter": lambda _: Mock(), "num_blocks": 64}
         return make_engine(**(given | options))
 
