@@ -102,6 +102,9 @@ _CALLS = {
     "/v1/routing/decisions": _Call(
         "Why requests went where they did (?request_id=, ?limit=).", query=("request_id", "limit")
     ),
+    "/v1/usage": _Call(
+        "What the key's tenant has used (?tenant=, for operators).", query=("tenant",)
+    ),
     "/tokenize": _Call(
         "A text or a chat as token ids.", TokenizeBody, example={"prompt": _QUESTION}
     ),

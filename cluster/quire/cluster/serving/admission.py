@@ -4,9 +4,10 @@ A request is *released* to the groups when one of them can begin it within ``max
 request that waits at a group can no longer be reordered, so only enough are released to keep the
 groups busy until their next frames. The others wait here, by priority, then in fair shares of their
 tenants and then in order of arrival (`FairQueue`), for as long as their clients do. Where
-``max_queue_wait_s`` is set, a request whose predicted wait exceeds it or its own deadline is refused
-before it costs anything. Admitted requests are never delayed by later ones of the same tenant and
-priority; those of other tenants delay them as far as these are below their share.
+``max_queue_wait_s`` is set, a request whose predicted wait exceeds it or its own deadline is
+refused before it costs anything. Admitted requests are never delayed by later ones of the same
+tenant and priority. Later ones of another tenant delay them as far as that tenant is below its
+share.
 
 Always true: a request that could be released waits only behind one that could not; the queue is
 within its bounds; each request of lower priority waits behind each of higher priority; the requests
@@ -109,7 +110,7 @@ class Admission:
             ticket.stage = Stage.ROUTED
 
     def took(self, ticket: Ticket, *, num_tokens: int) -> None:
-        """So many further output tokens came, of which the first shows that a group has begun it."""
+        """``num_tokens`` more of its output came. The first show that a group has begun it."""
         self.begun(ticket)
         if ticket.stage is Stage.BEGUN:
             ticket.num_done += OUTPUT_WORK * num_tokens

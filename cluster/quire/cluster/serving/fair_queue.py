@@ -1,15 +1,15 @@
-"""The requests that wait at a gateway: by priority, then in weighted fair shares of the tenants, then
-by arrival.
+"""The requests that wait at a gateway: by priority, then in weighted fair shares of the tenants,
+then by arrival.
 
-Each tenant has a *virtual time* within a priority: the work of its requests that were released, over
-its weight. The tenant with the least goes next (start-time fair queueing, Goyal et al. 1996, with a
-tenant's work counted as in virtual token counters, Sheng et al. 2024). A tenant that begins to wait
-starts at the virtual time of the request released last, so that it saves nothing up while it sends
-nothing. One tenant alone is served in order of arrival.
+Each tenant has a *virtual time* within a priority: the work of its requests that were released,
+over its weight. The tenant with the least goes next (start-time fair queueing, Goyal et al. 1996;
+work is counted as in Sheng et al., Fairness in Serving Large Language Models, 2024). A tenant that
+begins to wait starts at the virtual time of the request released last, so that it saves nothing up
+while it sends nothing. One tenant alone is served in order of arrival.
 
-Work is prompt tokens and output tokens times `OUTPUT_WORK`. What a request will cost is not known
-when it is released, so its tenant is charged what is expected, more as the output outgrows that, and
-at its end exactly what it was. Requests that run therefore count in their tenant's share.
+Work is prompt tokens plus output tokens times `OUTPUT_WORK`. The cost of a request is not known
+when it is released. Its tenant is therefore charged what is expected, more when the output outgrows
+that, and at its end exactly what it was. So requests that run count in their tenant's share.
 
 Calls take O(log n), but for `FairQueue.victims` and `FairQueue.ahead_of`, which look once at each
 tenant that waits, and for the iteration over all.
@@ -17,7 +17,7 @@ tenant that waits, and for the iteration over all.
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from heapq import heapify, heapreplace, heappop
+from heapq import heapify, heappop, heapreplace
 from itertools import takewhile
 
 from quire.cluster.serving.lazy_heap import LazyHeap
