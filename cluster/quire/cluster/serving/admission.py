@@ -234,7 +234,10 @@ class Admission:
 
     def _set_work(self, ticket: Ticket) -> None:
         num_output = min(self._capacity.mean_output, ticket.max_tokens or inf)
-        ticket.work = ticket.num_prompt_tokens + OUTPUT_WORK * num_output * ticket.num_requests
+        each = round(
+            OUTPUT_WORK * num_output
+        )  # Sums of whole numbers do not depend on their order.
+        ticket.work = float(ticket.num_prompt_tokens + each * ticket.num_requests)
 
     def _release(self, ticket: Ticket) -> None:
         self._queue.take(ticket)
