@@ -43,7 +43,7 @@ class GatewayServer:
             self.tls = ServerTls(certificate=config.tls_certificate, key=config.tls_key)
         self.models = Models()
         if self.keys is not None:
-            self._follow_keys(self.keys)
+            tell_of_tenants(self.models, self.keys)
         self.grpc_address = ""
         """``host:port`` for clients, as is the next."""
         self.http_address = ""
@@ -191,23 +191,23 @@ class GatewayServer:
             asyncio.create_task(each.follow()) for each in (self.tls, self.keys) if each is not None
         ]
 
-    def _follow_keys(self, keys: ApiKeys) -> None:
-        """The models are told of the tenants, now and when the file has changed; metrics of the
-        file."""
-
-        def on_change() -> None:
-            self.models.tenants.set_policies(keys.policies)
-
-        on_change()
-        keys.watch(on_change)
-        telemetry = self.models.telemetry
-        telemetry.keys_read.set_function(lambda: keys.loaded_s)
-        telemetry.keys_unusable.set_function(lambda: bool(keys.trouble))
-
     def _add_grpc_port(self, address: str) -> int:
         if self.tls is None:
             return self._grpc.add_insecure_port(address)
         return self._grpc.add_secure_port(address, self.tls.grpc_credentials())
+
+
+def tell_of_tenants(models: Models, keys: ApiKeys) -> None:
+    """The models are told what tenants may ask for, now and when the keys have changed; the metrics
+    tell of their file."""
+
+    def on_change() -> None:
+        models.tenants.set_policies(keys.policies)
+
+    on_change()
+    keys.watch(on_change)
+    models.telemetry.keys_read.set_function(lambda: keys.loaded_s)
+    models.telemetry.keys_unusable.set_function(lambda: bool(keys.trouble))
 
 
 def _listening_socket(name: str, host: str, port: int, *, is_shared: bool = True) -> socket.socket:

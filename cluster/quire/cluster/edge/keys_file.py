@@ -181,24 +181,7 @@ def entries_of(path: Path, text: str) -> tuple[dict[str, TenantPolicy], list[Key
     loader = yaml.SafeLoader(text)
     try:
         root = loader.get_single_node()
-        for node in _mappings(root):
-            names = [each.value for each, _ in node.value]
-            for place, (each, _) in enumerate(node.value):
-                if each.value in names[:place]:
-                    raise _wrong(path, each, "this name stands here twice")
         data = loader.construct_document(root)
-        read = _SecondFormat.model_validate(data)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        node, name = _at(root, first["loc"])
-        told = f"{name}: {first['msg']}" if name else first["msg"]
-        if first["type"] == "extra_forbidden":
-            told = f"an unknown field; there are {', '.join(_fields(first['loc']))}"
-        elif first["type"] == "string_pattern_mismatch":
-            is_hash = name == "hash"
-            told = "hash: must be 'sha256:' and 64 hex digits, as 'quire keys hash' prints it"
-            told = told if is_hash else f"a name must have {_NAMES}"
-        raise _wrong(path, node, told) from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{_named(path)}, line {line}: is not YAML") from None
@@ -206,6 +189,15 @@ def entries_of(path: Path, text: str) -> tuple[dict[str, TenantPolicy], list[Key
         raise ConfigError(f"{_named(path)} is not YAML") from None
     finally:
         loader.dispose()
+    for node in _mappings(root):
+        names = [each.value for each, _ in node.value]
+        for place, (each, _) in enumerate(node.value):
+            if each.value in names[:place]:
+                raise _wrong(path, each, "this name stands here twice")
+    try:
+        read = _SecondFormat.model_validate(data)
+    except ValidationError as error:
+        raise _invalid(path, root, error) from None
     return {name: each or TenantPolicy() for name, each in read.tenants.items()}, read.keys
 
 
@@ -228,6 +220,25 @@ def _of_entries(path: Path, policies: dict[str, TenantPolicy], entries: list[Key
         )
         keys[hashed] = KnownKey(caller, entry.expires_s)
     return KeysFile(keys, policies)
+
+
+def _invalid(path: Path, root: Any, error: ValidationError) -> ConfigError:
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    # A field that is misspelled is unknown and missing.
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    node, name = _at(root, first["loc"])
+    match first["type"]:
+        case "extra_forbidden":
+            told = f"an unknown field; there are {', '.join(_fields(first['loc']))}"
+        case "missing":
+            told = f"{first['loc'][-1]}: is missing"
+        case "string_pattern_mismatch" if name == "hash":
+            told = "hash: must be 'sha256:' and 64 hex digits, as 'quire keys hash' prints it"
+        case "string_pattern_mismatch":
+            told = f"a name must have {_NAMES}"
+        case _:
+            told = f"{name}: {first['msg']}" if name else first["msg"]
+    return _wrong(path, node, told)
 
 
 def _mappings(root: Any) -> Iterator[Any]:
