@@ -27,6 +27,7 @@ from openai import AsyncOpenAI
 from tests.direct_executor import DirectExecutor
 from tests.steps import banned_ids, samples
 
+from quire.cluster.deploy.gateway_server import tell_of_tenants
 from quire.cluster.edge import leaving
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
@@ -495,6 +496,8 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
 
 
 async def _serve(cluster: Cluster, stack: contextlib.AsyncExitStack, keys: ApiKeys | None) -> None:
+    if keys is not None:
+        tell_of_tenants(cluster.models, keys)
     server = build_grpc_server(cluster.models, keys=keys)
     cluster.grpc_address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

@@ -3,14 +3,14 @@
 What it takes from the code is how fast a group is (`quire.router.policies.speeds`).
 """
 
-from bisect import insort
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
 from math import inf
 
 from quire.cluster.serving.admission import Admission
+from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.capacity import Capacity
-from quire.cluster.serving.ticket import Stage, Ticket, WaitingLoad, order
+from quire.cluster.serving.ticket import Stage, Ticket, WaitingLoad
 from quire.router.policies.loads import Loads
 from quire.router.policies.policy import GroupLoad, GroupState
 from quire.router.policies.speeds import (
@@ -95,20 +95,165 @@ class PlainCapacity(Capacity):
         return own.per_s(common.per_s(prior))
 
 
+class PlainQueue:
+    """`FairQueue` as lists that are gone through for each question."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Ticket] = []
+        self.paid: list[Ticket] = []
+        self._virtual: dict[tuple[int, str], float] = {}  # By priority and tenant, if any is live.
+        self._last: dict[int, float] = {}  # By priority: that of the request released last.
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def __iter__(self) -> Iterator[Ticket]:
+        virtual, rest = dict(self._virtual), list(self.waiting)
+        while rest:
+            first = min(rest, key=lambda each: self._place(each, virtual))
+            rest.remove(first)
+            virtual[first.priority, first.tenant] += first.work / first.weight
+            yield first
+
+    @property
+    def total(self) -> WaitingLoad:
+        return self._sum(self.waiting)
+
+    @property
+    def first(self) -> Ticket | None:
+        return next(iter(self), None)
+
+    def goes_first(self, ticket: Ticket) -> bool:
+        if any(each.priority < ticket.priority for each in self.waiting):
+            return False
+        peers = [each for each in self.waiting if each.priority == ticket.priority]
+        if any(each.tenant == ticket.tenant for each in peers):
+            return False
+        return all(
+            self._start(ticket) < self._virtual[each.priority, each.tenant] for each in peers
+        )
+
+    def add(self, ticket: Ticket) -> None:
+        name = (ticket.priority, ticket.tenant)
+        if not self._queued_of(ticket):
+            self._virtual[name] = self._start(ticket)
+        self.waiting.append(ticket)
+
+    def remove(self, ticket: Ticket) -> None:
+        self.waiting.remove(ticket)
+        self._forget()
+
+    def take(self, ticket: Ticket) -> None:
+        self.waiting.remove(ticket)
+        self.paid.append(ticket)
+        virtual = self._virtual[ticket.priority, ticket.tenant]
+        self._last[ticket.priority] = max(self._last.get(ticket.priority, 0.0), virtual)
+        self._charge(ticket, ticket.work)
+
+    def grew(self, ticket: Ticket) -> None:
+        if ticket.num_done > ticket.charged:
+            self._charge(ticket, ticket.num_done)
+
+    def settle(self, ticket: Ticket) -> None:
+        self._charge(ticket, ticket.num_done - ticket.charged)
+        self.paid.remove(ticket)
+        self._forget()
+
+    def ahead_of(self, ticket: Ticket) -> WaitingLoad:
+        ahead = self._sum([each for each in self.waiting if each.priority < ticket.priority])
+        own = self._queued_of(ticket)
+        turn = self._start(ticket)
+        if own:
+            name = (ticket.priority, ticket.tenant)
+            turn = self._virtual[name] + _share(own)
+        for tenant in {each.tenant for each in self.waiting if each.priority == ticket.priority}:
+            queued = self._queued_of(ticket, tenant)
+            reached = turn - self._virtual[ticket.priority, tenant]
+            load = self._sum(queued)
+            if tenant != ticket.tenant and reached < _share(queued):
+                load = load.part(max(0.0, reached / _share(queued)))
+            ahead = ahead.plus(load)
+        return ahead
+
+    def victims(self, ticket: Ticket) -> Iterator[Ticket]:
+        rest = list(self.waiting)
+        while lower := [each for each in rest if each.priority > ticket.priority]:
+            lowest = max(each.priority for each in lower)
+            yield self._last_of_fattest(rest, [each for each in lower if each.priority == lowest])
+        own = [*self._queued_of(ticket), ticket]
+        while peers := [
+            each
+            for each in rest
+            if each.priority == ticket.priority and each.tenant != ticket.tenant
+        ]:
+            victim = self._last_of_fattest(rest, peers)
+            queued = [each for each in (*rest, victim) if each.tenant == victim.tenant]
+            if _share([each for each in queued if each.priority == ticket.priority]) <= _share(own):
+                return
+            yield victim
+
+    def _last_of_fattest(self, rest: list[Ticket], peers: list[Ticket]) -> Ticket:
+        def fatness(each: Ticket) -> tuple[float, int]:
+            return _share([one for one in peers if one.tenant == each.tenant]), each.number
+
+        victim = max(peers, key=fatness)
+        rest.remove(victim)
+        return victim
+
+    def _charge(self, ticket: Ticket, work: float) -> None:
+        ticket.charged += work
+        self._virtual[ticket.priority, ticket.tenant] += work / ticket.weight
+
+    def _start(self, ticket: Ticket) -> float:
+        last = self._last.get(ticket.priority, 0.0)
+        return max(self._virtual.get((ticket.priority, ticket.tenant), last), last)
+
+    def _queued_of(self, ticket: Ticket, tenant: str | None = None) -> list[Ticket]:
+        name = (ticket.priority, ticket.tenant if tenant is None else tenant)
+        return [each for each in self.waiting if (each.priority, each.tenant) == name]
+
+    def _forget(self) -> None:
+        live = [*self.waiting, *self.paid]
+        names = {(each.priority, each.tenant) for each in live}
+        self._virtual = {name: each for name, each in self._virtual.items() if name in names}
+        priorities = {each.priority for each in live}
+        self._last = {name: each for name, each in self._last.items() if name in priorities}
+
+    def _place(
+        self, ticket: Ticket, virtual: dict[tuple[int, str], float]
+    ) -> tuple[int, float, int]:
+        return ticket.priority, virtual[ticket.priority, ticket.tenant], ticket.number
+
+    def _sum(self, tickets: Sequence[Ticket]) -> WaitingLoad:
+        return WaitingLoad(
+            sum(each.num_requests for each in tickets),
+            sum(each.num_prompt_tokens for each in tickets),
+            sum(each.num_bytes for each in tickets),
+        )
+
+
+def _share(tickets: Sequence[Ticket]) -> float:
+    return sum(each.work for each in tickets) / tickets[0].weight
+
+
 class PlainAdmission(Admission):
+    def __init__(self, config: AdmissionConfig, capacity: Capacity) -> None:
+        super().__init__(config, capacity)
+        self._queue = PlainQueue()  # type: ignore[assignment]
+
     def offer(self, ticket: Ticket, loads: Loads, *, now_s: float) -> list[Ticket]:
         displaced: list[Ticket] = []
-        begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, loads)
-        if not begins:
+        self._set_work(ticket)
+        if not (self._queue.goes_first(ticket) and self._can_begin(ticket, loads)):
             displaced = self._make_room(ticket, loads, now_s)
             for victim in displaced:
                 self.leave(victim)
+        begins = self._queue.goes_first(ticket) and self._can_begin(ticket, loads)
         self._num_offered += 1
         ticket.number = self._num_offered
         self._waiting.add(ticket.num_requests, ticket.num_prompt_tokens)
         ticket.stage = Stage.QUEUED
-        insort(self.queued, ticket, key=order)
-        self._queued.setdefault(ticket.priority, WaitingLoad()).add_ticket(ticket)
-        if self.queued[0] is ticket and self._can_begin(ticket, loads):
+        self._queue.add(ticket)
+        if begins and self._queue.first is ticket:
             self._release(ticket)
         return displaced

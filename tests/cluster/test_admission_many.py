@@ -31,6 +31,7 @@ CONFIGS = [
     AdmissionConfig(max_queue_wait_s=0.2, max_queued_bytes=9000, max_group_wait_s=0.1),
     AdmissionConfig(max_queued_requests=4),
 ]
+WEIGHTS = {"": 1.0, "a": 1.0, "b": 0.25, "c": 4.0}  # Powers of two: sums do not round.
 few_numbers = st.sampled_from([0, 0, 0, 1, 2, 3, 4, 7, 16])
 many_tokens = st.sampled_from([0, 0, 1, 16, 100, 1000, 4000, 30_000])
 
@@ -60,6 +61,7 @@ class TwinMachine(RuleBasedStateMachine):
         num_tokens=st.sampled_from([1, 10, 300, 3000, 20_000]) | st.integers(1, 9000),
         num_requests=st.sampled_from([1, 1, 1, 2, 5]),
         priority=st.sampled_from([0, 0, -1, 2]),
+        tenant=st.sampled_from(sorted(WEIGHTS)),
         patience_s=st.sampled_from([inf, inf, 0.0, 0.2, 1.0, 5.0]),
         is_sent=st.booleans(),
         times=st.integers(1, 6),
@@ -71,13 +73,21 @@ class TwinMachine(RuleBasedStateMachine):
             self.offer(num_tokens + number, num_requests, priority, **how)
 
     def offer(
-        self, num_tokens: int, num_requests: int, priority: int, patience_s: float, is_sent: bool
+        self,
+        num_tokens: int,
+        num_requests: int,
+        priority: int,
+        tenant: str,
+        patience_s: float,
+        is_sent: bool,
     ) -> None:
         ticket = Ticket(
             num_prompt_tokens=num_tokens,
             num_requests=num_requests,
             num_bytes=num_tokens,
             priority=priority,
+            tenant=tenant,
+            weight=WEIGHTS[tenant],
             deadline_s=self.now_s + patience_s,
         )
         pair = (ticket, replace(ticket))
@@ -95,13 +105,15 @@ class TwinMachine(RuleBasedStateMachine):
             if is_sent:
                 self.send(pair)
 
-    @rule(priority=st.integers(-1, 2))
-    def check(self, priority: int) -> None:
+    @rule(priority=st.integers(-1, 2), tenant=st.sampled_from(sorted(WEIGHTS)))
+    def check(self, priority: int, tenant: str) -> None:
         states = self.table.loads()
         answers = []
         for admission in self.admissions:
             try:
-                admission.check(priority, states, now_s=self.now_s)
+                admission.check(
+                    priority, states, now_s=self.now_s, tenant=tenant, weight=WEIGHTS[tenant]
+                )
                 answers.append("")
             except Overloaded as error:
                 answers.append(str(error))
@@ -116,7 +128,7 @@ class TwinMachine(RuleBasedStateMachine):
         assert released[0] == released[1]
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), what=st.sampled_from(["send", "send", "begin", "leave"]))
+    @rule(data=st.data(), what=st.sampled_from(["send", "send", "begin", "leave", "take"]))
     def go_on(self, data: st.DataObject, what: str) -> None:
         pair = data.draw(st.sampled_from(self.live))
         name = str(pair[0].number)
@@ -126,6 +138,11 @@ class TwinMachine(RuleBasedStateMachine):
             self.table.started(name, num_cached_tokens=0)
             for admission, each in zip(self.admissions, pair, strict=True):
                 admission.begun(each)
+        elif what == "take":
+            num_tokens, num_cached = data.draw(st.tuples(many_tokens, many_tokens))
+            for admission, each in zip(self.admissions, pair, strict=True):
+                admission.took(each, num_tokens=num_tokens)
+                admission.began_cached(each, num_cached_tokens=num_cached)
         elif what == "leave":
             self.table.completed(name)
             for admission, each in zip(self.admissions, pair, strict=True):

@@ -222,7 +222,7 @@ class ModelGateway:
         if client.first_token_s is None:
             client.first_token_s = self._world.now_s
             self.table.started(name, num_cached_tokens=0)
-            self.admission.begun(ticket)
+        self.admission.took(ticket, num_tokens=1)
         if is_last:
             client.end_s = self._world.now_s
             self.capacity.ended(1)

@@ -3,7 +3,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from quire.cluster.serving.service import together
+from quire.cluster.serving.together import together
 
 pytestmark = pytest.mark.anyio
 

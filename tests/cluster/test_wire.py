@@ -110,6 +110,7 @@ TRAVELS: dict[str, st.SearchStrategy[Any]] = {
     "keep_s": st.floats(0, 1e6, width=32),
 }
 STAYS = {
+    "key_name",
     *("client_id", "explain_routing", "shown_token_ids", "hashes", "model", "is_checked"),
     *("cache_key", "source"),
     *("arrival_s", "deadline_s", "outputs"),

@@ -13,6 +13,7 @@ QuireError (quire.worker.api.errors)
 │   └── HandedOver               the group is well, and asks to go on elsewhere
 ├── Quarantined                  too many groups died under the request; it is not tried again
 ├── Overloaded(QueueFull)        the request would wait for too long; when to try again is said
+│   └── RateLimited              the tenant of the request's API key has used up one of its limits
 ├── DeadlineExceeded             the request's time is over; what it had reached the client
 └── Unavailable                  no replica group can take the request now; try again later
 """
@@ -23,7 +24,16 @@ from typing import Literal
 from quire.worker.api.errors import QueueFull, QuireError
 
 RefusalReason = Literal[
-    "wait", "deadline", "queue_full", "displaced", "timeout", "inflight", "bodies"
+    "wait",
+    "deadline",
+    "queue_full",
+    "displaced",
+    "timeout",
+    "inflight",
+    "bodies",
+    "tenant_requests",
+    "tenant_tokens",
+    "tenant_concurrency",
 ]
 
 
@@ -92,6 +102,10 @@ class Overloaded(QueueFull):
         super().__init__(message)
         self.reason = reason
         self.retry_after_s = retry_after_s
+
+
+class RateLimited(Overloaded):
+    """The tenant of the request's API key has used up one of its limits."""
 
 
 class DeadlineExceeded(QuireError):

@@ -326,6 +326,12 @@ class RoutingTable:
         with self._lock:
             return self._members.loads.copy()
 
+    @property
+    def num_gateways(self) -> int:
+        """Those that send to the groups, this one among them, as the group says that knows most."""
+        with self._lock:
+            return self._members.loads.most_gateways
+
     def num_to_compute(self, num_prompt_tokens: float) -> float:
         """How many of so many prompt tokens no group has cached, as recent decisions had it."""
         return self._computed.share * num_prompt_tokens

@@ -24,6 +24,7 @@ from quire.cluster.cli.help import (
     add_server_flags,
     server_of,
 )
+from quire.cluster.cli.keys import add_keys_parser
 from quire.cluster.cli.model import add_model_parser
 from quire.cluster.cli.simulate import add_simulate_parser
 from quire.cluster.cli.stop import add_stop_parser
@@ -143,6 +144,7 @@ def _parser() -> argparse.ArgumentParser:
     add_explain_parser(commands)
     add_admin_parser(commands)
     add_adapter_parser(commands)
+    add_keys_parser(commands)
     add_doctor_parser(commands)
     add_bench_parser(commands)
     add_simulate_parser(commands)

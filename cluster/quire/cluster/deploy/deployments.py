@@ -14,11 +14,11 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.handle import DeploymentHandle, DeploymentResponse
+from ray.serve.handle import DeploymentHandle
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
@@ -28,6 +28,7 @@ from quire.cluster.deploy.logs import log_beside_serve
 from quire.cluster.deploy.model_set import ModelSet
 from quire.cluster.deploy.names import application_of
 from quire.cluster.deploy.port_claims import claim_ports
+from quire.cluster.deploy.report_demand import report_demand
 from quire.cluster.deploy.serve_port import keep_to_node_address
 from quire.cluster.deploy.served_model import ServedModel, new_table
 from quire.cluster.deploy.start import given_up
@@ -36,7 +37,6 @@ from quire.cluster.deploy.watched import be_watched
 from quire.cluster.edge.models_api import state_of
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
-from quire.cluster.scaling.demand import Demand
 from quire.cluster.scaling.serve import report
 from quire.cluster.serving.adapters import Adapters, Word
 from quire.cluster.supervise import end_if_cancelled
@@ -58,7 +58,6 @@ def pool_of(part: str) -> str:
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 2.0
-_DEMAND_REPORT_S = 0.5
 _DEMAND_KEPT_S = 2.0
 _RECALL_TIMEOUT_S = 3.0
 """In which all gateways are to say what they know of a request, or of adapters."""
@@ -199,6 +198,7 @@ class Gateway:
             await models.close()
             raise
         models.explanations.ask_others = self._ask_others
+        models.usage.ask_others = self._ask_for_usage
         models.adapters.tell_others = self._tell_of_adapters
         if takes_adapters:
             learning = asyncio.create_task(self._learn_adapters(models.adapters))
@@ -239,7 +239,7 @@ class Gateway:
         at_end.callback(REGISTRY.subscribe(pool, partial(_take_members, served)))
         at_end.callback(REGISTRY.attach(pool, service.table, hash_prompt=service.hash_prompt))
         if listed.settings.autoscaling:
-            report = _report_demand(service.groups.demand, handle)
+            report = report_demand(service.groups.demand, handle)
             at_end.callback(asyncio.create_task(report).cancel)
         return at_end.close
 
@@ -283,6 +283,17 @@ class Gateway:
     async def _ask_others(self, request: pb.ExplainRoutingRequest, tenant: str | None) -> Answers:
         said, silence = await self._broadcast("recall", request.SerializeToString(), tenant)
         return [pb.ExplainRoutingResponse.FromString(each) for each in said], silence
+
+    async def recall_usage(self, asker: str, tenant: str | None) -> dict[str, Any] | None:
+        """What this gateway has counted of the tenant, or of all, for another gateway; to its own
+        question it answers nothing."""
+        if asker == serve.get_replica_context().replica_id.unique_id:
+            return None
+        return self._server.models.usage.own(tenant)
+
+    async def _ask_for_usage(self, tenant: str | None) -> tuple[list[dict[str, Any]], str]:
+        said, silence = await self._broadcast("recall_usage", tenant)
+        return [each for each in said if each is not None], silence
 
     async def hear_of_adapters(self, asker: str, words: Sequence[Word]) -> list[Word]:
         """Takes in what the gateway ``asker`` says of adapters; returns all that is known here."""
@@ -395,43 +406,3 @@ def _owner() -> str:
     """This replica's application, and the Ray cluster where it runs."""
     context = ray.get_runtime_context()
     return f"{serve.get_replica_context().app_name}@{context.gcs_address}"
-
-
-async def _report_demand(demand: Demand, groups: DeploymentHandle[ReplicaGroup]) -> None:
-    """Reports the requests that wait here for a group, as long as there are any."""
-    note = groups.options(method_name="note_demand")
-    name = serve.get_replica_context().replica_id.unique_id
-    was_told = True
-    while True:
-        await demand.wait_for_some()
-        try:
-            await _tell(note, name, demand)
-            was_told = True
-        # Of many kinds, some of them while Serve replaces groups: the next try may do.
-        except Exception as error:
-            end_if_cancelled()
-            if was_told:
-                _log.warning("demand cannot be told: %r", error)
-            was_told = False
-        await asyncio.sleep(_DEMAND_REPORT_S)
-
-
-async def _tell(note: DeploymentHandle[ReplicaGroup], gateway: str, demand: Demand) -> None:
-    call = cast("DeploymentResponse[None]", note.remote(gateway, demand.num_tokens))
-    answer = asyncio.ensure_future(_answer(call))
-    try:
-        # The call may wait for a group; nobody needs one any more when all clients are gone.
-        await demand.wait_while_some(until=answer)
-    finally:
-        if not answer.done():
-            # It raises what went wrong with the call, which the answer says as well.
-            with contextlib.suppress(Exception):
-                call.cancel()
-    await asyncio.wait([answer])
-
-
-async def _answer(call: DeploymentResponse[None]) -> None:
-    try:
-        await call
-    except Exception as error:  # Ray's own, of many kinds: a group died, or the call was cancelled.
-        _log.debug("demand was not heard: %r", error)

@@ -42,6 +42,8 @@ class GatewayServer:
         if config.tls_certificate is not None and config.tls_key is not None:
             self.tls = ServerTls(certificate=config.tls_certificate, key=config.tls_key)
         self.models = Models()
+        if self.keys is not None:
+            tell_of_tenants(self.models, self.keys)
         self.grpc_address = ""
         """``host:port`` for clients, as is the next."""
         self.http_address = ""
@@ -49,7 +51,8 @@ class GatewayServer:
         """Where this gateway alone answers ``/metrics`` and ``/health``."""
         self._config = config
         self._served: dict[str, ServedModel] = {}
-        self._tls_task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        """Those that look for new files."""
 
     @classmethod
     async def start(
@@ -150,9 +153,9 @@ class GatewayServer:
         )
         self._grpc_guard.stop()
         await self._metrics.stop()
-        if self._tls_task is not None:
-            self._tls_task.cancel()
-            await asyncio.gather(self._tls_task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.models.close()
         _log.info("stopped; %d completions were cut off", self.models.num_inflight)
 
@@ -184,13 +187,27 @@ class GatewayServer:
         self.metrics_address = f"{config.host}:{metrics_socket.getsockname()[1]}"
         self._http.start(http_socket)
         self._metrics.start(metrics_socket)
-        if self.tls is not None:
-            self._tls_task = asyncio.create_task(self.tls.follow())
+        self._tasks += [
+            asyncio.create_task(each.follow()) for each in (self.tls, self.keys) if each is not None
+        ]
 
     def _add_grpc_port(self, address: str) -> int:
         if self.tls is None:
             return self._grpc.add_insecure_port(address)
         return self._grpc.add_secure_port(address, self.tls.grpc_credentials())
+
+
+def tell_of_tenants(models: Models, keys: ApiKeys) -> None:
+    """The models are told what tenants may ask for, now and when the keys have changed; the metrics
+    tell of their file."""
+
+    def on_change() -> None:
+        models.tenants.set_policies(keys.policies)
+
+    on_change()
+    keys.watch(on_change)
+    models.telemetry.keys_read.set_function(lambda: keys.loaded_s)
+    models.telemetry.keys_unusable.set_function(lambda: bool(keys.trouble))
 
 
 def _listening_socket(name: str, host: str, port: int, *, is_shared: bool = True) -> socket.socket:

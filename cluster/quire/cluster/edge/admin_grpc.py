@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import grpc
 
 from quire.cluster.edge.auth import ApiKeys, check_operator
+from quire.cluster.edge.error_kinds import kind_of
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
-from quire.cluster.errors import NotAnOperator
+from quire.cluster.errors import NotAnOperator, Unauthenticated
 from quire.cluster.links.group_client import GroupClient
 from quire.cluster.links.groups import Groups
 from quire.cluster.serving.keeper import Adapter
@@ -103,8 +104,9 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def _check_operator(self, context: Context) -> None:
         try:
             check_operator(context, self._keys)
-        except NotAnOperator as error:
-            await refuse(context, grpc.StatusCode.PERMISSION_DENIED, "NOT_AN_OPERATOR", str(error))
+        except (NotAnOperator, Unauthenticated) as error:
+            kind = kind_of(error)
+            await refuse(context, kind.grpc_code, kind.reason, str(error))
 
     def _known(self) -> Iterator[tuple[Groups, GroupClient]]:
         """Every group, and those that it belongs to."""

@@ -1,5 +1,5 @@
 """Who may call: clients that show a gateway one of its API keys, and gateways that show a group its
-token, both as ``Authorization: Bearer …``; over HTTP, ``X-API-Key: …`` is as good.
+token, both as ``Authorization: Bearer …``; ``X-API-Key: …`` is as good.
 
 Health checks, the reference and reflection of a gateway need none: they tell nothing of what
 clients ask. Every key belongs to a tenant. Tenants share no cached prefix and see no decision of
@@ -7,64 +7,70 @@ each other's. Metrics and loads, which are of all tenants together, want an oper
 little runs, they tell the lengths of one request. So do changes of what is served.
 """
 
-import hashlib
-import hmac
-import re
+import asyncio
+import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import grpc
 import grpc.aio
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster.edge.grpc_errors import refuse
 from quire.cluster.edge.http_errors import error_body, worded_for
+from quire.cluster.edge.keys_file import (
+    EVERYONE,
+    Caller,
+    KeysFile,
+    KnownKey,
+    digest,
+    read_keys_file,
+)
 from quire.cluster.errors import NotAnOperator, Unauthenticated
+from quire.cluster.serving.tenants import TenantPolicy
 from quire.worker.api.errors import ConfigError, QuireError
 
+_log = logging.getLogger(__name__)
+
+_LOOK_EVERY_S = 3.0
 _OPEN_PATHS = ("/health", "/ping", "/docs", "/openapi.json")
 _OPERATORS_PATHS = ("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_NO_OPERATOR = "the API key is no operator's: in the file of keys, its line is 'KEY *'"
+_NO_OPERATOR = (
+    "the API key is no operator's: in the file of keys, its line is 'KEY *', or its tenant has "
+    "'operator: true'"
+)
 _REFUSAL = "no API key, or one that is not known here: send 'Authorization: Bearer KEY'"
 
-_OPERATOR = "*"
-_TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_OWN_TENANT_CHARS = 32
-
+_Signature = tuple[int, int, int, int]
 Handler = Any  # A grpc.RpcMethodHandler, which is generic for type checkers only.
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Caller:
-    """The tenant on whose behalf a request comes."""
-
-    tenant: str = ""
-    """Has no "/" and tells nothing of a key; empty where there are no keys."""
-    is_operator: bool = False
-    """Sees the decisions on everyone's requests."""
-
-    @property
-    def sees(self) -> str | None:
-        """The tenant whose decisions it sees; ``None`` is all of them."""
-        return None if self.is_operator else self.tenant
-
-
-EVERYONE = Caller(is_operator=True)
-"""The caller of a gateway without keys."""
-
-
 class ApiKeys:
-    """The keys that are let in, and whose they are."""
+    """The keys that are let in, and whose they are. Those of a file are read again when it
+    changes."""
 
-    def __init__(self, callers: Mapping[str, Caller]) -> None:
-        # Digests have one length, so that comparing them takes one time.
-        self._callers = [(_digest(key), caller) for key, caller in callers.items()]
+    def __init__(self, callers: Mapping[str, Caller], *, path: Path | None = None) -> None:
+        """``path``: that of a file, whose keys are let in instead of ``callers``. Raises
+        ConfigError: it cannot be used."""
+        self.loaded_s = time.time()
+        """When the file, as it is used, was read; in seconds since 1970."""
+        self.trouble = ""
+        """Why the file that is there now is not used, where it is not."""
+        self._path = path
+        self._seen: _Signature | None = None
+        self._watchers: list[Callable[[], None]] = []
+        if path is None:
+            known = {digest(key): KnownKey(caller) for key, caller in callers.items()}
+            self._file = KeysFile(known)
+        else:
+            self._seen = _signature(path)
+            self._file = read_keys_file(path)
 
     @classmethod
     def of_token(cls, token: str) -> Self:
@@ -73,50 +79,57 @@ class ApiKeys:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads one key a line; blank lines and those that begin with # do not count.
+        """The keys of a file (`keys_file`). Raises ConfigError: it cannot be used."""
+        return cls({}, path=path)
 
-        Behind a key and a space may stand the name of its tenant, which several keys may share; or
-        ``*``, for an operator's. A key without either is a tenant of its own.
+    @property
+    def policies(self) -> Mapping[str, TenantPolicy]:
+        """What the tenants may ask for."""
+        return self._file.policies
 
-        Raises:
-            ConfigError: The file cannot be read, has no key, or a line is not like that.
-        """
+    def watch(self, on_change: Callable[[], None]) -> None:
+        """Calls ``on_change`` when another file has been read."""
+        self._watchers.append(on_change)
+
+    async def follow(self) -> None:
+        """Looks for another file until it is cancelled. A bad one leaves the former in place. Those
+        who were let in stay; new requests need a key of the new file."""
+        while True:
+            await asyncio.sleep(_LOOK_EVERY_S)
+            await self.look()
+
+    async def look(self) -> None:
+        """Reads the file if it has changed."""
+        if self._path is None:
+            return
+        seen = await asyncio.to_thread(_signature, self._path)
+        if seen == self._seen:
+            return
         try:
-            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"api_keys_file={str(path)!r} cannot be read: {error}") from error
-        callers: dict[str, Caller] = {}
-        for number, line in enumerate(lines, 1):
-            if not line or line.startswith("#"):
-                continue
-            # No message has a part of the line: the start's log is not for keys.
-            key, *rest = line.split()
-            if len(rest) > 1 or (rest and rest != [_OPERATOR] and not _TENANT.fullmatch(rest[0])):
-                raise ConfigError(
-                    f"api_keys_file={str(path)!r}, line {number}: must be KEY, KEY TENANT or KEY *;"
-                    " a tenant's name has up to 64 letters, digits, '.', '_' and '-'"
-                )
-            if key in callers:
-                raise ConfigError(
-                    f"api_keys_file={str(path)!r}, line {number}: an earlier line has this key"
-                )
-            is_operator = rest == [_OPERATOR]
-            tenant = rest[0] if rest and not is_operator else _own_tenant(key)
-            callers[key] = Caller(tenant=tenant, is_operator=is_operator)
-        if not callers:
-            raise ConfigError(f"api_keys_file={str(path)!r} has no key: write one a line")
-        return cls(callers)
+            self._file = await asyncio.to_thread(read_keys_file, self._path)
+        except ConfigError as error:
+            if str(error) != self.trouble:
+                _log.error("the new file of API keys is not used, the former one is: %s", error)
+            self._seen, self.trouble = seen, str(error)
+            return
+        self._seen, self.trouble, self.loaded_s = seen, "", time.time()
+        _log.info("%d API keys are read again from %s", len(self._file.keys), self._path)
+        for on_change in self._watchers:
+            on_change()
 
-    def caller(self, authorization: str | None) -> Caller | None:
-        """Whose request has this header; ``None``: it must not go on."""
+    def caller(self, authorization: str | None, x_api_key: str | None = None) -> Caller | None:
+        """Whose request has these headers; ``None``: it must not go on."""
         scheme, _, key = (authorization or "").partition(" ")
-        digest = _digest(key.strip())
-        found = None
-        # Looks at every key: how long it takes must not tell which one was close.
-        for known, caller in self._callers:
-            if hmac.compare_digest(digest, known):
-                found = caller
-        return found if scheme.lower() == "bearer" else None
+        found = self._known(key.strip()) if scheme.lower() == "bearer" else None
+        if found is None and x_api_key:
+            # Anthropic's clients show the key in a header of its own.
+            found = self._known(x_api_key.strip())
+        return found
+
+    def _known(self, key: str) -> Caller | None:
+        # By digest: how long that takes tells nothing of a key that is close to a known one.
+        known = self._file.keys.get(digest(key))
+        return known.caller if known is not None and time.time() < known.expires_s else None
 
 
 class GrpcAuth(grpc.aio.ServerInterceptor):
@@ -144,7 +157,7 @@ class GrpcAuth(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, details: grpc.HandlerCallDetails
     ) -> Handler:
         is_open = details.method.startswith(self._open)
-        if is_open or self._keys.caller(_authorization(details.invocation_metadata)) is not None:
+        if is_open or _shown(self._keys, details.invocation_metadata) is not None:
             return await continuation(details)
         return self._refusal
 
@@ -159,9 +172,17 @@ class HttpAuth:
     """Answers 401 to requests without a key, whatever they ask for, known paths or not, and 403 to
     tenants that ask for what tells of all."""
 
-    def __init__(self, app: ASGIApp, *, keys: ApiKeys) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: ApiKeys,
+        headers: Callable[[str], Mapping[str, str]] = lambda tenant: {},
+    ) -> None:
+        """``headers``: those that each answer to a tenant gets besides."""
         self._app = app
         self._keys = keys
+        self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or scope["path"] in _OPEN_PATHS
@@ -172,14 +193,17 @@ class HttpAuth:
             await _refusal(scope, NotAnOperator(_NO_OPERATOR), status=403)(scope, receive, send)
         else:
             scope.setdefault("state", {})["caller"] = caller
-            await self._app(scope, receive, send)
+
+            async def send_with_headers(message: Message) -> None:
+                if caller is not None and message["type"] == "http.response.start":
+                    # By then the request itself is counted.
+                    MutableHeaders(scope=message).update(self._headers(caller.tenant))
+                await send(message)
+
+            await self._app(scope, receive, send_with_headers)
 
     def _caller(self, headers: Headers) -> Caller | None:
-        """Anthropic's clients show the key in a header of its own."""
-        caller = self._keys.caller(headers.get("authorization"))
-        if caller is None and "x-api-key" in headers:
-            caller = self._keys.caller(f"Bearer {headers['x-api-key']}")
-        return caller
+        return self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
 
 
 def http_caller(request: Request) -> Caller:
@@ -190,16 +214,19 @@ def http_caller(request: Request) -> Caller:
 
 
 def grpc_caller(context: grpc.aio.ServicerContext[object, object], keys: ApiKeys | None) -> Caller:
-    """The same of a call that `GrpcAuth` let in."""
+    """The same of a call that `GrpcAuth` let in. Raises Unauthenticated: its key has been revoked
+    since."""
     if keys is None:
         return EVERYONE
-    caller = keys.caller(_authorization(context.invocation_metadata()))
-    assert caller is not None, "it was let in"
+    caller = _shown(keys, context.invocation_metadata())
+    if caller is None:
+        raise Unauthenticated(_REFUSAL)
     return caller
 
 
 def check_operator(context: grpc.aio.ServicerContext[object, object], keys: ApiKeys | None) -> None:
-    """Raises NotAnOperator: the call, which `GrpcAuth` let in, is a tenant's."""
+    """Raises NotAnOperator: the call, which `GrpcAuth` let in, is a tenant's. Further as
+    `grpc_caller`."""
     if not grpc_caller(context, keys).is_operator:
         raise NotAnOperator(_NO_OPERATOR)
 
@@ -210,16 +237,15 @@ def _refusal(scope: Scope, error: QuireError, *, status: int) -> JSONResponse:
     return JSONResponse(body, status_code=status, headers=headers)
 
 
-def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    return str(dict(metadata or ()).get("authorization"))
+def _shown(keys: ApiKeys, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:
+    given = dict(metadata or ())
+    return keys.caller(str(given.get("authorization")), str(given.get("x-api-key", "")))
 
 
-def _own_tenant(key: str) -> str:
-    """No name in a keys file is one of these. Not the digest by which keys are known: who is told
-    the one, as groups are, must not have the other."""
-    digest = hashlib.sha256(b"quire tenant\0" + key.encode()).hexdigest()
-    return f"#{digest[:_OWN_TENANT_CHARS]}"
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _signature(path: Path) -> _Signature | None:
+    """Differs for another file; ``None`` where there is none."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino

@@ -51,9 +51,11 @@ class _AskBody(Body):
     timeout: float | None = None
 
     def ask(self, request: Request) -> Ask:
+        caller = http_caller(request)
         return Ask(
             truncate_prompt_tokens=self.num_kept(),
-            tenant=http_caller(request).tenant,
+            tenant=caller.tenant,
+            key_name=caller.key_name,
             cache_salt=self.cache_salt or "",
             priority=self.priority or 0,
             timeout_s=self.timeout,

@@ -10,6 +10,7 @@ from quire.cluster.errors import (
     NotAnOperator,
     Overloaded,
     Quarantined,
+    RateLimited,
     Unauthenticated,
     Unavailable,
 )
@@ -87,6 +88,9 @@ _KINDS: dict[type[Exception], Kind] = {
     BodyTooLarge: _unread(413),
     NotJson: _unread(415),
     HeadTooLarge: _unread(431),
+    RateLimited: _kind(
+        429, "rate_limit_error", "rate_limit_exceeded", StatusCode.RESOURCE_EXHAUSTED
+    ),
     Overloaded: _kind(429, "rate_limit_error", "overloaded", StatusCode.RESOURCE_EXHAUSTED),
     QueueFull: _kind(429, "rate_limit_error", "queue_full", StatusCode.RESOURCE_EXHAUSTED),
     BrokenLogits: _kind(500, "server_error", "broken_logits", StatusCode.INTERNAL),

@@ -57,13 +57,14 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         async with statuses(context, request):
             with held(request, self._models):
                 check_lists(request.sampling)
-                model = self._models.named(request.model)
+                model, caller = self._models.named(request.model), grpc_caller(context, self._keys)
                 prepared = await model.prepare(
                     Request(
                         prompt=_prompt(request),
                         sampling=params_from_proto(request.sampling),
                         cache_salt=request.cache_salt,
-                        tenant=grpc_caller(context, self._keys).tenant,
+                        tenant=caller.tenant,
+                        key_name=caller.key_name,
                         client_id=client_id(context),
                         explain_routing=request.explain_routing,
                         cache_key=request.cache_key,
@@ -107,9 +108,11 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _ask(self, request: pb.EmbedRequest | pb.RankRequest, context: Context) -> Ask:
         is_cut = request.HasField("truncate_prompt_tokens")
+        caller = grpc_caller(context, self._keys)
         return Ask(
             truncate_prompt_tokens=request.truncate_prompt_tokens if is_cut else None,
-            tenant=grpc_caller(context, self._keys).tenant,
+            tenant=caller.tenant,
+            key_name=caller.key_name,
             cache_salt=request.cache_salt,
             priority=request.priority,
             timeout_s=remaining_s(context),

@@ -55,12 +55,14 @@ from quire.cluster.edge.streams import (
 )
 from quire.cluster.edge.structured import told_of
 from quire.cluster.edge.text_api import text_routes
+from quire.cluster.edge.usage_api import usage_route
 from quire.cluster.errors import DeadlineExceeded
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Take
 from quire.cluster.serving.bounds import Hold
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
+from quire.cluster.serving.tenants import LIMIT_HEADERS
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prepared, Prompt, Request
 from quire.worker.api.sampling_params import SamplingParams
@@ -100,6 +102,7 @@ def build_http_app(
         Route("/v1/responses", api.responses, methods=["POST"]),
         Route("/v1/messages", api.messages, methods=["POST"]),
         routing_route(models.explanations),
+        usage_route(models.usage),
         *text_routes(models, bodies),
         *embedding_routes(models, bodies),
         *_own_routes(models),
@@ -108,14 +111,14 @@ def build_http_app(
         routes=[*routes, *reference_routes(routes)], exception_handlers=error_handlers()
     )
     if keys is not None:
-        app = HttpAuth(app, keys=keys)
+        app = HttpAuth(app, keys=keys, headers=models.tenants.headers)
     if allow_origins:  # Around the keys: a browser asks first, and shows none.
         app = CORSMiddleware(
             app,
             allow_origins=allow_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-Ignored-Fields", "Retry-After"],
+            expose_headers=["X-Request-Id", "X-Ignored-Fields", "Retry-After", *LIMIT_HEADERS],
         )
     return RequestIds(app)  # Outermost, so that internal errors carry the id too.
 
@@ -315,11 +318,13 @@ def _asked_for(
     params: SamplingParams,
     shown_token_ids: frozenset[int],
 ) -> Request:
+    caller = http_caller(request)
     return Request(
         prompt=prompt,
         sampling=params,
         cache_salt=body.cache_salt or "",
-        tenant=http_caller(request).tenant,
+        tenant=caller.tenant,
+        key_name=caller.key_name,
         priority=body.priority or 0,
         cache_key=body.prompt_cache_key or "",
         keep_s=body.keep_s,

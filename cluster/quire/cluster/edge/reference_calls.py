@@ -251,6 +251,13 @@ CALLS: Mapping[str, Call] = {
         },
         answer={"object": "list", "data": []},
     ),
+    "/v1/usage": Call(
+        "Tokens used since the gateways began, in all and by minute: the tenant's own, or for an "
+        "operator's key everyone's.",
+        _SERVER,
+        query={"tenant": "For operators: this tenant's alone."},
+        answer={"object": "list", "since": 1767225600, "data": []},
+    ),
     "/version": Call("The version of this software.", _SERVER, answer={"version": "0.1.0"}),
     "/load": Call("Completions under way in this gateway.", _SERVER, answer={"server_load": 0}),
     "/health": Call(

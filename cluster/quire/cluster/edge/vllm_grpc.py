@@ -24,6 +24,7 @@ from smg_grpc_proto.generated import common_pb2
 from quire.cluster.edge.auth import ApiKeys, check_operator, grpc_caller
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
+from quire.cluster.edge.keys_file import Caller
 from quire.cluster.edge.kv_events import KvEventsConfig, Outlet, Ranks, Subscription
 from quire.cluster.edge.streams import sane_client_id
 from quire.cluster.edge.vllm_format import Answers, aliases_of, prompt_of, sampling_of
@@ -116,18 +117,18 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         aliases = aliases_of(request)
         async with statuses(context, request, aliases=aliases):
             self._last_request_s = time.time()
-            tenant = grpc_caller(context, self._keys).tenant
-            name, run = (tenant, request.request_id), _Run()
+            caller = grpc_caller(context, self._keys)
+            name, run = (caller.tenant, request.request_id), _Run()
             self._runs[name].add(run)
             try:
-                await self._generate(request, context, tenant, run)
+                await self._generate(request, context, caller, run)
             finally:
                 self._runs[name].remove(run)
                 if not self._runs[name]:
                     del self._runs[name]
 
     async def _generate(
-        self, request: vllm.GenerateRequest, context: Context, tenant: str, run: _Run
+        self, request: vllm.GenerateRequest, context: Context, caller: Caller, run: _Run
     ) -> None:
         with held(request, self._models):
             check_lists(request.sampling_params)
@@ -135,7 +136,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 Request(
                     prompt=prompt_of(request),
                     sampling=sampling_of(request.sampling_params),
-                    tenant=tenant,
+                    tenant=caller.tenant,
+                    key_name=caller.key_name,
                     client_id=client_id(context) or sane_client_id(request.request_id),
                     timeout_s=remaining_s(context),
                 )
@@ -153,10 +155,11 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 await context.write(message)
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
-        tenant = grpc_caller(context, self._keys).tenant
-        for name in request.request_ids:
-            for run in self._runs.get((tenant, name), ()):
-                run.abort()
+        async with statuses(context, request):
+            tenant = grpc_caller(context, self._keys).tenant
+            for name in request.request_ids:
+                for run in self._runs.get((tenant, name), ()):
+                    run.abort()
         return vllm.AbortResponse()
 
     async def HealthCheck(
@@ -246,8 +249,10 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         async with statuses(context, request):
             self._last_request_s = time.time()
             with held(request, self._models):
+                caller = grpc_caller(context, self._keys)
                 ask = Ask(
-                    tenant=grpc_caller(context, self._keys).tenant,
+                    tenant=caller.tenant,
+                    key_name=caller.key_name,
                     client_id=client_id(context) or sane_client_id(request.request_id),
                     timeout_s=remaining_s(context),
                 )

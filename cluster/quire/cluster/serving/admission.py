@@ -2,28 +2,35 @@
 
 A request is *released* to the groups when one of them can begin it within ``max_group_wait_s``. A
 request that waits at a group can no longer be reordered, so only enough are released to keep the
-groups busy until their next frames. The others wait here, by priority and then in order of arrival,
-for as long as their clients do. Where ``max_queue_wait_s`` is set, a request whose predicted wait
-exceeds it or its own deadline is refused before it costs anything. Admitted requests are never
-delayed by later ones of the same priority.
+groups busy until their next frames. The others wait here, by priority, then in fair shares of their
+tenants and then in order of arrival (`FairQueue`), for as long as their clients do. Where
+``max_queue_wait_s`` is set, a request whose predicted wait exceeds it or its own deadline is
+refused before it costs anything. Admitted requests are never delayed by later ones of the same
+tenant and priority. Later ones of another tenant delay them as far as that tenant is below its
+share.
 
 Always true: a request that could be released waits only behind one that could not; the queue is
-within its bounds; each request of lower priority waits behind each of higher priority.
+within its bounds; each request of lower priority waits behind each of higher priority; the requests
+of one tenant and priority are released in order of arrival.
 
 A request of higher priority may displace ones of lower, the last first, where it could not be taken
-otherwise. There is no aging: under lasting overload low priorities are refused, not left to starve.
+otherwise; one of the same priority displaces the last of the tenant with the most waiting work over
+its weight, where that is more than its own tenant would have. There is no aging: under lasting
+overload low priorities are refused, not left to starve.
 """
 
-from bisect import insort
 from math import inf
 
 from quire.cluster.errors import Overloaded, RefusalReason
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.capacity import Capacity
-from quire.cluster.serving.ticket import Queued, Stage, Ticket, WaitingLoad, order
+from quire.cluster.serving.fair_queue import OUTPUT_WORK, FairQueue
+from quire.cluster.serving.ticket import Queued, Stage, Ticket, WaitingLoad
 from quire.router.policies.loads import Loads
 
 _MAX_RETRY_AFTER_S = 60.0
+_PAID = (Stage.RELEASED, Stage.ROUTED, Stage.BEGUN)
+"""When a request's tenant has been charged."""
 
 
 class Admission:
@@ -33,12 +40,21 @@ class Admission:
     def __init__(self, config: AdmissionConfig, capacity: Capacity) -> None:
         self._config = config
         self._capacity = capacity
-        self.queued: list[Ticket] = []
-        """Those that wait here, in the order in which they will be released."""
-        self._queued: dict[int, WaitingLoad] = {}  # By priority.
+        self._queue = FairQueue()
         self._unrouted = WaitingLoad()
         self._waiting = WaitingLoad()  # All that no group has begun.
         self._num_offered = 0
+
+    @property
+    def queued(self) -> list[Ticket]:
+        """Those that wait here, in the order in which they will be released. For looking at all;
+        `queued_load` has the sums."""
+        return list(self._queue)
+
+    @property
+    def queued_load(self) -> WaitingLoad:
+        """Sums over those that wait here; not the caller's to change."""
+        return self._queue.total
 
     @property
     def unbegun(self) -> Queued:
@@ -52,7 +68,8 @@ class Admission:
             Overloaded: It is refused; nothing has changed.
         """
         displaced: list[Ticket] = []
-        begins = not self._ahead_of(ticket).num_requests and self._can_begin(ticket, loads)
+        self._set_work(ticket)
+        begins = self._queue.goes_first(ticket) and self._can_begin(ticket, loads)
         if not begins:
             displaced = self._make_room(ticket, loads, now_s)
             for victim in displaced:
@@ -61,29 +78,29 @@ class Admission:
         ticket.number = self._num_offered
         self._waiting.add(ticket.num_requests, ticket.num_prompt_tokens)
         ticket.stage = Stage.QUEUED
-        insort(self.queued, ticket, key=order)
-        self._queued.setdefault(ticket.priority, WaitingLoad()).add_ticket(ticket)
-        if begins and self.queued[0] is ticket:
+        self._queue.add(ticket)
+        if begins:
             self._release(ticket)
         return displaced
 
-    def check(self, priority: int, loads: Loads, *, now_s: float) -> None:
+    def check(
+        self, priority: int, loads: Loads, *, now_s: float, tenant: str = "", weight: float = 1.0
+    ) -> None:
         """Refuses early what `offer` would refuse whatever its size: before it costs anything.
 
         Raises:
             Overloaded: Not even a prompt of one token would be taken.
         """
-        if not self.queued:
-            return
-        least = Ticket(num_prompt_tokens=0, priority=priority)
-        self._make_room(least, loads, now_s)
+        if self._queue:
+            least = Ticket(num_prompt_tokens=0, priority=priority, tenant=tenant, weight=weight)
+            self._make_room(least, loads, now_s)
 
     def release(self, loads: Loads) -> list[Ticket]:
         """Releases those whose turn has come. To be called when the groups' load has changed."""
         released = []
-        while self.queued and self._can_begin(self.queued[0], loads):
-            released.append(self.queued[0])
-            self._release(self.queued[0])
+        while (first := self._queue.first) is not None and self._can_begin(first, loads):
+            released.append(first)
+            self._release(first)
         return released
 
     def routed(self, ticket: Ticket) -> None:
@@ -91,6 +108,18 @@ class Admission:
         if ticket.stage is Stage.RELEASED:
             self._unrouted.remove_ticket(ticket)
             ticket.stage = Stage.ROUTED
+
+    def took(self, ticket: Ticket, *, num_tokens: int) -> None:
+        """``num_tokens`` more of its output came. The first show that a group has begun it."""
+        self.begun(ticket)
+        if ticket.stage is Stage.BEGUN:
+            ticket.num_done += OUTPUT_WORK * num_tokens
+            self._queue.grew(ticket)
+
+    def began_cached(self, ticket: Ticket, *, num_cached_tokens: int) -> None:
+        """A group had so many of a prompt's tokens in its cache, which therefore cost nothing."""
+        if ticket.stage in _PAID:
+            ticket.num_done = max(0.0, ticket.num_done - num_cached_tokens)
 
     def begun(self, ticket: Ticket) -> None:
         """A group has begun it."""
@@ -104,8 +133,10 @@ class Admission:
         if ticket.stage in (Stage.NEW, Stage.LEFT):
             return
         if ticket.stage is Stage.QUEUED:
-            self._dequeue(ticket)
-        elif ticket.stage is Stage.RELEASED:
+            self._queue.remove(ticket)
+        else:
+            self._queue.settle(ticket)
+        if ticket.stage is Stage.RELEASED:
             self._unrouted.remove_ticket(ticket)
         if ticket.stage is not Stage.BEGUN:
             self._waiting.add(-ticket.num_requests, -ticket.num_prompt_tokens)
@@ -121,21 +152,22 @@ class Admission:
         """The requests that must be displaced to queue ``ticket``. Raises Overloaded."""
         bound_s = self._config.max_queue_wait_s
         if loads and bound_s < inf:
-            ahead = self._ahead_of(ticket).plus(self._unrouted)
+            ahead = self._queue.ahead_of(ticket).plus(self._unrouted)
             if not self._is_bearable(ticket, loads, ahead):
                 raise self._refusal("wait", ticket, loads, ahead, too_short_s=bound_s)
             time_s = max(0.0, ticket.deadline_s - now_s)
             if not self._begins_within(time_s, ticket, loads, ahead=ahead):
                 raise self._refusal("deadline", ticket, loads, ahead, too_short_s=time_s)
         victims: list[Ticket] = []
-        rest = self._all_queued()
-        while self._exceeds_bounds(ticket, loads, rest):
-            victim = self.queued[-1 - len(victims)]
-            if victim.priority <= ticket.priority:
-                raise self._refusal("queue_full", ticket, loads, rest)
+        rest = self._queue.total.plus(WaitingLoad())
+        if not self._exceeds_bounds(ticket, loads, rest):
+            return victims
+        for victim in self._queue.victims(ticket):
             victims.append(victim)
             rest.remove_ticket(victim)
-        return victims
+            if not self._exceeds_bounds(ticket, loads, rest):
+                return victims
+        raise self._refusal("queue_full", ticket, loads, rest)
 
     def _exceeds_bounds(self, ticket: Ticket, loads: Loads, queued: WaitingLoad) -> bool:
         """Whether the queue would be too full with ``ticket``, or its last wait for too long."""
@@ -200,27 +232,15 @@ class Admission:
             f"{why}; try again in {retry_after_s:.0f} s", reason=reason, retry_after_s=retry_after_s
         )
 
-    def _ahead_of(self, ticket: Ticket) -> WaitingLoad:
-        ahead = WaitingLoad()
-        for priority, load in self._queued.items():
-            if priority <= ticket.priority:
-                ahead = ahead.plus(load)
-        return ahead
-
-    def _all_queued(self) -> WaitingLoad:
-        every = WaitingLoad()
-        for load in self._queued.values():
-            every = every.plus(load)
-        return every
+    def _set_work(self, ticket: Ticket) -> None:
+        num_output = min(self._capacity.mean_output, ticket.max_tokens or inf)
+        each = round(
+            OUTPUT_WORK * num_output
+        )  # Sums of whole numbers do not depend on their order.
+        ticket.work = float(ticket.num_prompt_tokens + each * ticket.num_requests)
 
     def _release(self, ticket: Ticket) -> None:
-        self._dequeue(ticket)
+        self._queue.take(ticket)
+        ticket.num_done = float(ticket.num_prompt_tokens)
         self._unrouted.add_ticket(ticket)
         ticket.stage = Stage.RELEASED
-
-    def _dequeue(self, ticket: Ticket) -> None:
-        self.queued.remove(ticket)
-        load = self._queued[ticket.priority]
-        load.remove_ticket(ticket)
-        if not load.num_requests:
-            del self._queued[ticket.priority]

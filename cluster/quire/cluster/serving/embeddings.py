@@ -46,6 +46,7 @@ class Ask:
 
     truncate_prompt_tokens: int | None = None
     tenant: str = ""
+    key_name: str = ""
     cache_salt: str = ""
     priority: int = 0
     timeout_s: float | None = None
@@ -82,6 +83,7 @@ class Ask:
             task=task,
             sampling=sampling,
             tenant=self.tenant,
+            key_name=self.key_name,
             cache_salt=self.cache_salt,
             priority=self.priority,
             timeout_s=self.timeout_s,

@@ -12,8 +12,10 @@ from quire.cluster.serving.adapters import Adapters
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import ByteBudget
 from quire.cluster.serving.service import ModelService
+from quire.cluster.serving.tenants import Tenants
 from quire.cluster.telemetry.explanations import Explanations
 from quire.cluster.telemetry.metrics import GatewayTelemetry
+from quire.cluster.telemetry.usage import UsageLedger
 from quire.worker.api.errors import InvalidRequest
 
 MAX_BODY_BYTES = 32 * 2**20
@@ -40,6 +42,8 @@ class Models:
         """Why a model cannot be served, by its name; it may have no service then."""
         self._leaving: list[ModelService] = []
         self.adapters = Adapters(self)
+        self.tenants = Tenants(num_gateways=lambda: self._num_gateways)
+        self.usage = UsageLedger()
         self.explanations = Explanations(lambda: [each.table for each in self._all])
         self.bodies = ByteBudget(max_body_bytes)
         """For the transports, of what they read before `ModelService.prepare` has returned."""
@@ -58,6 +62,7 @@ class Models:
         if name in self.by_name:
             self._leaving.append(self.by_name[name])
         self.by_name[name] = service
+        service.meter_by(self.tenants, self.usage)
         self.telemetry.add(name, service.telemetry.registry)
         service.groups.watch(self._notify)
         if self.is_draining:
@@ -158,6 +163,11 @@ class Models:
         self.adapters.close()
         for service in self._all:
             await _close(service)
+
+    @property
+    def _num_gateways(self) -> int:
+        """Those that send requests to the groups, this one among them, as the groups say."""
+        return max((each.table.num_gateways for each in self._all), default=1)
 
     @property
     def _all(self) -> list[ModelService]:

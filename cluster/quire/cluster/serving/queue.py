@@ -72,22 +72,22 @@ class AdmissionQueue:
     @property
     def queued(self) -> Queued:
         """Sums over the requests that wait here."""
-        tickets = self._admission.queued
-        return Queued(
-            sum(ticket.num_requests for ticket in tickets) + self._starting,
-            sum(ticket.num_prompt_tokens for ticket in tickets) + self._starting_tokens,
-        )
+        load = self._admission.queued_load
+        return Queued(load.num_requests + self._starting, load.num_tokens + self._starting_tokens)
 
     def refused(self, reason: RefusalReason) -> None:
         """Counts a refusal."""
         self._metrics.refused.labels(reason).inc()
 
-    def check(self, priority: int) -> None:
+    def check(self, priority: int, *, tenant: str = "", weight: float = 1.0) -> None:
         """Refuses a request that has no chance, before it is tokenized. Raises Overloaded."""
-        if not self._admission.queued:
+        if not self._some_wait:
             return
+        now_s = self._clock()
         try:
-            self._admission.check(priority, self._table.loads(), now_s=self._clock())
+            self._admission.check(
+                priority, self._table.loads(), now_s=now_s, tenant=tenant, weight=weight
+            )
         except Overloaded as error:
             self.refused(error.reason)
             raise
@@ -153,11 +153,17 @@ class AdmissionQueue:
         loop = asyncio.get_running_loop()
         loop.call_soon(lambda: loop.call_soon(lambda: self._admission.routed(ticket)))
 
-    def took(self, ticket: Ticket, *, num_tokens: int) -> None:
-        """Counts further tokens; the first of them shows that a group has begun the request."""
+    def took(self, ticket: Ticket, *, num_tokens: int, num_cached_tokens: int = 0) -> None:
+        """Counts further tokens; the first of them shows that a group has begun the request.
+        ``num_cached_tokens``: those of the prompt that it then turned out not to compute."""
         self._capacity.generated(num_tokens)
-        if ticket.stage is not Stage.BEGUN:
-            self._admission.begun(ticket)
+        if num_cached_tokens:
+            self._admission.began_cached(ticket, num_cached_tokens=num_cached_tokens)
+        self._admission.took(ticket, num_tokens=num_tokens)
+
+    @property
+    def _some_wait(self) -> bool:
+        return self._admission.queued_load.num_requests > 0
 
     async def _wait(self, ticket: Ticket) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -202,7 +208,8 @@ class AdmissionQueue:
     def _displace(self, ticket: Ticket) -> None:
         error = self._overloaded(
             "displaced",
-            f"requests of higher priority than {ticket.priority} took its place in the queue",
+            f"requests of a higher priority than {ticket.priority}, or of tenants of which less "
+            "waits, took its place in the queue",
         )
         waiter = self._waiters.get(ticket)
         if waiter is not None and not waiter.future.done():
@@ -222,13 +229,13 @@ class AdmissionQueue:
 
     def _pump_soon(self) -> None:
         """Runs once for all events of this turn of the loop."""
-        if self._admission.queued and not self._will_pump:
+        if self._some_wait and not self._will_pump:
             self._will_pump = True
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
         self._will_pump = False
-        if not self._admission.queued:
+        if not self._some_wait:
             return
         for ticket in self._admission.release(self._table.loads()):
             future = self._waiters[ticket].future
@@ -258,7 +265,7 @@ class _Metrics:
             gauge = Gauge(name, help_text, registry=registry)
             gauge.set_function(partial(_queued, queue, index))
         gauge = Gauge("quire_queued_bytes", "Memory that their prompts take up.", registry=registry)
-        gauge.set_function(lambda: sum(each.num_bytes for each in queue._admission.queued))
+        gauge.set_function(lambda: queue._admission.queued_load.num_bytes)
         gauge = Gauge(
             "quire_gateways", "Gateways that send to the groups, as these say.", registry=registry
         )

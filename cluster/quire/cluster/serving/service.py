@@ -4,15 +4,13 @@ Knows neither HTTP nor gRPC; both find it in the gateway's `Models`. Imports no 
 come from the groups.
 """
 
-import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
 
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.grammar import constrain
@@ -27,10 +25,14 @@ from quire.cluster.serving.bounds import Inflight
 from quire.cluster.serving.constraints import Constraints
 from quire.cluster.serving.deadline import Deadline, late
 from quire.cluster.serving.keeper import Adapter, Keeper
+from quire.cluster.serving.metering import Metering
 from quire.cluster.serving.prompts import Prompts, as_ids, check_ids, off_loop, rough_num_tokens
 from quire.cluster.serving.queue import AdmissionQueue, unavailable
+from quire.cluster.serving.tenants import Tenants
 from quire.cluster.serving.ticket import Ticket
+from quire.cluster.serving.together import together
 from quire.cluster.telemetry.metrics import Telemetry
+from quire.cluster.telemetry.usage import UsageLedger
 from quire.cluster.wire import work_of
 from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConstraintRefused, InvalidRequest
@@ -69,9 +71,6 @@ class GatewayConfig:
     requests."""
     completion: CompletionConfig = field(default_factory=CompletionConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
-
-
-T = TypeVar("T")
 
 
 class ModelService:
@@ -113,6 +112,7 @@ class ModelService:
             start_wait_s=self.config.completion.group_wait_s,
             clock=clock,
         )
+        self.meter_by(Tenants(), UsageLedger())
         self.dialect = choose_dialect(
             tokenizer,
             tool_call_parser=self.config.tool_call_parser,
@@ -146,6 +146,11 @@ class ModelService:
             refused=partial(self.admission.refused, "inflight"),
             clock=clock,
         )
+
+    def meter_by(self, tenants: Tenants, usage: UsageLedger) -> None:
+        """From now on requests are within the limits of ``tenants``, and count in ``usage``: the
+        gateway's, which all of its models share."""
+        self._metering = Metering(tenants, usage, refused=self.admission.refused)
 
     def through(self, adapter: Adapter) -> "ModelService":
         """The same service, whose requests are for the model with ``adapter``. It shares
@@ -184,6 +189,7 @@ class ModelService:
             InvalidRequest: The message names what is wrong with the request.
             Unavailable: No group ever attached, so nothing is known of the model.
             Overloaded: Too many requests wait to accept another of any size.
+            RateLimited: The tenant has used up one of its limits.
             DeadlineExceeded: The same, and the request cannot wait any longer.
         """
         this = object()
@@ -196,7 +202,10 @@ class ModelService:
     async def _prepare(self, request: Request, tool_use: ToolUse | None) -> Prepared:
         arrival_s = self._clock()
         deadline_s = inf if request.timeout_s is None else arrival_s + request.timeout_s
-        self.admission.check(request.priority)
+        policy = self._metering.policy(request.tenant)
+        priority = policy.priority(request.priority)
+        self._metering.check(request.tenant)
+        self.admission.check(priority, tenant=request.tenant, weight=policy.weight)
         if all(isinstance(span, Text) and not span.text for span in request.prompt):
             # Though a tokenizer may put a begin token there.
             name = "input" if request.task == "embed" else "prompt"
@@ -250,7 +259,7 @@ class ModelService:
             top_k=min(sampling.top_k, card.vocab_size),
         )
         prepared = Prepared(
-            **request.terms | {"sampling": sampling},
+            **request.terms | {"sampling": sampling, "priority": priority},
             request_id=secrets.token_hex(12),
             prompt_token_ids=token_ids,
             adapter=self.adapter.digest if self.adapter else "",
@@ -323,28 +332,44 @@ class ModelService:
         order. Cancelling the task that runs this aborts whatever still runs.
 
         Raises:
-            Overloaded: They are refused; later, if something of higher priority took their place.
+            Overloaded: They are refused; later, if something that goes first took their place.
+            RateLimited: The tenant has used up one of its limits.
             DeadlineExceeded: The deadline has passed; what it left undone was aborted.
             And what `Completion.run` does.
         """
         first = requests[0]
         num_completions = sum(each.sampling.n for each in requests)
+        num_prompt_tokens = sum(len(each.prompt_token_ids) for each in requests)
         ticket = Ticket(
             num_requests=num_completions,
-            num_prompt_tokens=sum(len(each.prompt_token_ids) for each in requests),
+            num_prompt_tokens=num_prompt_tokens,
             num_bytes=sum(each.num_bytes for each in requests),
             max_tokens=first.sampling.max_tokens or 0,
             priority=first.priority,
             deadline_s=first.deadline_s,
+            tenant=first.tenant,
+            weight=self._metering.policy(first.tenant).weight,
         )
         ending = Ending(arrival_s=first.arrival_s, deadline_s=first.deadline_s)
-        with self._inflight.entered(num_completions):
+        with (
+            self._metering.metered(
+                first, num_completions=num_completions, num_prompt_tokens=num_prompt_tokens
+            ) as used,
+            self._inflight.entered(num_completions),
+        ):
             async with self.admission.admit(ticket):
                 self.admission.sending(ticket)
                 async with Deadline(first.deadline_s, clock=self._clock) as deadline:
 
                     async def pass_on(chunk: Chunk) -> None:
-                        self.admission.took(ticket, num_tokens=len(chunk.token_ids))
+                        num_cached = used.took(chunk)
+                        # Of a prompt's several completions, the first one computes it.
+                        is_first = chunk.index % first.sampling.n == 0
+                        self.admission.took(
+                            ticket,
+                            num_tokens=len(chunk.token_ids),
+                            num_cached_tokens=num_cached if is_first else 0,
+                        )
                         if not deadline.is_set:
                             await take(chunk)
                             return
@@ -383,34 +408,3 @@ class ModelService:
                 for index, each in enumerate(prompt.completions(), len(completions))
             ]
         return completions
-
-
-async def together(
-    sources: Sequence[Callable[[Callable[[T], Awaitable[None]]], Coroutine[Any, Any, None]]],
-    take: Callable[[T], Awaitable[None]],
-) -> None:
-    """Runs each of ``sources`` until all have ended; each hands its items to ``take``, which gets
-    them one at a time.
-
-    The first exception of one cancels the others and is raised here. All have ended when this
-    returns, also where it is cancelled.
-    """
-    if len(sources) == 1:
-        await sources[0](take)
-        return
-    turn = asyncio.Lock()
-
-    async def in_turn(item: T) -> None:
-        async with turn:
-            await take(item)
-
-    tasks = [asyncio.ensure_future(source(in_turn)) for source in sources]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in tasks:
-            if task in done:
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -42,6 +42,15 @@ class Ticket:
     number: int = 0
     num_bytes: int = 0
     """Memory that it takes up while it waits, beyond what each request does."""
+    tenant: str = ""
+    weight: float = 1.0
+    """The tenant's share against others'."""
+    work: float = 0.0
+    """What it is expected to cost, in prompt tokens; `Admission.offer` sets it."""
+    charged: float = 0.0
+    """The work that its tenant has been charged."""
+    num_done: float = 0.0
+    """The work that was done for it; its prompt counts from when it is released."""
 
 
 class WaitingLoad:
@@ -61,6 +70,11 @@ class WaitingLoad:
             self.num_bytes + other.num_bytes,
         )
 
+    def part(self, part: float) -> "WaitingLoad":
+        """A part of it, in whole requests, tokens and bytes."""
+        sums = (self.num_requests, self.num_tokens, self.num_bytes)
+        return WaitingLoad(*(int(each * part) for each in sums))
+
     def tokens_each_with(self, ticket: Ticket) -> float:
         num_requests = self.num_requests + ticket.num_requests
         return (self.num_tokens + ticket.num_prompt_tokens) / num_requests
@@ -76,8 +90,3 @@ class WaitingLoad:
     def remove_ticket(self, ticket: Ticket) -> None:
         self.add(-ticket.num_requests, -ticket.num_prompt_tokens)
         self.num_bytes -= ticket.num_bytes
-
-
-def order(ticket: Ticket) -> tuple[int, int]:
-    """By priority, then by arrival."""
-    return ticket.priority, ticket.number

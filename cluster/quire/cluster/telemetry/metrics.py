@@ -112,6 +112,14 @@ class GatewayTelemetry:
         self.body_bytes = gauge(
             "quire_body_bytes", "Bytes of large requests that are read or not tokenized yet."
         )
+        self.keys_read = gauge(
+            "quire_api_keys_read_timestamp_seconds",
+            "When the file of API keys that is in use was read, since 1970; 0 without one.",
+        )
+        self.keys_unusable = gauge(
+            "quire_api_keys_unusable",
+            "1 while the file of API keys that is there cannot be used, and a former one is.",
+        )
         self._page = _Page(registry)
 
     def add(self, model: str, registry: CollectorRegistry) -> None:
@@ -284,7 +292,9 @@ def refused_counter(registry: CollectorRegistry) -> Counter:
     return Counter(
         "quire_refused",
         "Requests refused for want of room, by reason: wait (it would be too long), deadline "
-        "(it would pass before the first token), queue_full, displaced (by higher priority), "
+        "(it would pass before the first token), queue_full, displaced (by higher priority, or by "
+        "a tenant with less waiting), tenant_requests, tenant_tokens, tenant_concurrency (the "
+        "tenant's limits), "
         "timeout (the wait was longer than predicted), inflight (the gateway's hard limit), "
         "bodies (other large requests hold all the memory that there is for them).",
         ["reason"],

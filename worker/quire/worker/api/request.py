@@ -47,6 +47,8 @@ class Terms:
     """Less runs sooner; 0 is the usual."""
     tenant: str = ""
     """Whose request it is, without a "/"; empty where tenants are not told apart."""
+    key_name: str = ""
+    """The name of its API key, by which a gateway counts what is used. Groups are not told."""
     client_id: str = ""
     """The client's name for it, by which its routing can be explained."""
     explain_routing: bool = False

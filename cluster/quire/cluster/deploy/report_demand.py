@@ -1,0 +1,56 @@
+"""A gateway tells a replica group of requests that wait for a group."""
+
+import asyncio
+import contextlib
+import logging
+from typing import Any, cast
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle, DeploymentResponse
+
+from quire.cluster.scaling.demand import Demand
+from quire.cluster.supervise import end_if_cancelled
+
+_log = logging.getLogger(__name__)
+
+_DEMAND_REPORT_S = 0.5
+
+
+async def report_demand(demand: Demand, groups: "DeploymentHandle[Any]") -> None:
+    """Reports the requests that wait here for a group, as long as there are any."""
+    note = groups.options(method_name="note_demand")
+    name = serve.get_replica_context().replica_id.unique_id
+    was_told = True
+    while True:
+        await demand.wait_for_some()
+        try:
+            await _tell(note, name, demand)
+            was_told = True
+        # Of many kinds, some of them while Serve replaces groups: the next try may do.
+        except Exception as error:
+            end_if_cancelled()
+            if was_told:
+                _log.warning("demand cannot be told: %r", error)
+            was_told = False
+        await asyncio.sleep(_DEMAND_REPORT_S)
+
+
+async def _tell(note: "DeploymentHandle[Any]", gateway: str, demand: Demand) -> None:
+    call = cast("DeploymentResponse[None]", note.remote(gateway, demand.num_tokens))
+    answer = asyncio.ensure_future(_answer(call))
+    try:
+        # The call may wait for a group; nobody needs one any more when all clients are gone.
+        await demand.wait_while_some(until=answer)
+    finally:
+        if not answer.done():
+            # It raises what went wrong with the call, which the answer says as well.
+            with contextlib.suppress(Exception):
+                call.cancel()
+    await asyncio.wait([answer])
+
+
+async def _answer(call: DeploymentResponse[None]) -> None:
+    try:
+        await call
+    except Exception as error:  # Ray's own, of many kinds: a group died, or the call was cancelled.
+        _log.debug("demand was not heard: %r", error)

@@ -1,0 +1,300 @@
+"""The file of API keys, in either of its two formats.
+
+    KEY              a tenant of its own        tenants:
+    KEY acme         of the tenant acme           acme: {weight: 2, requests_per_minute: 600}
+    KEY *            an operator's              keys:
+                                                  - {name: ci, tenant: acme, hash: "sha256:…"}
+
+The second is YAML; its first line begins with ``tenants:`` or ``keys:``. It has only the SHA-256 of
+each key. A fast hash is enough, as a key is a random number of 256 bits (`new_key`): nobody can try
+them all, so that a slow hash would protect nothing and cost each request. It does not protect a
+short key that a person has chosen; a hash does not show that.
+
+No message has a part of a line or a value: a key may stand where it does not belong.
+"""
+
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, date, datetime, time
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from quire.cluster.serving.tenants import TenantPolicy
+from quire.worker.api.errors import ConfigError
+
+_MAX_FILE_BYTES = 16 * 2**20
+_OPERATOR = "*"
+_NAME = r"[A-Za-z0-9._-]{1,64}"
+_NAMES = "up to 64 letters, digits, '.', '_' and '-'"
+_SECOND_FORMAT = re.compile(r"(tenants|keys)\s*:(\s|$)")
+_OWN_TENANT_CHARS = 32
+_KEY_BYTES = 32
+
+Name = Annotated[str, StringConstraints(pattern=rf"^{_NAME}\z")]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """On whose behalf a request comes."""
+
+    tenant: str = ""
+    """Has no "/" and tells nothing of a key; empty where there are no keys."""
+    key_name: str = ""
+    """Which of the tenant's keys it shows; empty where keys have no names."""
+    is_operator: bool = False
+    """Sees the decisions on everyone's requests."""
+
+    @property
+    def sees(self) -> str | None:
+        """The tenant whose decisions it sees; ``None`` is all of them."""
+        return None if self.is_operator else self.tenant
+
+
+EVERYONE = Caller(is_operator=True)
+"""The caller of a gateway without keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKey:
+    caller: Caller
+    expires_s: float = inf
+    """When it ends, in seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeysFile:
+    """What a file says."""
+
+    keys: dict[bytes, KnownKey]
+    """By `digest`."""
+    policies: dict[str, TenantPolicy] = field(default_factory=dict)
+    """By tenant; one that is not there has no limits."""
+
+
+class KeyEntry(BaseModel):
+    """One key of the second format."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    name: Name
+    tenant: Name
+    hash: Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}\z")]
+    expires: datetime | date | None = None
+    """A date is its beginning. Without a time zone it is UTC."""
+
+    @property
+    def expires_s(self) -> float:
+        match self.expires:
+            case None:
+                return inf
+            case datetime() as moment:
+                pass
+            case day:
+                moment = datetime.combine(day, time())
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+class _SecondFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    tenants: dict[Name, TenantPolicy | None] = Field(default_factory=dict)
+    keys: list[KeyEntry] = Field(default_factory=list)
+
+
+def digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def hash_of(key: str) -> str:
+    """As the second format has it."""
+    return f"sha256:{digest(key).hex()}"
+
+
+def new_key() -> str:
+    """A key that nobody can guess."""
+    return f"qk-{secrets.token_urlsafe(_KEY_BYTES)}"
+
+
+def read_keys_file(path: Path) -> KeysFile:
+    """Raises ConfigError: the file cannot be read, has no key, or a line or field is not as it must
+    be."""
+    text = read_text(path)
+    found = _of_entries(path, *entries_of(path, text)) if is_second(text) else _of_lines(path, text)
+    if not found.keys:
+        raise ConfigError(
+            f"{_named(path)} has no key: write one a line, or make one with 'quire keys new'"
+        )
+    return found
+
+
+def read_text(path: Path) -> str:
+    """Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size > _MAX_FILE_BYTES:
+                raise ConfigError(f"{_named(path)} has more than {_MAX_FILE_BYTES} bytes")
+            return file.read().decode()
+    except OSError as error:
+        raise ConfigError(f"{_named(path)} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:  # Whose words have the bytes.
+        raise ConfigError(f"{_named(path)} cannot be read: it is not UTF-8") from error
+
+
+def is_second(text: str) -> bool:
+    """Whether ``text`` is of the second format."""
+    lines = (line.strip() for line in text.splitlines())
+    first = next((each for each in lines if each and each != "---" and each[0] != "#"), "")
+    return _SECOND_FORMAT.match(first) is not None
+
+
+def _of_lines(path: Path, text: str) -> KeysFile:
+    keys: dict[bytes, KnownKey] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        key, *rest = line.split() or [""]
+        if not key or key.startswith("#"):
+            continue
+        if len(rest) > 1 or (rest and rest != [_OPERATOR] and not re.fullmatch(_NAME, rest[0])):
+            raise ConfigError(
+                f"{_named(path)}, line {number}: must be KEY, KEY TENANT or KEY *;"
+                f" a tenant's name has {_NAMES}"
+            )
+        if digest(key) in keys:
+            raise ConfigError(f"{_named(path)}, line {number}: an earlier line has this key")
+        is_operator = rest == [_OPERATOR]
+        tenant = rest[0] if rest and not is_operator else _own_tenant(key)
+        keys[digest(key)] = KnownKey(Caller(tenant=tenant, is_operator=is_operator))
+    return KeysFile(keys)
+
+
+def entries_of(path: Path, text: str) -> tuple[dict[str, TenantPolicy], list[KeyEntry]]:
+    """The tenants and the keys of the second format. Raises ConfigError."""
+    # Here and not above: those without a file need none.
+    import yaml
+
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        data = loader.construct_document(root)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{_named(path)}, line {line}: is not YAML") from None
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ConfigError(f"{_named(path)} is not YAML") from None
+    finally:
+        loader.dispose()
+    for node in _mappings(root):
+        names = [each.value for each, _ in node.value]
+        for place, (each, _) in enumerate(node.value):
+            if each.value in names[:place]:
+                raise _wrong(path, each, "this name stands here twice")
+    try:
+        read = _SecondFormat.model_validate(data)
+    except ValidationError as error:
+        raise _invalid(path, root, error) from None
+    return {name: each or TenantPolicy() for name, each in read.tenants.items()}, read.keys
+
+
+def _of_entries(path: Path, policies: dict[str, TenantPolicy], entries: list[KeyEntry]) -> KeysFile:
+    keys: dict[bytes, KnownKey] = {}
+    names: set[str] = set()
+    for entry in entries:
+        of_key, hashed = f"{_named(path)}, key {entry.name!r}", bytes.fromhex(entry.hash[7:])
+        if entry.tenant not in policies:
+            raise ConfigError(f"{of_key}: its tenant {entry.tenant!r} is not among the tenants")
+        if entry.name in names:
+            raise ConfigError(f"{of_key}: an earlier key has this name")
+        if hashed in keys:
+            raise ConfigError(f"{of_key}: an earlier key has this hash")
+        names.add(entry.name)
+        caller = Caller(
+            tenant=entry.tenant,
+            key_name=entry.name,
+            is_operator=policies[entry.tenant].operator,
+        )
+        keys[hashed] = KnownKey(caller, entry.expires_s)
+    return KeysFile(keys, policies)
+
+
+def _invalid(path: Path, root: Any, error: ValidationError) -> ConfigError:
+    errors = error.errors(include_url=False, include_input=False, include_context=False)
+    # A field that is misspelled is unknown and missing.
+    first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
+    node, name = _at(root, first["loc"])
+    match first["type"]:
+        case "extra_forbidden":
+            told = f"an unknown field; there are {', '.join(_fields(first['loc']))}"
+        case "missing":
+            told = f"{first['loc'][-1]}: is missing"
+        case "string_pattern_mismatch" if name == "hash":
+            told = "hash: must be 'sha256:' and 64 hex digits, as 'quire keys hash' prints it"
+        case "string_pattern_mismatch":
+            told = f"a name must have {_NAMES}"
+        case _:
+            told = f"{name}: {first['msg']}" if name else first["msg"]
+    return _wrong(path, node, told)
+
+
+def _mappings(root: Any) -> Iterator[Any]:
+    """The mappings that are read by name: the file, its tenants, each of these and each key."""
+    import yaml
+
+    def inside(node: Any) -> list[Any]:
+        if isinstance(node, yaml.MappingNode):
+            return [value for _, value in node.value]
+        return node.value if isinstance(node, yaml.SequenceNode) else []
+
+    sections = inside(root)
+    for node in (root, *sections, *(each for section in sections for each in inside(section))):
+        if isinstance(node, yaml.MappingNode):
+            yield node
+
+
+def _at(root: Any, location: tuple[int | str, ...]) -> tuple[Any, str]:
+    """The node nearest to ``location``, and the name of its field where it is a known one."""
+    import yaml
+
+    node, name = root, ""
+    for step in location:
+        if isinstance(node, yaml.SequenceNode) and isinstance(step, int):
+            node = node.value[step]
+        elif isinstance(node, yaml.MappingNode):
+            found = [(key, value) for key, value in node.value if key.value == step]
+            if not found:
+                break
+            key, value = found[0]
+            name = str(step) if step in _FIELDS else ""
+            node = value if isinstance(value, yaml.CollectionNode) else key
+    return node, name or next((str(each) for each in location if each in _FIELDS), "")
+
+
+_FIELDS = {*_SecondFormat.model_fields, *KeyEntry.model_fields, *TenantPolicy.model_fields}
+
+
+def _fields(location: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = _SecondFormat
+    if len(location) > 1:
+        model = KeyEntry if location[0] == "keys" else TenantPolicy
+    return list(model.model_fields)
+
+
+def _wrong(path: Path, node: Any, told: str) -> ConfigError:
+    line = node.start_mark.line + 1 if node is not None else 1
+    return ConfigError(f"{_named(path)}, line {line}: {told}")
+
+
+def _named(path: Path) -> str:
+    return f"api_keys_file={str(path)!r}"
+
+
+def _own_tenant(key: str) -> str:
+    """No name in a keys file is one of these. Not the digest by which keys are known: who is told
+    the one, as groups are, must not have the other."""
+    named = hashlib.sha256(b"quire tenant\0" + key.encode()).hexdigest()
+    return f"#{named[:_OWN_TENANT_CHARS]}"

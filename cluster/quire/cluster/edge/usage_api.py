@@ -1,0 +1,39 @@
+"""``GET /v1/usage``: what the tenant of the API key has used, by key.
+
+    ?tenant=NAME   what that tenant has used; without it, an operator's key is told of all
+
+The answer is ``{"object": "list", "since": …, "data": [...]}`` with a row for each tenant and key:
+sums since the gateways began, and ``minutes``, those of the last hour. Times are in seconds since
+1970.
+"""
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from quire.cluster.edge.auth import http_caller
+from quire.cluster.errors import NotAnOperator
+from quire.cluster.telemetry.usage import UsageLedger
+from quire.worker.api.errors import InvalidRequest
+
+PATH = "/v1/usage"
+
+
+def usage_route(usage: UsageLedger) -> Route:
+    async def answer(request: Request) -> Response:
+        return JSONResponse(await usage.answer(_tenant(request)))
+
+    return Route(PATH, answer, methods=["GET"])
+
+
+def _tenant(request: Request) -> str | None:
+    """Whose usage is asked for; ``None`` is everyone's. Raises NotAnOperator."""
+    unknown = sorted(set(request.query_params) - {"tenant"})
+    if unknown:
+        raise InvalidRequest(f"{', '.join(unknown)}: unknown; there is tenant")
+    asked, caller = request.query_params.get("tenant"), http_caller(request)
+    if asked is not None and caller.sees not in (None, asked):
+        raise NotAnOperator(
+            "the API key is of another tenant: only an operator's sees what others use"
+        )
+    return caller.sees if asked is None else asked

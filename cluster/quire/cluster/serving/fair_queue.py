@@ -1,0 +1,260 @@
+"""The requests that wait at a gateway: by priority, then in weighted fair shares of the tenants,
+then by arrival.
+
+Each tenant has a *virtual time* within a priority: the work of its requests that were released,
+over its weight. The tenant with the least goes next (start-time fair queueing, Goyal et al. 1996;
+work is counted as in Sheng et al., Fairness in Serving Large Language Models, 2024). A tenant that
+begins to wait starts at the virtual time of the request released last, so that it saves nothing up
+while it sends nothing. One tenant alone is served in order of arrival.
+
+Work is prompt tokens plus output tokens times `OUTPUT_WORK`. The cost of a request is not known
+when it is released. Its tenant is therefore charged what is expected, more when the output outgrows
+that, and at its end exactly what it was. So requests that run count in their tenant's share.
+
+Calls take O(log n), but for `FairQueue.victims` and `FairQueue.ahead_of`, which look once at each
+tenant that waits, and for the iteration over all.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from heapq import heapify, heappop, heapreplace
+from itertools import takewhile
+
+from quire.cluster.serving.lazy_heap import LazyHeap
+from quire.cluster.serving.ticket import Ticket, WaitingLoad
+
+OUTPUT_WORK = 4.0
+"""An output token takes a slot for a whole step, where a step computes hundreds of prompt tokens.
+Public price lists ask four to five times as much for it."""
+
+
+class _Flow:
+    """One tenant's requests of one priority, while any of them waits or runs."""
+
+    __slots__ = ("load", "num_live", "queued", "tenant", "virtual", "weight", "work")
+
+    def __init__(self, tenant: str, virtual: float) -> None:
+        self.tenant = tenant
+        self.virtual = virtual
+        self.weight = 1.0
+        self.queued: OrderedDict[Ticket, None] = OrderedDict()
+        self.load = WaitingLoad()
+        self.work = 0.0  # Of those that wait.
+        self.num_live = 0
+
+    @property
+    def first(self) -> Ticket:
+        return next(iter(self.queued))
+
+    @property
+    def share(self) -> float:
+        """The work that waits, over the weight."""
+        return self.work / self.weight
+
+
+class _Class:
+    """The requests of one priority."""
+
+    __slots__ = ("flows", "load", "virtual", "waiting")
+
+    def __init__(self) -> None:
+        self.flows: dict[str, _Flow] = {}
+        self.waiting: LazyHeap[str] = LazyHeap()  # Tenants, by virtual time and arrival.
+        self.load = WaitingLoad()
+        self.virtual = 0.0  # That of the request released last.
+
+    def start(self, tenant: str) -> float:
+        """The virtual time at which a tenant without waiting requests begins to wait."""
+        flow = self.flows.get(tenant)
+        return self.virtual if flow is None else max(flow.virtual, self.virtual)
+
+    def place(self, flow: _Flow) -> None:
+        """Puts it where its virtual time says."""
+        if flow.queued:
+            self.waiting.put(flow.tenant, (flow.virtual, flow.first.number))
+        else:
+            self.waiting.discard(flow.tenant)
+
+
+class FairQueue:
+    """The tickets that wait, and what the tenants of those that run have had. Decides no more than
+    the order."""
+
+    def __init__(self) -> None:
+        self.total = WaitingLoad()
+        """Sums over those that wait."""
+        self._classes: dict[int, _Class] = {}
+        self._waiting: LazyHeap[int] = LazyHeap()  # Priorities.
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[Ticket]:
+        """Those that wait, in the order in which they will be released if no other comes and each
+        costs what is expected."""
+        for priority in sorted(self._waiting):
+            yield from _in_turn(self._classes[priority])
+
+    @property
+    def first(self) -> Ticket | None:
+        """The next one to be released."""
+        found = self._waiting.least()
+        if found is None:
+            return None
+        class_ = self._classes[found[1]]
+        least = class_.waiting.least()
+        assert least is not None, "a waiting priority has a waiting tenant"
+        return class_.flows[least[1]].first
+
+    def goes_first(self, ticket: Ticket) -> bool:
+        """Whether ``ticket``, which does not wait yet, would be the next one."""
+        found = self._waiting.least()
+        if found is None or found[1] > ticket.priority:
+            return True
+        if found[1] < ticket.priority:
+            return False
+        class_ = self._classes[ticket.priority]
+        flow, least = class_.flows.get(ticket.tenant), class_.waiting.least()
+        assert least is not None
+        return not (flow and flow.queued) and class_.start(ticket.tenant) < least[0][0]
+
+    def add(self, ticket: Ticket) -> None:
+        """It waits from now on, behind the others of its tenant and priority."""
+        class_ = self._classes.setdefault(ticket.priority, _Class())
+        flow = class_.flows.get(ticket.tenant)
+        if flow is None:
+            flow = class_.flows[ticket.tenant] = _Flow(ticket.tenant, class_.virtual)
+        elif not flow.queued:
+            flow.virtual = class_.start(ticket.tenant)
+        flow.weight = ticket.weight
+        flow.num_live += 1
+        flow.queued[ticket] = None
+        flow.work += ticket.work
+        for load in (flow.load, class_.load, self.total):
+            load.add_ticket(ticket)
+        self._num += 1
+        class_.place(flow)
+        self._waiting.put(ticket.priority, ticket.priority)
+
+    def remove(self, ticket: Ticket) -> None:
+        """It waits no longer, and costs nothing."""
+        class_, flow = self._dequeue(ticket)
+        self._drop(ticket.priority, class_, flow)
+
+    def take(self, ticket: Ticket) -> None:
+        """It is released: its tenant is charged. `settle` must follow."""
+        class_, flow = self._dequeue(ticket)
+        class_.virtual = max(class_.virtual, flow.virtual)
+        self._charge(class_, flow, ticket, ticket.work)
+
+    def grew(self, ticket: Ticket) -> None:
+        """More was done for a released one: once it is more than was charged, twice as much is."""
+        if ticket.num_done > ticket.charged:
+            class_ = self._classes[ticket.priority]
+            self._charge(class_, class_.flows[ticket.tenant], ticket, ticket.num_done)
+
+    def settle(self, ticket: Ticket) -> None:
+        """A released one has ended: it has cost what was done for it."""
+        class_ = self._classes[ticket.priority]
+        flow = class_.flows[ticket.tenant]
+        self._charge(class_, flow, ticket, ticket.num_done - ticket.charged)
+        self._drop(ticket.priority, class_, flow)
+
+    def ahead_of(self, ticket: Ticket) -> WaitingLoad:
+        """What will be released before ``ticket``, which does not wait yet, if no other comes: all
+        of higher priority and of its own tenant, and of each other tenant the part that its share
+        reaches by then."""
+        ahead = WaitingLoad()
+        for priority in takewhile(lambda each: each < ticket.priority, sorted(self._waiting)):
+            ahead = ahead.plus(self._classes[priority].load)
+        class_ = self._classes.get(ticket.priority)
+        if class_ is None:
+            return ahead
+        own = class_.flows.get(ticket.tenant)
+        turn = class_.start(ticket.tenant)
+        if own is not None and own.queued:
+            turn = own.virtual + own.share
+        for tenant in class_.waiting:
+            flow = class_.flows[tenant]
+            reached = turn - flow.virtual
+            is_all = flow is own or reached >= flow.share
+            part = 1.0 if is_all else max(0.0, reached / flow.share)
+            ahead = ahead.plus(flow.load if is_all else flow.load.part(part))
+        return ahead
+
+    def victims(self, ticket: Ticket) -> Iterator[Ticket]:
+        """Those that may be displaced for ``ticket``, in this order: of lower priorities, the
+        lowest first, then of its own. Within one, the tenant with the most waiting work over its
+        weight loses its last; in the ticket's own, only as long as it has more than the ticket's
+        tenant with the ticket. Nothing may change before the last one is taken."""
+        for priority in sorted(self._waiting, reverse=True):
+            if priority < ticket.priority:
+                return
+            class_ = self._classes[priority]
+            least_share = 0.0
+            if priority == ticket.priority:
+                own = class_.flows.get(ticket.tenant)
+                least_share = ((own.work if own else 0.0) + ticket.work) / ticket.weight
+            fattest = [
+                (-flow.share, -next(reversed(flow.queued)).number, tenant)
+                for tenant, flow in ((each, class_.flows[each]) for each in class_.waiting)
+                if priority != ticket.priority or tenant != ticket.tenant
+            ]
+            heapify(fattest)
+            lasts = {tenant: reversed(class_.flows[tenant].queued) for _, _, tenant in fattest}
+            while fattest:
+                share, _, tenant = fattest[0]
+                if priority == ticket.priority and -share <= least_share:
+                    return
+                victim = next(lasts[tenant])
+                yield victim
+                following = share + victim.work / class_.flows[tenant].weight
+                if victim is class_.flows[tenant].first:
+                    heappop(fattest)
+                else:
+                    heapreplace(fattest, (following, -victim.number + 1, tenant))
+
+    def _charge(self, class_: _Class, flow: _Flow, ticket: Ticket, work: float) -> None:
+        ticket.charged += work
+        flow.virtual += work / flow.weight
+        class_.place(flow)
+
+    def _dequeue(self, ticket: Ticket) -> tuple[_Class, _Flow]:
+        class_ = self._classes[ticket.priority]
+        flow = class_.flows[ticket.tenant]
+        del flow.queued[ticket]
+        flow.work = flow.work - ticket.work if flow.queued else 0.0
+        for load in (flow.load, class_.load, self.total):
+            load.remove_ticket(ticket)
+        self._num -= 1
+        class_.place(flow)
+        if not class_.waiting:
+            self._waiting.discard(ticket.priority)
+        return class_, flow
+
+    def _drop(self, priority: int, class_: _Class, flow: _Flow) -> None:
+        """One of its tickets is gone."""
+        flow.num_live -= 1
+        if not flow.num_live:
+            del class_.flows[flow.tenant]
+        if not class_.flows:
+            del self._classes[priority]
+
+
+def _in_turn(class_: _Class) -> Iterator[Ticket]:
+    turns = [
+        (flow.virtual, flow.first.number, tenant)
+        for tenant, flow in ((each, class_.flows[each]) for each in class_.waiting)
+    ]
+    heapify(turns)
+    rests = {tenant: list(reversed(class_.flows[tenant].queued)) for _, _, tenant in turns}
+    while turns:
+        virtual, _, tenant = turns[0]
+        ticket = rests[tenant].pop()
+        yield ticket
+        if rests[tenant]:
+            then = virtual + ticket.work / class_.flows[tenant].weight
+            heapreplace(turns, (then, rests[tenant][-1].number, tenant))
+        else:
+            heappop(turns)

@@ -1,0 +1,137 @@
+"""What each tenant's keys have used since this gateway began, and in each minute of the last hour.
+
+A request is counted when it ends, however it does, with the tokens that came until then.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+NUM_MINUTES = 60
+_MAX_ROWS = 4096
+_OTHERS = ("", "")
+"""Where what is past `_MAX_ROWS` is counted."""
+_MAX_ASKING = 4
+"""Questions at one time: each is one to every gateway."""
+
+Answers = tuple[Sequence[dict[str, Any]], str]
+"""The other gateways' own answers, and which of them did not answer; empty if all did."""
+AskOthers = Callable[[str | None], Awaitable[Answers]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """Sums over requests that have ended."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was cached."""
+    output_tokens: int = 0
+
+    def add(self, other: "Counts") -> None:
+        self.requests += other.requests
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.output_tokens += other.output_tokens
+
+
+@dataclass(slots=True)
+class _Row:
+    total: Counts = field(default_factory=Counts)
+    minutes: deque[tuple[int, Counts]] = field(default_factory=lambda: deque(maxlen=NUM_MINUTES))
+    """By when they began, in seconds since 1970; those in which nothing ended are not there."""
+
+    def add(self, counts: Counts, minute_s: int) -> None:
+        self.total.add(counts)
+        if not self.minutes or self.minutes[-1][0] != minute_s:
+            self.minutes.append((minute_s, Counts()))
+        self.minutes[-1][1].add(counts)
+
+
+class UsageLedger:
+    """The rows of one gateway, one for each tenant and key; and, asked, those of all gateways."""
+
+    def __init__(self, *, wall_clock: Callable[[], float] = time.time) -> None:
+        self.ask_others: AskOthers = _no_others
+        """Set by those who know of other gateways. Bounds its own time, and raises nothing."""
+        self._wall_clock = wall_clock
+        self._since_s = int(wall_clock())
+        self._rows: dict[tuple[str, str], _Row] = {}
+        self._asking = asyncio.Semaphore(_MAX_ASKING)
+
+    def record(self, tenant: str, key_name: str, counts: Counts) -> None:
+        name = (tenant, key_name)
+        if name not in self._rows and len(self._rows) >= _MAX_ROWS:
+            name = _OTHERS
+        now_s = int(self._wall_clock())
+        self._rows.setdefault(name, _Row()).add(counts, now_s - now_s % 60)
+
+    def own(self, tenant: str | None) -> dict[str, Any]:
+        """This gateway's answer: what ``tenant`` has used, or everyone where it is ``None``."""
+        first_s = int(self._wall_clock()) - NUM_MINUTES * 60
+        return {
+            "object": "list",
+            "since": self._since_s,
+            "data": [
+                {
+                    "tenant": name,
+                    "key": key_name,
+                    **asdict(row.total),
+                    "minutes": [
+                        {"start": start_s, **asdict(counts)}
+                        for start_s, counts in row.minutes
+                        if start_s > first_s
+                    ],
+                }
+                for (name, key_name), row in sorted(self._rows.items())
+                if tenant is None or tenant == name
+            ],
+        }
+
+    async def answer(self, tenant: str | None) -> dict[str, Any]:
+        """All gateways' answers as one. ``since`` is when the first of them began;
+        ``incomplete``, where it is there, says which did not answer."""
+        async with self._asking:
+            others, incomplete = await self.ask_others(tenant)
+        answer = self.own(tenant)
+        if others:
+            answer = await asyncio.to_thread(_merged, [answer, *others])
+        return {**answer, "incomplete": incomplete} if incomplete else answer
+
+
+async def _no_others(tenant: str | None) -> Answers:
+    return (), ""
+
+
+def _merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    minutes: dict[tuple[str, str], dict[int, dict[str, int]]] = {}
+    for row in (row for answer in answers for row in answer["data"]):
+        name = (row["tenant"], row["key"])
+        _add(rows.setdefault(name, {"tenant": name[0], "key": name[1]}), row)
+        for minute in row["minutes"]:
+            sums = minutes.setdefault(name, {}).setdefault(minute["start"], {})
+            _add(sums, minute)
+    return {
+        "object": "list",
+        "since": min(answer["since"] for answer in answers),
+        "data": [
+            {
+                **row,
+                "minutes": [
+                    {"start": start_s, **counts}
+                    for start_s, counts in sorted(minutes.get(name, {}).items())
+                ],
+            }
+            for name, row in sorted(rows.items())
+        ],
+    }
+
+
+def _add(sums: dict[str, Any], counts: dict[str, Any]) -> None:
+    for name in asdict(Counts()):
+        sums[name] = sums.get(name, 0) + counts[name]

@@ -1,0 +1,224 @@
+"""What tenants get of a cluster where one of them asks for far more than its share, in the virtual
+time of `test_overload`."""
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.cluster.test_admission import FULL, admission, loads, ticket
+from tests.cluster.test_overload import (
+    HARDWARE,
+    SIZES,
+    Client,
+    Load,
+    ModelGateway,
+    ModelGroup,
+    World,
+)
+
+from quire.cluster.errors import Overloaded
+from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.serving.fair_queue import OUTPUT_WORK, FairQueue
+from quire.cluster.serving.ticket import Ticket
+
+SMALL = [f"small{number}" for number in range(9)]
+GREEDY = "greedy"
+CAPACITY_PER_S = {"slots": 31.4, "prefill": 6.6, "blocks": 10.8}
+"""Requests that two groups end per second while there are always more."""
+
+
+def served(
+    rates_per_s: Mapping[str, float],
+    *,
+    limit: str,
+    weights: Mapping[str, float] | None = None,
+    is_fair: bool = True,
+    seconds: float = 60.0,
+    output: tuple[int, int] | None = None,
+    num_gateways: int = 1,
+    **config: float,
+) -> Counter[str]:
+    """The work that was done for each tenant in the last two thirds of the time in which requests
+    came: that of requests that ended then. Each tenant's arrivals are the same whoever else comes.
+    Where it is not fair, all pass for one tenant."""
+    world, hardware = World(), HARDWARE[limit]
+    load = Load(per_s=0, **SIZES[limit])
+    groups = [ModelGroup(world, f"g{number}", hardware) for number in range(2)]
+    settings = AdmissionConfig(**config)  # type: ignore[arg-type]
+    gateways = [ModelGateway(world, groups, settings) for _ in range(num_gateways)]
+    clients: list[tuple[str, Client]] = []
+    for tenant, per_s in rates_per_s.items():
+        rng = random.Random(tenant)
+        arrival_s = rng.expovariate(per_s)
+        while arrival_s < seconds:
+            low, high = output if output and tenant == GREEDY else load.output
+            ticket = Ticket(
+                num_prompt_tokens=rng.randint(*load.prompt),
+                max_tokens=high,
+                tenant=tenant if is_fair else "",
+                weight=(weights or {}).get(tenant, 1.0),
+            )
+            client = Client(ticket, rng.randint(low, high), arrival_s)
+            clients.append((tenant, client))
+            world.after(arrival_s, partial(rng.choice(gateways).arrive, client))
+            arrival_s += rng.expovariate(per_s)
+    world.run(until_s=seconds)
+    done: Counter[str] = Counter()
+    for tenant, client in clients:
+        if client.end_s is not None and client.end_s > seconds / 3:
+            done[tenant] += client.ticket.num_prompt_tokens + round(OUTPUT_WORK * client.num_output)
+    return done
+
+
+def share_kept(limit: str, *, seconds: float, **how: Any) -> dict[str, float]:
+    """What each small tenant, at 0.8 of its share, gets beside one that asks for a hundred times as
+    much, over what it gets without that one."""
+    per_s = 0.8 * CAPACITY_PER_S[limit] / (len(SMALL) + 1)
+    small = dict.fromkeys(SMALL, per_s)
+    without = served(small, limit=limit, seconds=seconds)
+    beside = served(small | {GREEDY: 100 * per_s}, limit=limit, seconds=seconds, **how)
+    assert beside[GREEDY], "what others leave is used"
+    return {tenant: beside[tenant] / without[tenant] for tenant in SMALL}
+
+
+def test_a_tenant_at_a_hundred_times_the_load_costs_the_others_at_most_a_twentieth() -> None:
+    kept = share_kept("slots", seconds=45)
+    assert min(kept.values()) >= 0.95, kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "seconds"), [("slots", 90), ("prefill", 300), ("blocks", 120)])
+def test_so_it_is_whatever_is_scarce(limit: str, seconds: float) -> None:
+    kept = share_kept(limit, seconds=seconds)
+    assert min(kept.values()) >= 0.95, kept
+
+
+@pytest.mark.slow
+def test_so_it_is_where_the_greedy_tenants_outputs_are_long() -> None:
+    """Its sequences keep slots for long, and the others' share counts what runs."""
+    kept = share_kept("slots", seconds=90, output=(400, 1600))
+    assert min(kept.values()) >= 0.95, kept
+
+
+@pytest.mark.slow
+def test_without_shares_the_others_are_crowded_out() -> None:
+    kept = share_kept("slots", seconds=60, is_fair=False)
+    assert max(kept.values()) < 0.3, kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", ["slots", "blocks"])
+def test_tenants_that_ask_for_more_get_shares_as_their_weights(limit: str) -> None:
+    weights = {"a": 1.0, "b": 2.0, "c": 4.0}
+    rates = dict.fromkeys(weights, 2 * CAPACITY_PER_S[limit])
+    done = served(rates, limit=limit, weights=weights, seconds=90)
+    for tenant, weight in weights.items():
+        share = done[tenant] / done.total()
+        assert share == pytest.approx(weight / sum(weights.values()), rel=0.05)
+
+
+ticket_sizes = st.tuples(st.sampled_from("abc"), st.integers(1, 1000))
+
+
+@given(st.lists(ticket_sizes, min_size=3, max_size=80), st.data())
+def test_while_all_wait_no_tenant_is_ahead_by_more_than_a_request(
+    sizes: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    """The bound of start-time fair queueing: the work over the weights of two tenants that both
+    wait differs by no more than a largest request of each, over its weight."""
+    weights = {tenant: data.draw(st.sampled_from([0.5, 1.0, 3.0])) for tenant in "abc"}
+    queue, largest = FairQueue(), Counter[str]()
+    for number, (tenant, size) in enumerate(sizes):
+        ticket = Ticket(num_prompt_tokens=size, tenant=tenant, weight=weights[tenant])
+        ticket.work, ticket.number = size, number
+        largest[tenant] = max(largest[tenant], size)
+        queue.add(ticket)
+    done: Counter[str] = Counter()
+    expected = [ticket.number for ticket in queue]
+    released = []
+    while (first := queue.first) is not None:
+        waiting = sorted({ticket.tenant for ticket in queue})
+        for a, b in combinations(waiting, 2):
+            gap = abs(done[a] / weights[a] - done[b] / weights[b])
+            assert gap <= largest[a] / weights[a] + largest[b] / weights[b] + 1e-9
+        queue.take(first)
+        done[first.tenant] += round(first.work)
+        released.append(first.number)
+    assert released == expected
+
+
+@given(st.lists(st.integers(1, 1000), max_size=30))
+def test_one_tenant_alone_is_served_in_order_of_arrival(sizes: list[int]) -> None:
+    queue = FairQueue()
+    for number, size in enumerate(sizes):
+        ticket = Ticket(num_prompt_tokens=size)
+        ticket.work, ticket.number = size, number
+        queue.add(ticket)
+    assert [ticket.number for ticket in queue] == list(range(len(sizes)))
+
+
+def in_order(tenants: str, *, work: float) -> list[Ticket]:
+    return [
+        Ticket(num_prompt_tokens=1, tenant=tenant, work=work, number=number)
+        for number, tenant in enumerate(tenants)
+    ]
+
+
+def test_one_who_was_away_has_saved_nothing_up() -> None:
+    queue = FairQueue()
+    tickets = in_order("aaaaaabbb", work=1.0)
+    for each in tickets[:6]:
+        queue.add(each)
+    for _ in range(3):
+        assert queue.first is not None
+        queue.take(queue.first)
+    for each in tickets[6:]:
+        queue.add(each)
+    assert [each.tenant for each in queue] == ["b", "a", "b", "a", "b", "a"]
+
+
+def test_what_a_request_really_cost_is_made_up_for() -> None:
+    queue = FairQueue()
+    tickets = in_order("abababab", work=10.0)
+    for each in tickets:
+        queue.add(each)
+    for each in tickets[:2]:
+        queue.take(each)
+    tickets[0].num_done = 25.0  # More than the two and a half requests that were charged.
+    queue.grew(tickets[0])
+    assert tickets[0].charged == 35.0
+    assert [each.tenant for each in queue][:3] == ["b", "b", "b"]
+    queue.settle(tickets[0])
+    assert [each.tenant for each in queue][:3] == ["b", "b", "a"]
+
+
+def test_a_full_queue_drops_the_last_of_who_has_most_waiting() -> None:
+    queue = admission(max_queued_requests=3)
+    waiting = [ticket(10, tenant=tenant) for tenant in ("fat", "thin", "fat")]
+    for each in waiting:
+        queue.offer(each, loads(FULL), now_s=0)
+    newcomer = ticket(10, tenant="new")
+    assert queue.offer(newcomer, loads(FULL), now_s=0) == [waiting[2]]
+    for tenant in ("fat", "thin", "other"):  # Each has as much as another with it.
+        with pytest.raises(Overloaded, match="max-queued-requests is 3"):
+            queue.offer(ticket(10, tenant=tenant), loads(FULL), now_s=0)
+    heavy = ticket(10, tenant="heavy", weight=4.0)
+    assert queue.offer(heavy, loads(FULL), now_s=0) == [newcomer]
+
+
+def test_the_wait_of_one_within_its_share_is_not_that_of_the_whole_queue() -> None:
+    queue = admission(max_queue_wait_s=3.0)
+    for _ in range(100):
+        with suppress(Overloaded):
+            queue.offer(ticket(tenant="fat"), loads(FULL), now_s=0)
+    with pytest.raises(Overloaded, match="max-queue-wait-s"):
+        queue.check(0, loads(FULL), now_s=0, tenant="fat")
+    queue.check(0, loads(FULL), now_s=0, tenant="thin")
+    assert queue.offer(ticket(tenant="thin"), loads(FULL), now_s=0)[0].tenant == "fat"
