@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from quire.cluster.dialects.formats import check_parsers
 from quire.cluster.edge.limits import ConnectionLimits
@@ -211,6 +211,12 @@ class ClusterConfig(ModelConfig):
     ignore_unknown_fields: bool = False
     """Ignore fields of HTTP bodies that are not known, rather than refuse the request. Known fields
     that are not served are refused all the same."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least severe lines that gateways and groups log."""
+    log_format: Literal["text", "json"] = "text"
+    """"json" makes each line of their logs an object with the ids of its request and trace."""
+    access_log: bool = True
+    """Gateways log a line for each call at its end, without any text of it."""
     group_wait_s: float = CompletionConfig.group_wait_s
     """How long requests and streams wait for a group, where all were lost and others start. Longer
     than a group takes to start. Where autoscaling may stop the last group, the

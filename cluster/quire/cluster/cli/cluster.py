@@ -71,6 +71,11 @@ _ADMISSION = {
     "max_queued_bytes": "most memory of their prompts: six bytes for each token",
     "max_inflight": "most completions under way at a gateway, those that wait among them",
 }
+_LOGS = {
+    "log_level": "the least severe lines that gateways and groups log",
+    "log_format": "json: each line of their logs is an object",
+    "access_log": "log a line for each call at its end, without any text of it",
+}
 _FAILOVER = {
     "silence_timeout_s": "a group that is silent for this long is lost",
     "step_deadline_s": "a group that takes longer for a step is lost; set it well above the "
@@ -142,6 +147,8 @@ def add_cluster_flags(
         "Requests of a group that is lost, or about to stop, continue on another group.",
     )
     add_fields(group, ClusterConfig, _FAILOVER)
+    group = parser.add_argument_group("logs", "`quire logs` shows them.")
+    add_fields(group, ClusterConfig, _LOGS)
     add_model_flags(parser, num_groups=num_groups, tensor_parallel_size=tensor_parallel_size)
 
 

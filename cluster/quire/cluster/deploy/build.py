@@ -43,7 +43,6 @@ _COMMON: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.1,
     "health_check_period_s": 1.0,
     "health_check_timeout_s": 10.0,
-    "logging_config": {"log_level": "WARNING", "enable_access_log": False},
     # A replica that fails three times in a row will not recover by itself: report it.
     "max_constructor_retry_count": 3,
 }
@@ -68,6 +67,7 @@ def build_gateways(
             # There is room for one more, unless places are counted. A single one leaves no gap.
             max_surge_percent=int(config.start_first or config.gateway_resource is None),
             user_config=to_json(models),
+            logging_config=_logging(config),
             **_COMMON,
         )(gateway or deployments.Gateway),
         gateway_version(config),
@@ -104,6 +104,7 @@ def build_groups(
             graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
             # Serve rounds a percentage up: of up to a hundred replicas this is one.
             max_surge_percent=int(config.start_first),
+            logging_config=_logging(config),
             **_COMMON,
         )(group or deployments.ReplicaGroup),
         group_version(config),
@@ -176,6 +177,12 @@ def is_on_gpu(config: ClusterConfig, resources: Mapping[str, float]) -> bool:
     """Whether its groups run on GPUs, given what Ray has."""
     device = config.engine.device
     return device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
+
+
+def _logging(config: ClusterConfig) -> dict[str, Any]:
+    """Serve's own lines, and the form of all in the file of a replica."""
+    encoding = "JSON" if config.log_format == "json" else "TEXT"
+    return {"log_level": "WARNING", "enable_access_log": False, "encoding": encoding}
 
 
 def _one_of(resource: str | None) -> dict[str, float]:

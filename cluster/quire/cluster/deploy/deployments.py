@@ -88,7 +88,7 @@ class ReplicaGroup:
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
         self._at_end = contextlib.AsyncExitStack()  # First: `__del__` follows a failed start too.
-        log_beside_serve()
+        log_beside_serve(config)
         keep_to_node_address()
         if config.group_host == "auto":
             config = replace(config, group_host=ray.util.get_node_ip_address())
@@ -159,7 +159,7 @@ class Gateway:
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
         """Serve awaits it, and then `reconfigure`. Of ``config``, the models are not looked at."""
         self._at_end = contextlib.AsyncExitStack()
-        log_beside_serve()
+        log_beside_serve(config)
         keep_to_node_address()
         self._config = config
         claims = claim_ports(config, owner=_owner)

@@ -21,6 +21,7 @@ from quire.cluster.edge.openai_http import build_http_app, build_metrics_app
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.serving.adapters import AskOthers, nobody_knows
 from quire.cluster.serving.models import Models
+from quire.cluster.telemetry.access_log import log_access
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConfigError
@@ -42,6 +43,7 @@ class GatewayServer:
         if config.tls_certificate is not None and config.tls_key is not None:
             self.tls = ServerTls(certificate=config.tls_certificate, key=config.tls_key)
         self.models = Models()
+        self.models.on_finished.append(log_access)
         if self.keys is not None:
             tell_of_tenants(self.models, self.keys)
         self.grpc_address = ""

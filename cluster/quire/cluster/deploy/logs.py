@@ -3,14 +3,78 @@
 Serve keeps a log for each replica, ``logs/serve/replica_quire_…`` in Ray's session folder, and
 writes the same to standard error. It knows its own logger alone: without this, our warnings come
 without time or origin, and the rest nowhere.
+
+A thread writes the lines, so that a slow disk or pipe holds up no request. Where the lines come
+faster than it writes them, some are left out, and the log says how many.
 """
 
+import atexit
+import contextlib
 import logging
+import queue
+from logging.handlers import QueueHandler, QueueListener
+
+from quire.cluster.config import ClusterConfig
+from quire.cluster.telemetry.timeline import in_call
+
+_MAX_LINES = 10_000
+"""That wait to be written."""
+_CLOSE_S = 5.0
 
 
-def log_beside_serve(*, level: int = logging.INFO) -> None:
-    """Has Quire's loggers write where Serve's does. To be called in a Serve replica."""
+def log_beside_serve(config: ClusterConfig) -> None:
+    """Has Quire's loggers write where Serve's does, as ``config`` says. To be called in a Serve
+    replica, once."""
     ours = logging.getLogger("quire")
-    ours.handlers = list(logging.getLogger("ray.serve").handlers)
-    ours.propagate = not ours.handlers
-    ours.setLevel(level)
+    ours.setLevel(config.log_level.upper())
+    theirs = logging.getLogger("ray.serve").handlers
+    ours.propagate = not theirs
+    if theirs:
+        writer = LogWriter(theirs)
+        atexit.register(writer.close)
+        ours.handlers = [writer]
+    if not config.access_log:
+        logging.getLogger("quire.access").setLevel(logging.WARNING)
+
+
+class LogWriter(QueueHandler):
+    """Hands records to ``handlers`` from a thread. Each record of a call has its ids."""
+
+    def __init__(self, handlers: list[logging.Handler], *, max_lines: int = _MAX_LINES) -> None:
+        self.num_dropped = 0
+        self._lines: queue.Queue[logging.LogRecord] = queue.Queue(max_lines)
+        super().__init__(self._lines)
+        self._writer = _Writer(self._lines, *handlers, respect_handler_level=True)
+        self._writer.start()
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        prepared: logging.LogRecord = super().prepare(record)
+        call = in_call()
+        if call is not None:
+            for name in ("request_id", "trace_id", "span_id", "tenant"):
+                if value := getattr(call, name):
+                    vars(prepared).setdefault(name, value)
+        return prepared
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self._lines.put_nowait(record)
+        except queue.Full:
+            self.num_dropped += 1
+            return
+        if self.num_dropped and self._lines.qsize() < self._lines.maxsize // 2:
+            num, self.num_dropped = self.num_dropped, 0
+            logging.getLogger("quire").warning("%d lines are missing here: too many came", num)
+
+    def close(self) -> None:
+        """Writes what waits, if that can be done in time, and ends the thread."""
+        with contextlib.suppress(queue.Full):
+            self._writer.stop()
+        super().close()
+
+
+class _Writer(QueueListener):
+    """Can be stopped when its queue is full."""
+
+    def enqueue_sentinel(self) -> None:
+        self.queue.put(None, timeout=_CLOSE_S)

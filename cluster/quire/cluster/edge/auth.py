@@ -33,6 +33,7 @@ from quire.cluster.edge.keys_file import (
 )
 from quire.cluster.errors import NotAnOperator, Unauthenticated
 from quire.cluster.serving.tenants import TenantPolicy
+from quire.cluster.telemetry import timeline
 from quire.worker.api.errors import ConfigError, QuireError
 
 _log = logging.getLogger(__name__)
@@ -221,6 +222,8 @@ def grpc_caller(context: grpc.aio.ServicerContext[object, object], keys: ApiKeys
     caller = _shown(keys, context.invocation_metadata())
     if caller is None:
         raise Unauthenticated(_REFUSAL)
+    call = timeline.current()
+    call.tenant, call.key_name = caller.tenant, caller.key_name
     return caller
 
 

@@ -27,6 +27,7 @@ from google.rpc.status_pb2 import Status
 
 from quire.cluster.edge.error_kinds import INTERNAL, kind_of
 from quire.cluster.errors import Overloaded
+from quire.cluster.telemetry import timeline
 from quire.worker.api.errors import InvalidRequest, QuireError
 
 _log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ async def refuse(
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> None:
     """Ends the call: it raises. ``reason`` and ``info`` are an ErrorInfo before ``details``."""
+    timeline.current().error = reason
     message = _cut(message, _MAX_MESSAGE_BYTES)
     status = Status(code=code.value[0], message=message)
     info = {**(info or {})}

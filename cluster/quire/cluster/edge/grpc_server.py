@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from quire.cluster.dialects.tools import check_tools
 from quire.cluster.edge.admin_grpc import AdminService
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth, grpc_caller
+from quire.cluster.edge.call_records import GrpcCalls
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, statuses
 from quire.cluster.edge.grpc_format import response_of
@@ -179,6 +180,7 @@ def build_grpc_server(
             keys, open_services=_OPEN, refused=lambda peer: account_of(peer).not_let_in()
         )
         interceptors.insert(0, auth)
+    interceptors.insert(0, GrpcCalls(finish=models.finished, untold_services=_OPEN))
     server = grpc.aio.server(
         interceptors=interceptors,
         options=_options(limits, models.max_inflight),

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from quire.cluster.edge.error_kinds import INTERNAL, INVALID, Kind, kind_of
 from quire.cluster.edge.streams import UnreadResponse
+from quire.cluster.telemetry import timeline
 from quire.worker.api.errors import ContextExceeded, InvalidRequest, QuireError
 
 _log = logging.getLogger(__name__)
@@ -117,8 +118,10 @@ async def _handle_disconnect(request: Request, error: ClientDisconnect) -> Respo
 
 def _describe(error: Exception) -> tuple[Kind, dict[str, dict[str, object]]]:
     if isinstance(error, ValidationError):
+        timeline.current().error = INVALID.reason
         return INVALID, _validation_body(error)
     kind = kind_of(error)
+    timeline.current().error = kind.reason
     if kind is not INTERNAL:
         param = error.param if isinstance(error, InvalidRequest) else None
         return kind, _body(_message(error), kind, param=param)

@@ -14,6 +14,8 @@ from quire.cluster.edge.openai_answer import Answer
 from quire.cluster.edge.openai_logprobs import Logprobs
 from quire.cluster.edge.openai_schema import CompletionBody, GenerationBody, StreamOptions
 from quire.cluster.failover.chunk import Chunk
+from quire.cluster.telemetry import timeline
+from quire.cluster.telemetry.timing import timing_of
 from quire.worker.api.hashing import TokenIds
 from quire.worker.api.outputs import TokenLogprobs
 from quire.worker.api.request import Text
@@ -83,12 +85,15 @@ class Format(ABC):
         echo: Echo | None = None,
         logprobs: Sequence[Logprobs] = (),
         answers: Sequence[Answer] = (),
+        tells_timing: bool = False,
     ) -> None:
         """``fingerprint`` names what decides the bits of an answer besides the request. With
         ``prompt_token_ids``, one for each prompt, answers show token ids; with ``scores``, the
-        log-probabilities of prompts, which cannot be streamed. ``logprobs``: one for each choice,
+        log-probabilities of prompts, which cannot be streamed; with ``tells_timing``, when what
+        happened. ``logprobs``: one for each choice,
         where they are shown. ``answers``: of a chat, one for each choice."""
         self._echo = echo
+        self._tells_timing = tells_timing
         self._scores: dict[int, Sequence[TokenLogprobs]] | None = {} if scores else None
         self._prompt_lens: dict[int, int] = {}
         self._header = {
@@ -181,6 +186,7 @@ class ChoicesFormat(Format):
             "object": self.whole_object,
             "choices": choices,
             "usage": self._usage(),
+            **self._timing(),
         }
 
     def _prompt_logprobs(self, prompt: int) -> list[Json | None] | None:
@@ -227,11 +233,16 @@ class ChoicesFormat(Format):
         return self._prompt_token_ids is not None and len(chunk.token_ids) > 0
 
     def stream_end(self, options: StreamOptions) -> Sequence[Json | str]:
-        usage = self._stream_object(choices=[]) | {"usage": self._usage()}
-        return (usage, "[DONE]") if options.include_usage else ("[DONE]",)
+        told = ({"usage": self._usage()} if options.include_usage else {}) | self._timing()
+        return (self._stream_object(choices=[]) | told, "[DONE]") if told else ("[DONE]",)
 
     def _stream_object(self, *, choices: list[Json]) -> Json:
         return {**self._header, "object": self.chunk_object, "choices": choices}
+
+    def _timing(self) -> Json:
+        if not self._tells_timing:
+            return {}
+        return {"timing": timing_of(timeline.current(), now_s=time.monotonic())}
 
     @abstractmethod
     def _whole_choice(self, index: int) -> Json: ...

@@ -8,6 +8,7 @@ client that goes away takes its requests with it.
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -22,6 +23,7 @@ from starlette.types import ASGIApp
 from quire.cluster.dialects.tools import ToolUse
 from quire.cluster.edge.auth import ApiKeys, HttpAuth, http_caller
 from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.call_records import HttpCalls
 from quire.cluster.edge.embeddings_api import embedding_routes
 from quire.cluster.edge.http_errors import error_body, error_handlers, error_headers
 from quire.cluster.edge.messages_format import MessagesFormat
@@ -63,12 +65,16 @@ from quire.cluster.serving.bounds import Hold
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 from quire.cluster.serving.tenants import LIMIT_HEADERS
+from quire.cluster.telemetry import timeline
+from quire.cluster.telemetry.timing import server_timing
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prepared, Prompt, Request
 from quire.worker.api.sampling_params import SamplingParams
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Seconds from the request's arrival to its last token, as ``timeout`` in the body."""
+TIMING_HEADER = "X-Request-Timing"
+"""With "1", the answer of a completion or a chat says when what happened: `timing_of`."""
 
 _MANY_STEPS = 2**15
 
@@ -118,9 +124,18 @@ def build_http_app(
             allow_origins=allow_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["X-Request-Id", "X-Ignored-Fields", "Retry-After", *LIMIT_HEADERS],
+            expose_headers=[
+                "X-Request-Id",
+                "X-Ignored-Fields",
+                "Retry-After",
+                "Server-Timing",
+                *LIMIT_HEADERS,
+            ],
         )
-    return RequestIds(app)  # Outermost, so that internal errors carry the id too.
+    # Outermost, so that internal errors carry the id too.
+    return HttpCalls(
+        RequestIds(app), finish=models.finished, paths=[route.path for route in routes]
+    )
 
 
 def build_metrics_app(models: Models, *, keys: ApiKeys | None) -> ASGIApp:
@@ -183,6 +198,7 @@ class _Api:
                 requests = of_model.requests(request, body)
             options = (body.stream_options or StreamOptions()) if body.stream else None
             return_token_ids, tool_use = bool(body.return_token_ids), body.tool_use
+            tells_timing = request.headers.get(TIMING_HEADER) == "1"
             ignored = ", ".join(body.ignored)
             forms, echo, new_format = body.forms, Echo.of(body), format_type.of(body)
             # The prompts go once they are token ids, not with the answer.
@@ -197,6 +213,7 @@ class _Api:
                 echo=echo,
                 forms=forms,
                 tool_use=tool_use,
+                tells_timing=tells_timing,
             )
             response = await unless_disconnected(request, answer)
             if ignored:
@@ -236,6 +253,7 @@ class _OfModel:
         echo: Echo | None,
         forms: Mapping[str, object],
         tool_use: ToolUse | None,
+        tells_timing: bool,
     ) -> Response:
         """The whole answer; or, with ``options``, a stream, whose first chunk decides its status.
 
@@ -260,6 +278,7 @@ class _OfModel:
             if return_token_ids
             else None,
             scores=params.prompt_logprobs is not None,
+            tells_timing=tells_timing,
             echo=echo,
             logprobs=[
                 Logprobs.of(each, self._gateway.tokenizer)
@@ -280,6 +299,9 @@ class _OfModel:
             else EventStream(partial(_relay, run, shape, options))
         )
         response.headers["X-Request-Id"] = reply_id  # Unless the client has a name for it.
+        if options is None:
+            now_s = time.monotonic()
+            response.headers["Server-Timing"] = server_timing(timeline.current(), now_s=now_s)
         return response
 
     def _answers(self, name: str, prepared: Prepared, tool_use: ToolUse | None) -> Iterator[Answer]:

@@ -16,6 +16,7 @@ from quire.cluster.failover.chunk import Chunk, Start, Usage
 from quire.cluster.failover.ending import Ending
 from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
 from quire.cluster.links.groups import Groups
+from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.cluster.wire import (
     FINISH_REASON_OF,
@@ -95,6 +96,9 @@ class Completion:
         self._num_cached_tokens: int | None = None
         self._first_token_s: float | None = None
         self._finish_reason: FinishReason | None = None
+        self._record = timeline.current().completion(
+            request.request_id, index=index, is_first_of_prompt=request.completion == 0
+        )
 
     async def run(self, take: Take) -> None:
         """Hands chunks to ``take`` until one has a finish reason.
@@ -114,6 +118,9 @@ class Completion:
         try:
             while self._finish_reason is None:
                 stream = await self._attempts.begin(self._token_ids)
+                attempt = self._record.attempt(
+                    self._attempts.decision, num_resumed_tokens=len(self._token_ids)
+                )
                 self._is_started, self._error = False, None
                 try:
                     while self._finish_reason is None and self._error is None:
@@ -124,6 +131,7 @@ class Completion:
                 except GroupLost as error:
                     self._error = error
                 finally:
+                    attempt.end(str(self._error or self._finish_reason or "cancelled"))
                     self._attempts.end()
                 if self._error is not None:
                     self._attempts.lose(self._error)
@@ -144,6 +152,7 @@ class Completion:
             told = f"{outcome}: {detail}" if detail else outcome
             self._table.completed(self._request.request_id, outcome=told)
             self._telemetry.completions.labels(outcome).inc()
+            self._record.end(outcome, num_output_tokens=len(self._token_ids))
 
     def _take(self, deltas: Sequence[group_pb.TokenDelta]) -> Chunk:
         """Makes one chunk of deltas; where one is an error, of those before it."""
@@ -191,6 +200,7 @@ class Completion:
         if delta.logprobs:
             chunk.logprobs += logprobs_from_proto(delta.logprobs[: len(token_ids)])
         if self._first_token_s is None and num_tokens:
+            self._record.first_token_s = time.monotonic()
             self._first_token_s = self._clock() - self._request.arrival_s
             self._telemetry.time_to_first_token.observe(self._first_token_s)
         if delta.embedding:
@@ -200,6 +210,7 @@ class Completion:
 
     def _start(self, delta: group_pb.TokenDelta, chunk: Chunk) -> None:
         self._is_started = True
+        self._record.attempts[-1].begin(num_cached_tokens=delta.num_cached_tokens)
         self._table.started(
             self._request.request_id,
             num_cached_tokens=delta.num_cached_tokens,

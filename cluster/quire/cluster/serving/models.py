@@ -5,6 +5,7 @@ known yet, and the page of metrics.
 """
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 
 from quire.cluster.errors import ModelNotFound, Unavailable
@@ -15,8 +16,11 @@ from quire.cluster.serving.service import ModelService
 from quire.cluster.serving.tenants import Tenants
 from quire.cluster.telemetry.explanations import Explanations
 from quire.cluster.telemetry.metrics import GatewayTelemetry
+from quire.cluster.telemetry.timeline import Timeline
 from quire.cluster.telemetry.usage import UsageLedger
 from quire.worker.api.errors import InvalidRequest
+
+_log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 * 2**20
 _LINGER_S = 1.0
@@ -49,6 +53,8 @@ class Models:
         """For the transports, of what they read before `ModelService.prepare` has returned."""
         self.telemetry = GatewayTelemetry()
         self.telemetry.body_bytes.set_function(lambda: self.bodies.held)
+        self.on_finished: list[Callable[[Timeline], object]] = [self.telemetry.count]
+        """What hears of each client's call that has ended. It must not wait."""
         self.is_draining = False
         self._watchers: list[Callable[[], None]] = []
         for service in services:
@@ -172,6 +178,14 @@ class Models:
     @property
     def _all(self) -> list[ModelService]:
         return [*self.by_name.values(), *self._leaving]
+
+    def finished(self, call: Timeline) -> None:
+        """Tells all of ``on_finished`` of a call that has ended."""
+        for hear in self.on_finished:
+            try:
+                hear(call)
+            except Exception:
+                _log.exception("a finished call could not be told of")
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Calls ``on_change`` when `is_ready` may have changed."""

@@ -31,6 +31,7 @@ from quire.cluster.serving.queue import AdmissionQueue, unavailable
 from quire.cluster.serving.tenants import Tenants
 from quire.cluster.serving.ticket import Ticket
 from quire.cluster.serving.together import together
+from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.cluster.telemetry.usage import UsageLedger
 from quire.cluster.wire import work_of
@@ -267,7 +268,14 @@ class ModelService:
             arrival_s=arrival_s,
             deadline_s=deadline_s,
         )
-        return await off_loop(len(token_ids), partial(prepared.hashed_for, card))
+        hashed = await off_loop(len(token_ids), partial(prepared.hashed_for, card))
+        call = timeline.current()
+        call.request_id = call.request_id or hashed.request_id
+        call.model, call.operation = self.model, request.task
+        call.priority = priority
+        call.num_prompt_tokens += len(token_ids)
+        call.prepared()
+        return hashed
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of ``token_ids``. Raises InvalidRequest: one is not in the vocabulary, or they
@@ -358,6 +366,7 @@ class ModelService:
             self._inflight.entered(num_completions),
         ):
             async with self.admission.admit(ticket):
+                timeline.current().admitted()
                 self.admission.sending(ticket)
                 async with Deadline(first.deadline_s, clock=self._clock) as deadline:
 

@@ -1,0 +1,149 @@
+"""Begins the `Timeline` of each call, over HTTP and gRPC, and hands it on when the call has ended.
+
+Health checks and scrapes of metrics have none.
+"""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.cluster.edge import grpc_calls
+from quire.cluster.edge.grpc_errors import Context
+from quire.cluster.edge.streams import client_id
+from quire.cluster.telemetry import timeline
+from quire.cluster.telemetry.timeline import Timeline
+
+Handler = Any  # A grpc.RpcMethodHandler, which is generic for type checkers only.
+Finish = Callable[[Timeline], object]
+
+_UNTOLD_PATHS = ("/health", "/ping", "/metrics")
+_STATUSES = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+class HttpCalls:
+    """An ASGI application around another one, outside of what refuses calls."""
+
+    def __init__(self, app: ASGIApp, *, finish: Finish, paths: Iterable[str] = ()) -> None:
+        """``paths``: those that there are, as routes have them."""
+        self._app = app
+        self._finish = finish
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _UNTOLD_PATHS:
+            await self._app(scope, receive, send)
+            return
+        call = Timeline(
+            method=scope["method"],
+            path=scope["path"],
+            endpoint=scope["path"] if scope["path"] in self._paths else "other",
+            client=(scope.get("client") or ("",))[0],
+            client_id=client_id(Headers(scope=scope)),
+        )
+
+        async def send_noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = str(message["status"])
+                headers = Headers(raw=message.get("headers", []))
+                call.is_stream = headers.get("content-type", "").startswith("text/event-stream")
+            await send(message)
+
+        with _ended(call, self._finish):
+            try:
+                await self._app(scope, receive, send_noting)
+            finally:
+                caller = scope.get("state", {}).get("caller")
+                if caller is not None:
+                    call.tenant, call.key_name = caller.tenant, caller.key_name
+                call.status = call.status or "499"  # Nothing was answered: the client had gone.
+
+
+class GrpcCalls(grpc.aio.ServerInterceptor):
+    """The same for gRPC. It comes before what refuses calls."""
+
+    def __init__(self, *, finish: Finish, untold_services: Iterable[str] = ()) -> None:
+        self._finish = finish
+        self._untold = tuple(f"/{service}/" for service in untold_services)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(details)
+        if handler is None or details.method.startswith(self._untold):
+            return handler
+        asks = "stream" if handler.request_streaming else "unary"
+        answers = "stream" if handler.response_streaming else "unary"
+        kind = f"{asks}_{answers}"
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        told = self._told(getattr(handler, kind), details.method)
+        return make(told, handler.request_deserializer, handler.response_serializer)
+
+    def _told(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
+        """``behavior``, of the same kind, with a timeline."""
+        if inspect.isasyncgenfunction(behavior):
+
+            async def stream(request: object, context: Context) -> AsyncIterator[Any]:
+                with self._call(method, context, is_stream=True):
+                    async with aclosing(behavior(request, context)) as responses:
+                        async for response in responses:
+                            yield response
+
+            return stream
+
+        async def answer(request: object, context: Context) -> Any:
+            with self._call(method, context, is_stream=False):
+                return await behavior(request, context)
+
+        return answer
+
+    @contextmanager
+    def _call(self, method: str, context: Context, *, is_stream: bool) -> Iterator[None]:
+        call = Timeline(
+            method="gRPC",
+            path=method,
+            endpoint=method,
+            client=_host(context.peer()),
+            client_id=grpc_calls.client_id(context),
+            is_stream=is_stream,
+        )
+        with _ended(call, self._finish):
+            try:
+                yield
+            except asyncio.CancelledError:
+                left_s = context.time_remaining()
+                is_late = left_s is not None and left_s <= 0
+                call.status = "DEADLINE_EXCEEDED" if is_late else "CANCELLED"
+                raise
+            finally:
+                call.status = call.status or _STATUSES.get(_code(context), "OK")
+
+
+@contextmanager
+def _ended(call: Timeline, finish: Finish) -> Iterator[None]:
+    token = timeline.begin(call)
+    try:
+        yield
+    finally:
+        call.end()
+        finish(call)
+        timeline.leave(token)
+
+
+def _code(context: Context) -> int:
+    code: Any = context.code()
+    number = code.value[0] if isinstance(code, grpc.StatusCode) else code
+    return number or 0
+
+
+def _host(peer: str) -> str:
+    """The address in ``ipv4:127.0.0.1:40000`` or ``ipv6:%5B::1%5D:40000``."""
+    return peer.partition(":")[2].rpartition(":")[0].replace("%5B", "").replace("%5D", "")

@@ -1,0 +1,81 @@
+"""One line for each call at its end, on the logger ``quire.access``, without any text of it.
+
+In JSON, its parts are fields of the line.
+"""
+
+import json
+import logging
+from typing import Any
+
+from quire.cluster.telemetry.timeline import Timeline
+
+_log = logging.getLogger("quire.access")
+
+_MAX_CHARS = 256
+"""Characters of a part that a client chose."""
+
+
+def log_access(call: Timeline) -> None:
+    """Writes the line of a call that has ended."""
+    if _log.isEnabledFor(logging.INFO):
+        fields = fields_of(call)
+        _log.info("%s", _line(fields), extra=fields)
+
+
+def fields_of(call: Timeline) -> dict[str, Any]:
+    """The parts of a line, those left out that say nothing. Times are in milliseconds."""
+    first_s, outcomes = call.first_token_s, call.outcomes
+    fields = {
+        "method": call.method,
+        "path": _bounded(call.path),
+        "status": call.status,
+        "request_id": call.request_id,
+        "client_request_id": call.client_id,
+        "client": call.client,
+        "tenant": call.tenant,
+        "key": call.key_name,
+        "model": _bounded(call.model),
+        "error": call.error,
+        "finish": "+".join(outcomes),
+        "groups": ",".join(call.groups),
+        "trace_id": call.trace_id,
+    }
+    told: dict[str, Any] = {name: value for name, value in fields.items() if value}
+    if call.model:
+        told["prompt_tokens"] = call.num_prompt_tokens
+        told["cached_tokens"] = call.num_cached_tokens
+        told["output_tokens"] = call.num_output_tokens
+    if call.queue_s is not None:
+        told["queue_ms"] = _ms(call.queue_s)
+    if first_s is not None:
+        told["ttft_ms"] = _ms(first_s - call.arrival_s)
+    if call.ended_s is not None:
+        told["total_ms"] = _ms(call.ended_s - call.arrival_s)
+    return told
+
+
+def _line(fields: dict[str, Any]) -> str:
+    """Its parts as text: one that has a space or a control character is quoted as in JSON."""
+    head = " ".join(
+        _quoted(fields[name]) for name in ("method", "path", "status") if name in fields
+    )
+    rest = (
+        f"{name}={_quoted(value)}"
+        for name, value in fields.items()
+        if name not in ("method", "path", "status")
+    )
+    return " ".join([head, *rest])
+
+
+def _quoted(value: object) -> str:
+    text = str(value)
+    is_plain = text.isascii() and text.isprintable() and not set(text) & set(' "=')
+    return text if is_plain else json.dumps(text)
+
+
+def _bounded(text: str) -> str:
+    return text if len(text) <= _MAX_CHARS else f"{text[:_MAX_CHARS]}…"
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 1)
