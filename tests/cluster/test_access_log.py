@@ -159,8 +159,9 @@ async def test_a_failover_names_both_groups(start_cluster: Any, lines: Lines) ->
             events = []
             async with client.stream("POST", "/v1/completions", json=asked, headers=headers) as got:
                 async for text in got.aiter_lines():
-                    if text.startswith("data: {"):
-                        events.append(json.loads(text[6:]))
+                    if not text.startswith("data: {"):
+                        continue
+                    events.append(json.loads(text[6:]))
                     if len(events) == 2:
                         await busy(cluster).kill()
         await lines.wait(1)
