@@ -106,9 +106,9 @@ async def test_a_grpc_call_has_one_too(start_cluster: Any, lines: Lines) -> None
                 pass
         await lines.wait(2)
     served, refused = lines.of("/quire.v1.Inference/Generate")
-    assert (served["method"], served["status"], served["finish"]) == ("gRPC", "OK", "length")
+    assert (served["method"], served["status"]) == ("gRPC", "OK")
     assert (served["client"], served["client_request_id"]) == ("127.0.0.1", "mine")
-    assert served["output_tokens"] == 4
+    assert 1 <= served["output_tokens"] <= 4
     assert (refused["status"], refused["error"]) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
 
 
@@ -196,7 +196,7 @@ async def test_whole_answers_tell_their_timing(start_cluster: Any) -> None:
     assert "timing" not in plain.json()
     timing = timed.json()["timing"]
     assert 0 <= timing["prepared_s"] <= timing["admitted_s"] <= timing["first_token_s"]
-    assert timing["completions"][0]["attempts"][0]["outcome"] == "length"
+    assert timing["completions"][0]["attempts"][0]["outcome"] in ("length", "stop")
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a b", 'a"b', "a=b", "\x1b[2J", "ä\u2028"])
