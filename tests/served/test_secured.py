@@ -167,6 +167,19 @@ def test_every_gateway_explains_what_any_of_them_routed(cluster: Upgraded) -> No
             assert not listed.incomplete
 
 
+def test_every_gateway_tells_what_any_of_them_served(cluster: Upgraded) -> None:
+    for number in (0, 1):
+        with cluster.channel(number) as channel:
+            list(generate(channel, request(), metadata=KEY))
+    with cluster.http() as client:
+        answers = [client.get("/v1/usage", headers=dict(KEY)).json() for _ in range(2)]
+    assert answers[0]["data"] == answers[1]["data"]
+    (row,) = answers[0]["data"]
+    assert row["tenant"] == "acme"
+    assert row["requests"] >= 2
+    assert "incomplete" not in answers[0]
+
+
 def test_a_gateway_that_hangs_is_told_of_and_not_waited_for(cluster: Upgraded) -> None:
     hanging = process_listening_on(int(cluster.addresses[1].rpartition(":")[2]))
     os.kill(hanging, signal.SIGSTOP)
