@@ -89,7 +89,7 @@ async def _capacity_per_s(address: str, options: argparse.Namespace) -> float:
         raise SystemExit(f"no capacity was measured: {errors}")
     first_s = begin_s + _WARM_UP * seconds
     ends = [first_s < each.ended_s <= begin_s + seconds for each in streams]
-    return sum(ends) / ((1 - _WARM_UP) * seconds)
+    return float(sum(ends) / ((1 - _WARM_UP) * seconds))
 
 
 async def _phase(

@@ -21,6 +21,7 @@ from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.errors import Overloaded, RateLimited
 from quire.cluster.serving.tenants import TenantPolicy, Tenants, duration
 from quire.cluster.telemetry.usage import NUM_MINUTES, Counts, UsageLedger
+from quire.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
 
@@ -233,6 +234,12 @@ async def test_usage_is_told_to_its_tenant_and_to_operators(cluster: Any) -> Non
     refusal = await usage(cluster, "free", "?tenant=low")
     assert (refusal.status_code, refusal.json()["error"]["code"]) == (403, "not_an_operator")
     assert (await usage(cluster, "free", "?key=x")).status_code == 400
+    async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+        admin: Any = admin_pb2_grpc.AdminStub(channel)
+        question = admin_pb2.UsageRequest(tenant="free")
+        told = await admin.Usage(question, metadata=(("x-api-key", "boss-key"),))
+    assert {name: getattr(told.data[0], name) for name in expected} == expected
+    assert [each.start for each in told.data[0].minutes] == [m["start"] for m in row["minutes"]]
     rows = (await usage(cluster, "boss")).json()["data"]
     assert [row["tenant"] for row in rows] == ["free", "low"]
     (row,) = (await usage(cluster, "boss", "?tenant=low")).json()["data"]
@@ -333,7 +340,7 @@ async def test_the_usage_of_all_gateways_is_one_sum() -> None:
     second.record("b", "", counts)
 
     async def ask_others(tenant: str | None) -> Any:
-        return [second.own(tenant)], "1 of 2 other gateways did not answer"
+        return [await second.own(tenant)], "1 of 2 other gateways did not answer"
 
     first.ask_others = ask_others
     answer = await first.answer(None)
@@ -345,17 +352,17 @@ async def test_the_usage_of_all_gateways_is_one_sum() -> None:
     assert [row["tenant"] for row in (await first.answer("b"))["data"]] == ["b"]
 
 
-def test_usage_keeps_an_hour_of_minutes_and_a_bounded_number_of_keys() -> None:
+async def test_usage_keeps_an_hour_of_minutes_and_a_bounded_number_of_keys() -> None:
     clock = Clock()
     ledger = UsageLedger(wall_clock=clock)
     for _ in range(200):
         ledger.record("a", "k", Counts(requests=1))
         clock.now_s += 60
-    (row,) = ledger.own("a")["data"]
+    (row,) = (await ledger.own("a"))["data"]
     assert row["requests"] == 200
     assert len(row["minutes"]) <= NUM_MINUTES
     for number in range(5000):
         ledger.record("many", f"{number}", Counts(requests=1))
-    rows = ledger.own(None)["data"]
+    rows = (await ledger.own(None))["data"]
     assert len(rows) <= 4097
     assert sum(each["requests"] for each in rows) == 5200
