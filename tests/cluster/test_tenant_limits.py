@@ -91,9 +91,13 @@ async def refusal(cluster: Any, tenant: str, **more: Any) -> tuple[Any, ErrorInf
     return raised.value, found[0], found[1]
 
 
-async def refused(cluster: Any, reason: str) -> float:
+async def metrics(cluster: Any) -> str:
     async with httpx.AsyncClient(headers={"x-api-key": "boss-key"}) as client:
-        page = (await client.get(f"{cluster.http_url}/metrics")).text
+        return (await client.get(f"{cluster.http_url}/metrics")).text
+
+
+async def refused(cluster: Any, reason: str) -> float:
+    page = await metrics(cluster)
     found = re.search(rf'quire_refused_total\{{.*reason="{reason}".*\}} (.*)', page)
     return float(found[1]) if found else 0.0
 
@@ -216,7 +220,7 @@ async def test_usage_is_told_to_its_tenant_and_to_operators(cluster: Any) -> Non
     for _ in range(2):
         assert (await ask(cluster, "free")).status_code == 200
     await generate(cluster, {"x-api-key": "low-key"})
-    expected = {
+    expected: dict[str, Any] = {
         "tenant": "free",
         "key": "free-1",
         "requests": 2,
@@ -242,6 +246,10 @@ async def test_usage_is_told_to_its_tenant_and_to_operators(cluster: Any) -> Non
     assert [each.start for each in told.data[0].minutes] == [m["start"] for m in row["minutes"]]
     rows = (await usage(cluster, "boss")).json()["data"]
     assert [row["tenant"] for row in rows] == ["free", "low"]
+    page = await metrics(cluster)
+    for name in ("requests", "prompt_tokens", "cached_tokens", "output_tokens"):
+        labels = '{key="free-1",tenant="free"}'
+        assert f"quire_usage_{name}_total{labels} {expected[name]:.1f}" in page
     (row,) = (await usage(cluster, "boss", "?tenant=low")).json()["data"]
     assert (row["key"], row["prompt_tokens"], row["output_tokens"]) == ("low-1", 20, 4)
 

@@ -48,6 +48,7 @@ class Models:
         self.bodies = ByteBudget(max_body_bytes)
         """For the transports, of what they read before `ModelService.prepare` has returned."""
         self.telemetry = GatewayTelemetry()
+        self.telemetry.register(self.usage)
         self.telemetry.body_bytes.set_function(lambda: self.bodies.held)
         self.is_draining = False
         self._watchers: list[Callable[[], None]] = []

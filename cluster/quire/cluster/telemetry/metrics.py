@@ -120,7 +120,12 @@ class GatewayTelemetry:
             "quire_api_keys_unusable",
             "1 while the file of API keys that is there cannot be used, and a former one is.",
         )
+        self._registry = registry
         self._page = _Page(registry)
+
+    def register(self, collector: Collector) -> None:
+        """Shows what ``collector`` tells, which is of no one model."""
+        self._registry.register(collector)
 
     def add(self, model: str, registry: CollectorRegistry) -> None:
         """Shows a model's metrics; with another registry of its, their sums."""
