@@ -234,9 +234,8 @@ class Admission:
 
     def _set_work(self, ticket: Ticket) -> None:
         num_output = min(self._capacity.mean_output, ticket.max_tokens or inf)
-        each = round(
-            OUTPUT_WORK * num_output
-        )  # Sums of whole numbers do not depend on their order.
+        # In whole numbers, whose sums do not depend on their order.
+        each = round(OUTPUT_WORK * num_output)
         ticket.work = float(ticket.num_prompt_tokens + each * ticket.num_requests)
 
     def _release(self, ticket: Ticket) -> None:
