@@ -199,10 +199,10 @@ class ClusterConfig(ModelConfig):
     certificate that it makes for itself."""
     tls_key: Path | None = None
     api_keys_file: Path | None = None
-    """A file of API keys, of which clients must show one: YAML with tenants, their limits and hashed
-    keys, or one key a line. Behind such a key and a space may stand its tenant, or ``*`` for an
-    operator's key, which sees the routing of everyone's requests; a key without one is a tenant of
-    its own. Tenants share no cached prefix. A changed file is read within seconds. ``None`` lets
+    """A file of API keys, of which clients must show one: YAML with tenants, their limits and
+    hashed keys, or one key a line. Behind such a key and a space may stand its tenant, or ``*`` for
+    an operator's key, which sees the routing of everyone's requests; a key without one is a tenant
+    of its own. Tenants share no cached prefix. A changed file is read within seconds. ``None`` lets
     everyone in."""
     open_metrics: bool = False
     """With ``api_keys_file``: a gateway's own port for metrics answers without a key. Otherwise it
