@@ -19,6 +19,7 @@ from openai import AsyncOpenAI, RateLimitError
 
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.errors import Overloaded, RateLimited
+from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.tenants import TenantPolicy, Tenants, duration
 from quire.cluster.telemetry.usage import NUM_MINUTES, Counts, UsageLedger
 from quire.v1 import admin_pb2, admin_pb2_grpc
@@ -169,6 +170,29 @@ async def test_a_priority_that_is_not_the_tenants_is_refused(cluster: Any) -> No
         assert (await ask(cluster, "low", priority=priority)).status_code == 200
     error, _, _ = await refusal(cluster, "low", priority=4)
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_last_place_under_way_is_for_the_tenant_with_less_waiting(
+    start_cluster: Any, keys: ApiKeys
+) -> None:
+    admission = AdmissionConfig(max_inflight=4)
+    async with start_cluster(
+        num_groups=1,
+        max_num_seqs=1,
+        description={"max_num_seqs": 1},
+        config={"admission": admission},
+        keys=keys,
+    ) as cluster:
+        cluster.take_steps_of(0.01)
+        greedy = [asyncio.create_task(ask(cluster, "free", max_tokens=50)) for _ in range(4)]
+        while cluster.gateway.num_inflight < 4:
+            await asyncio.sleep(0.01)
+        thin = await ask(cluster, "few")
+        codes = sorted([(await each).status_code for each in greedy])
+        assert thin.status_code == 200, thin.text
+        assert codes == [200, 200, 200, 429]
+        assert cluster.gateway.num_inflight == 0
+        assert await refused(cluster, "displaced") == 1
 
 
 async def test_embeddings_and_chats_are_limited_too(cluster: Any) -> None:
