@@ -199,9 +199,11 @@ class ClusterConfig(ModelConfig):
     certificate that it makes for itself."""
     tls_key: Path | None = None
     api_keys_file: Path | None = None
-    """One API key a line; clients must show one. Behind a key and a space may stand its tenant, or
-    ``*`` for an operator's key, which sees the routing of everyone's requests. Tenants share no
-    cached prefix; a key without one is a tenant of its own. ``None`` lets everyone in."""
+    """A file of API keys, of which clients must show one: YAML with tenants, their limits and
+    hashed keys, or one key a line. Behind such a key and a space may stand its tenant, or ``*`` for
+    an operator's key, which sees the routing of everyone's requests; a key without one is a tenant
+    of its own. Tenants share no cached prefix. A changed file is read within seconds. ``None`` lets
+    everyone in."""
     open_metrics: bool = False
     """With ``api_keys_file``: a gateway's own port for metrics answers without a key. Otherwise it
     wants an operator's there, as it always does on the clients' port."""

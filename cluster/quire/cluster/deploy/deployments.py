@@ -289,7 +289,7 @@ class Gateway:
         question it answers nothing."""
         if asker == serve.get_replica_context().replica_id.unique_id:
             return None
-        return self._server.models.usage.own(tenant)
+        return await self._server.models.usage.own(tenant)
 
     async def _ask_for_usage(self, tenant: str | None) -> tuple[list[dict[str, Any]], str]:
         said, silence = await self._broadcast("recall_usage", tenant)
