@@ -56,9 +56,7 @@ def _described_as(value: Value, common: dict[str, str]) -> Value:
     return value
 
 
-def _walk(
-    node: Any, defaults: dict[str, Any], lines: list[str], place: str
-) -> Iterator[Value]:
+def _walk(node: Any, defaults: dict[str, Any], lines: list[str], place: str) -> Iterator[Value]:
     for key, child in node.value:
         path = f"{place}{key.value}"
         is_leaf = not isinstance(child, yaml.MappingNode) or child.flow_style or not child.value
@@ -128,7 +126,10 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args().check
     stale = []
-    for path, text in ((CHART / "values.schema.json", schema()), (ROOT / "helm/README.md", readme())):
+    for path, text in (
+        (CHART / "values.schema.json", schema()),
+        (ROOT / "helm/README.md", readme()),
+    ):
         if path.read_text() != text:
             stale.append(str(path.relative_to(ROOT)))
             if not check:

@@ -20,6 +20,7 @@ from tests.helm.charts import (
     render,
     settings,
 )
+from tools import chart_values
 
 from quire.cluster.cli.main import _parser
 from quire.cluster.config import ClusterConfig
@@ -98,7 +99,7 @@ def test_connections_are_bounded_as_given_or_as_without_the_chart(
 
 
 def test_what_scrapes_reaches_each_gateway_by_a_port_of_its_own(manifests: list[Manifest]) -> None:
-    (container,) = pods(manifests)["gateway"]["spec"]["containers"]
+    container, *_ = pods(manifests)["gateway"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports["own-metrics"] == settings(manifests)["metrics_port"]
     for monitor in of_kind(manifests, "PodMonitor"):
@@ -239,3 +240,10 @@ def test_several_models_are_served_at_one_address() -> None:
     assert small.aliases == ("small",)
     (of_small,) = applications(manifests)[2]["deployments"]
     assert of_small == {"name": "ReplicaGroup", "num_replicas": 1}
+
+
+def test_every_value_is_described_in_the_schema_and_in_the_table() -> None:
+    assert chart_values.schema() == (CHART / "values.schema.json").read_text()
+    assert chart_values.readme() == (CHART.parent / "README.md").read_text()
+    silent = [each.path for each in chart_values.values() if each.is_leaf and not each.description]
+    assert silent == []

@@ -8,7 +8,7 @@ else is its own if it has one. (root, the kind's values) */}}
 {{- range $name, $common := (index . 0).Values.pods -}}
 {{- $mine := get $own $name -}}
 {{- if kindIs "slice" $common -}}
-{{- $_ := set $options $name (concat $common ($mine | default list)) -}}
+{{- $_ := set $options $name (concat $common ($mine | default list) | default list) -}}
 {{- else if kindIs "map" $common -}}
 {{- $_ := set $options $name (include "quire.over" (list $common ($mine | default dict)) | fromJson) -}}
 {{- else -}}
@@ -82,7 +82,8 @@ periodSeconds: 5
 {{- $labels := include "quire.componentSelector" (list $root .component) | fromYaml -}}
 metadata:
   labels:
-    {{- merge $labels (include "quire.labels" $root | fromYaml) $pod.podLabels | toYaml | nindent 4 }}
+    # Not the versions of chart and application: a change of those alone is no reason for another Ray cluster.
+    {{- merge $labels $pod.podLabels | toYaml | nindent 4 }}
   {{- with $pod.podAnnotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
