@@ -1,11 +1,18 @@
-"""Tokenizing over HTTP, and what load balancers ask."""
+"""Tokenizing over HTTP, what load balancers ask, and the reference."""
 
+import base64
+import hashlib
 import re
 from importlib.metadata import version
 from typing import Any
 
 import httpx
 import pytest
+from openapi_spec_validator import validate
+from starlette.routing import Route
+
+from quire.cluster.edge.reference import reference_of
+from quire.cluster.edge.reference_calls import CALLS
 
 pytestmark = pytest.mark.anyio
 
@@ -71,16 +78,18 @@ async def test_the_reference_describes_every_route(start_cluster: Any) -> None:
         reference = (await client.get("/openapi.json")).json()
         page = await client.get("/docs")
         missing = (await client.get("/nothing")).json()["error"]["message"]
-        examples = {
-            path: calls["post"]["requestBody"]["content"]["application/json"]["example"]
-            for path, calls in reference["paths"].items()
-            if "post" in calls
-        }
-        for path, body in examples.items():
-            answer = await client.post(path, json=body)
-            if answer.status_code != 200:  # This model is one of text, and takes no adapters.
-                assert re.search("makes no embeddings|adapter", answer.text)
-            assert f"curl {cluster.http_url}{path} " in page.text
+        for path, calls in reference["paths"].items():
+            for method, call in calls.items():
+                body = call.get("requestBody", {}).get("content", {}).get("application/json", {})
+                answer = await client.request(method, path, json=body.get("example"))
+                if "example" in body:
+                    assert f"curl {cluster.http_url}{path} " in page.text
+                (media, told), *_ = call["responses"]["200"]["content"].items()
+                if answer.status_code != 200:  # This model is one of text, and takes no adapters.
+                    assert re.search("makes no embeddings|adapter|does not exist", answer.text)
+                    assert str(answer.status_code) in {*call["responses"], "404"}
+                elif "example" in told and media == "application/json":
+                    assert_alike(told["example"], answer.json(), path)
     served = missing.partition("there are ")[2].split(", ")
     assert set(served) == set(reference["paths"])
     chat = reference["paths"]["/v1/chat/completions"]["post"]
@@ -90,3 +99,44 @@ async def test_the_reference_describes_every_route(start_cluster: Any) -> None:
     assert page.headers["content-type"].startswith("text/html")
     for path in reference["paths"]:
         assert path in page.text
+
+
+def assert_alike(example: Any, answer: Any, place: str) -> None:
+    """Each key of ``example`` is in ``answer`` too, with a value of the same type."""
+    if example is None:
+        return
+    assert type(example) is type(answer), place
+    if isinstance(example, dict):
+        for name, value in example.items():
+            assert name in answer, f"{place} has no {name}"
+            assert_alike(value, answer[name], f"{place}.{name}")
+    if isinstance(example, list) and example:
+        assert_alike(example[0], answer[0], f"{place}[0]")
+
+
+def test_each_field_of_a_body_is_described() -> None:
+    reference = reference_of([Route(path, lambda _: None, methods=["POST"]) for path in CALLS])
+    schemas = reference["components"]["schemas"]
+    for name in (call.body.__name__ for call in CALLS.values() if call.body is not None):
+        for field, schema in schemas[name]["properties"].items():
+            assert schema.get("description"), f"{name}.{field}"
+    temperature = schemas["ChatBody"]["properties"]["temperature"]
+    assert temperature["default"] == 1.0
+    assert temperature["description"].endswith("Allowed: 0 to 100.")
+    validate(reference)
+
+
+async def test_the_page_runs_no_script_but_its_own(start_cluster: Any) -> None:
+    async with (
+        start_cluster(num_groups=1) as cluster,
+        httpx.AsyncClient(base_url=cluster.http_url, timeout=None) as client,
+    ):
+        page = await client.get("/docs", headers={"Host": '"><script>alert(1)</script>'})
+    policy = page.headers["content-security-policy"]
+    sources = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+    assert sources["default-src"] == "'none'"
+    scripts = re.findall("<script>(.*?)</script>", page.text, re.DOTALL)
+    assert len(scripts) == 1
+    digest = base64.b64encode(hashlib.sha256(scripts[0].encode()).digest()).decode()
+    assert sources["script-src"] == f"'sha256-{digest}'"
+    assert not re.search(r"""(src|href)=["']?(https?:)?//""", page.text)

@@ -1,10 +1,10 @@
 """Who may call: clients that show a gateway one of its API keys, and gateways that show a group its
 token, both as ``Authorization: Bearer …``; over HTTP, ``X-API-Key: …`` is as good.
 
-Health checks and reflection of a gateway need none: they tell nothing of what clients ask. Every
-key belongs to a tenant. Tenants share no cached prefix and see no decision of each other's. Metrics
-and loads, which are of all tenants together, want an operator's key: where little runs, they tell
-the lengths of one request. So do changes of what is served.
+Health checks, the reference and reflection of a gateway need none: they tell nothing of what
+clients ask. Every key belongs to a tenant. Tenants share no cached prefix and see no decision of
+each other's. Metrics and loads, which are of all tenants together, want an operator's key: where
+little runs, they tell the lengths of one request. So do changes of what is served.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from quire.cluster.edge.http_errors import error_body, worded_for
 from quire.cluster.errors import NotAnOperator, Unauthenticated
 from quire.worker.api.errors import ConfigError, QuireError
 
-_OPEN_PATHS = ("/health", "/ping")
+_OPEN_PATHS = ("/health", "/ping", "/docs", "/openapi.json")
 _OPERATORS_PATHS = ("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _NO_OPERATOR = "the API key is no operator's: in the file of keys, its line is 'KEY *'"
 _REFUSAL = "no API key, or one that is not known here: send 'Authorization: Bearer KEY'"

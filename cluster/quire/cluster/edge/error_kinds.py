@@ -97,3 +97,18 @@ _KINDS: dict[type[Exception], Kind] = {
     ),
 }
 """A class before the classes that it is made from."""
+
+STATUSES = {
+    400: "A field is unknown or out of its range, or the prompt is too long: `param` names it.",
+    401: "There is no API key, or it is not known.",
+    403: "The key is no operator's.",
+    404: "The model is not served.",
+    408: "The body did not come in time.",
+    413: "The body is too long.",
+    415: "The body is not JSON.",
+    429: "There is no room now; `Retry-After` says when to try again.",
+    500: "The request failed here; it is not tried again where `x-should-retry` is false.",
+    503: "No replica group can take it now.",
+    504: "Its deadline passed.",
+}
+"""What HTTP statuses of errors mean."""

@@ -31,6 +31,8 @@ class Rule:
     """The form of ``None``, where the field's type has it."""
     token_ids: Callable[[Any], Iterable[int]] | None = None
     """Those in a kept value, which the vocabulary must have."""
+    allowed: str = ""
+    """Which values are, in words; empty: any of its type."""
 
     def kept(self, name: str, value: Any) -> Any:
         """As ``convert``; of ``None`` too."""
@@ -60,7 +62,7 @@ def _number(
             raise _out_of_range(name, value, said)
         return value
 
-    return Rule(convert=convert)
+    return Rule(convert=convert, allowed=said)
 
 
 real = partial(_number, (int, float))
@@ -83,7 +85,7 @@ def strings(most: int, *, but: str, max_chars: float = math.inf) -> Rule:
             raise _out_of_range(name, listed, allowed)
         return listed
 
-    return Rule(convert=convert, none=())
+    return Rule(convert=convert, none=(), allowed=allowed)
 
 
 def ids(most: int, *, over_http: bool = True) -> Rule:
@@ -97,7 +99,8 @@ def ids(most: int, *, over_http: bool = True) -> Rule:
             raise InvalidRequest(f"{name} has {len(listed)}: at most {most}", param=name)
         return listed
 
-    return Rule(convert=convert, none=(), token_ids=iter, over_http=over_http)
+    allowed = f"at most {most} {_IDS}"
+    return Rule(convert=convert, none=(), token_ids=iter, over_http=over_http, allowed=allowed)
 
 
 def id_lists(most: int, most_ids: int, *, over_http: bool = True) -> Rule:
@@ -111,7 +114,13 @@ def id_lists(most: int, most_ids: int, *, over_http: bool = True) -> Rule:
             raise _out_of_range(name, lists, allowed)
         return lists
 
-    return Rule(convert=convert, none=(), token_ids=chain.from_iterable, over_http=over_http)
+    return Rule(
+        convert=convert,
+        none=(),
+        token_ids=chain.from_iterable,
+        over_http=over_http,
+        allowed=allowed,
+    )
 
 
 def biases(most: int, *, limit: float) -> Rule:
@@ -130,7 +139,8 @@ def biases(most: int, *, limit: float) -> Rule:
                 raise _out_of_range(name, {token: bias}, f"biases from {-limit} to {limit}")
         return {int(token): float(bias) for token, bias in value.items()} or None
 
-    return Rule(convert=convert, token_ids=lambda kept: kept or ())
+    allowed = f"at most {most} token ids with biases from {-limit} to {limit}"
+    return Rule(convert=convert, token_ids=lambda kept: kept or (), allowed=allowed)
 
 
 def _out_of_range(name: str, value: object, allowed: str) -> InvalidRequest:

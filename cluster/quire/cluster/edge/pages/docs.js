@@ -1,0 +1,58 @@
+"use strict";
+// Sends the calls of this page to the server that it came from, with the key that was typed.
+const MAX_SHOWN_CHARS = 200000;
+const key = document.getElementById("key");
+key.value = sessionStorage.getItem("quire-key") || "";
+key.addEventListener("input", () => sessionStorage.setItem("quire-key", key.value.trim()));
+
+async function send(form, signal) {
+  const shown = form.querySelector(".answer");
+  const status = form.querySelector(".status");
+  const body = form.querySelector("textarea");
+  const path = form.querySelector("input[name=path]");
+  const headers = {};
+  if (key.value.trim()) headers.Authorization = `Bearer ${key.value.trim()}`;
+  if (body) headers["Content-Type"] = "application/json";
+  shown.hidden = false;
+  shown.textContent = "";
+  status.textContent = "sent …";
+  const begin = performance.now();
+  const seconds = () => `${((performance.now() - begin) / 1000).toFixed(2)} s`;
+  const answer = await fetch(path ? path.value : form.dataset.path, {
+    method: form.dataset.method, headers, body: body ? body.value : undefined, signal,
+  });
+  const first = seconds();
+  const reader = answer.body.getReader();
+  const decoder = new TextDecoder();
+  let text = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) break;
+    text = (text + decoder.decode(value, { stream: true })).slice(-MAX_SHOWN_CHARS);
+    shown.textContent = text;
+    status.textContent = `${answer.status}, first byte after ${first}, so far ${seconds()}`;
+  }
+  if ((answer.headers.get("content-type") || "").startsWith("application/json")) {
+    shown.textContent = JSON.stringify(JSON.parse(text), null, 2);
+  }
+  status.textContent = `${answer.status} ${answer.statusText}, first byte after ${first}, all after ${seconds()}`;
+}
+
+for (const form of document.querySelectorAll("form")) {
+  const [start, stop] = form.querySelectorAll("button");
+  let running = null;
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    running = new AbortController();
+    start.disabled = true;
+    stop.disabled = false;
+    try {
+      await send(form, running.signal);
+    } catch (error) {
+      form.querySelector(".status").textContent = running.signal.aborted ? "stopped" : String(error);
+    }
+    start.disabled = false;
+    stop.disabled = true;
+  });
+  stop.addEventListener("click", () => running && running.abort());
+}
