@@ -15,7 +15,7 @@ class DocumentedField(NamedTuple):
     default: Any
     """`dataclasses.MISSING` where it must be given."""
     description: str
-    """One paragraph; a field without a text of its own shares the one above it."""
+    """One paragraph; empty where the source has none."""
 
 
 @cache
@@ -29,13 +29,9 @@ def documented_fields(owner: type) -> dict[str, DocumentedField]:
         default = field.default
         if default is MISSING and field.default_factory is not MISSING:
             default = field.default_factory()
-        found[field.name] = DocumentedField(field.name, *_split(texts[field.name], default))
+        annotation, description = texts[field.name]
+        found[field.name] = DocumentedField(field.name, annotation, default, description)
     return found
-
-
-def _split(text: tuple[str, str], default: Any) -> tuple[str, Any, str]:
-    annotation, description = text
-    return annotation, default, description
 
 
 def _texts(owner: type) -> dict[str, tuple[str, str]]:
@@ -43,12 +39,12 @@ def _texts(owner: type) -> dict[str, tuple[str, str]]:
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(tree, ast.ClassDef)
     found: dict[str, tuple[str, str]] = {}
-    name, last = "", ""
+    name = ""
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id
-            found[name] = (ast.unparse(node.annotation), last)
+            found[name] = (ast.unparse(node.annotation), "")
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
-            last = " ".join(inspect.cleandoc(str(node.value.value)).split())
-            found[name] = (found[name][0], last)
+            text = " ".join(inspect.cleandoc(str(node.value.value)).split())
+            found[name] = (found[name][0], text)
     return found

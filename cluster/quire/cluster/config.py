@@ -63,13 +63,14 @@ class ModelConfig:
     without counting CPUs. On GPUs, one GPU per rank is always reserved."""
     group_resource: str | None = None
     """A custom Ray resource that each group takes one of on each of its nodes, to choose the nodes
-    that groups run on; gateways have the same below."""
+    that groups run on."""
     chat_template: str | None = None
     """A Jinja template to use instead of the checkpoint's own, as text."""
     tool_call_parser: str = "auto"
     """The format in which the model writes calls of tools; "auto" is the one that its response
-    template says or its chat template shows, "none" leaves calls as text. Likewise for the next."""
+    template says or its chat template shows, "none" leaves calls as text."""
     reasoning_parser: str = "auto"
+    """The format in which it marks reasoning, likewise."""
     max_queue_wait_s: float | None = None
     """A request is refused at once if its predicted wait exceeds this, or its own deadline.
     ``None`` lets requests wait for as long as their clients do."""
@@ -164,6 +165,7 @@ class ClusterConfig(ModelConfig):
     num_gateways: int = 1
     """Gateways. Several on one node share the ports below through SO_REUSEPORT."""
     gateway_resource: str | None = None
+    """A custom Ray resource that each gateway takes one of, to choose the nodes of gateways."""
     host: str = "127.0.0.1"
     """Where gateways listen for clients; "0.0.0.0" serves the network."""
     grpc_port: int = 50051
@@ -198,6 +200,7 @@ class ClusterConfig(ModelConfig):
     files in the same places are taken up within a minute. With it, groups have TLS too, each with a
     certificate that it makes for itself."""
     tls_key: Path | None = None
+    """The private key of ``tls_certificate``, PEM."""
     api_keys_file: Path | None = None
     """One API key a line; clients must show one. Behind a key and a space may stand its tenant, or
     ``*`` for an operator's key, which sees the routing of everyone's requests. Tenants share no
