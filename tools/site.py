@@ -1,7 +1,7 @@
 """Makes a site of the repository's pages, for ``mkdocs`` (see ``mkdocs.yml``).
 
-Some pages are outside ``docs/``: they are added. A link leads to a page of the site where its target
-is one, to the repository where ``pyproject.toml`` says where that is, and else is plain text.
+Some pages are outside ``docs/``: they are added. A link leads to a page of the site where its
+target is one, to the repository where ``pyproject.toml`` names it, and else is plain text.
 """
 
 import re
@@ -34,7 +34,8 @@ def on_config(config: Any) -> Any:
             for page in pages:
                 if isinstance(page, dict) and "Decisions" in page:
                     page["Decisions"] = [
-                        f"decisions/{path.name}" for path in sorted((ROOT / "docs/decisions").glob("*.md"))
+                        f"decisions/{path.name}"
+                        for path in sorted((ROOT / "docs/decisions").glob("*.md"))
                     ]
             if "benchmarks.md" in pages:
                 pages += sorted(place for place in outside().values() if "/" in place)
@@ -97,7 +98,12 @@ def spaced(markdown: str) -> str:
         before = lines[-1] if lines else ""
         is_code ^= line.lstrip().startswith("```")
         begins = re.match(r"[-*] |\d+\. |\|", line)
-        if begins and not is_code and before.strip() and not re.match(r"\s|[-*] |\d+\. |\|", before):
+        if (
+            begins
+            and not is_code
+            and before.strip()
+            and not re.match(r"\s|[-*] |\d+\. |\|", before)
+        ):
             lines.append("")
         lines.append(line)
     return "\n".join(lines) + "\n"

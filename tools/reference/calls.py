@@ -42,8 +42,8 @@ def _call(path: str, method: str, operation: Json, schemas: Json) -> str:
     if content:
         body = json.dumps(content["example"], ensure_ascii=False)
         parts.append(
-            f"```console\n$ curl http://127.0.0.1:8000{path} -H 'Content-Type: application/json' \\\n"
-            f"    -d '{body}'\n```\n\n"
+            f"```console\n$ curl http://127.0.0.1:8000{path} \\\n"
+            f"    -H 'Content-Type: application/json' -d '{body}'\n```\n\n"
         )
     for given in operation["responses"]["200"]["content"].values():
         answer = given.get("example")

@@ -1,5 +1,7 @@
-"""The settings: of the cluster, of each model, of its engine, routing and autoscaling, each with its
-flag of ``quire serve``, its value of the chart, its type and its default."""
+"""The settings: of the cluster, of each model, of its engine, routing and autoscaling.
+
+Each has its flag of ``quire serve``, its value of the chart, its type and its default.
+"""
 
 import argparse
 import re
@@ -21,7 +23,11 @@ from quire.worker.api.config import EngineConfig
 _CHART = Path(__file__).resolve().parents[2] / "helm/quire/templates/_helpers.tpl"
 _SECTIONS: Mapping[str, tuple[type, str, str]] = {
     "The cluster": (ClusterConfig, "", "Beside these, the settings of its first model."),
-    "A model": (ModelConfig, "", "Of the first one beside those of the cluster, of others in `more_models`."),
+    "A model": (
+        ModelConfig,
+        "",
+        "Of the first one beside those of the cluster, of others in `more_models`.",
+    ),
     "An engine": (EngineConfig, "engine", "Below `engine`; those of each replica group."),
     "Routing": (RoutingConfig, "routing", "Below `routing`."),
     "Autoscaling": (AutoscalingSettings, "groups.autoscaling", "Below `autoscaling`."),

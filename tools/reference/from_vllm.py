@@ -26,7 +26,9 @@ def page() -> str:
         for flag in each.option_strings
     }
     same, other, always, refused = [], [], [], []
-    for flag in sorted(_FLAGS.read_text(encoding="ascii").split(), key=lambda each: each.lstrip("-")):
+    for flag in sorted(
+        _FLAGS.read_text(encoding="ascii").split(), key=lambda each: each.lstrip("-")
+    ):
         if flag in _BY_HAND:
             other.append((code(flag), _BY_HAND[flag], ""))
         elif flag in SPELLED:

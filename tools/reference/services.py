@@ -66,7 +66,10 @@ def _blocks(text: str) -> list[_Block]:
 def _add(block: _Block, line: str, said: str) -> None:
     if call := _RPC.match(line):
         name, *_ = call.groups()
-        asked, answered = (f"{'stream of ' if s else ''}`{t}`" for s, t in zip(call.groups()[1::2], call.groups()[2::2], strict=True))
+        asked, answered = (
+            f"{'stream of ' if s else ''}`{t}`"
+            for s, t in zip(call.groups()[1::2], call.groups()[2::2], strict=True)
+        )
         block.rows.append((code(name), f"{asked} → {answered}", said))
     elif field := _FIELD.match(line):
         rule, kind, name = field.groups()
