@@ -76,7 +76,7 @@ bench-peers: .venv/ready
 docs: .venv/dev
 	.venv/bin/python -m tools.reference --check
 	.venv/bin/python -m tools.chart_values --check
-	.venv/bin/python -m mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict
 
 # The compiler lives apart from the runtime: grpcio-tools pins protobuf<6 and Ray brings 7.
 STUBS := .venv-stubs/bin

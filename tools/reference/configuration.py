@@ -38,8 +38,6 @@ _FLAGS = {
     "policy": "--routing-policy",
     "use_directory": "--no-directory",
     "num_prefill_groups": "--prefill-groups",
-    "more_models": "MODEL MODEL …",
-    "model": "MODEL",
 }
 """Flags with another name than their setting."""
 _VALUES = {
@@ -67,22 +65,20 @@ def page() -> str:
         if config is ClusterConfig:
             own = {name: each for name, each in own.items() if name not in _model_fields()}
         rows = [_row(each, chart) for each in own.values()]
-        header = ("setting", "flag", "value of the chart", "type", "default", "")
+        header = ("setting", "default", "")
         parts.append(f"## {title}\n{text}\n\n{table(header, rows)}\n")
     return "".join(parts)
 
 
-def _row(field: DocumentedField, chart: str) -> tuple[str, ...]:
+def _row(field: DocumentedField, chart: str) -> tuple[str, str, str]:
     name = field.name
-    description = re.sub(r"``([^`]+)``", r"`\1`", field.description)
-    return (
-        code(name),
-        code(_flag(name)),
-        code(_value(name, chart)),
-        code(field.annotation.replace('"', "")),
-        _default(field.default),
-        description,
-    )
+    said = [re.sub(r"``([^`]+)``", r"`\1`", field.description)]
+    if flag := _flag(name):
+        said.append(f"Flag: `{flag}`.")
+    if value := _value(name, chart):
+        said.append(f"Chart: `{value}`.")
+    kind = field.annotation.replace('"', "").replace(" | ", " or ")
+    return f"{code(name)} {kind}", _default(field.default), " ".join(said)
 
 
 def _flag(name: str) -> str:
