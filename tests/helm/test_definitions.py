@@ -1,7 +1,8 @@
 """What the chart makes of others' kinds is as their own definitions want it: KubeRay's, the Gateway
 API's, the Prometheus operator's.
 
-The definitions are read from the folder that ``QUIRE_CRDS`` names, in files of any name.
+The definitions are read from the folder that ``QUIRE_CRDS`` names, in files of any name, and from
+where ``python -m tools.definitions`` puts them.
 """
 
 import os
@@ -13,13 +14,13 @@ import jsonschema
 import pytest
 import yaml
 from tests.helm.charts import Manifest, is_kubernetes_own
-from tools.strangers import CACHE
+from tools.definitions import FOLDER
 
 FOLDERS = [
     Path(folder)
     for folder in (
         os.environ.get("QUIRE_CRDS"),
-        CACHE / "crds",
+        FOLDER,
         Path(__file__).parents[3] / "shared/data/crds",
     )
     if folder
@@ -39,7 +40,8 @@ def test_other_kinds_are_as_their_definitions_want_them(manifests: list[Manifest
         else:
             missing.add(" ".join(kind))
     if missing:
-        pytest.skip(f"no definition of {', '.join(sorted(missing))}; QUIRE_CRDS names their folder")
+        kinds = ", ".join(sorted(missing))
+        pytest.skip(f"no definition of {kinds}: run python -m tools.definitions")
 
 
 @cache
@@ -68,4 +70,6 @@ def closed(schema: Any) -> Any:
         schema["additionalProperties"] = False
     if schema.get("x-kubernetes-int-or-string"):
         schema.pop("type", None)
+    if "(?i)" in str(schema.get("pattern")):  # Go's way to write it, which Python has not.
+        schema["pattern"] = f"(?i){schema['pattern'].replace('(?i)', '')}"
     return schema
