@@ -62,7 +62,12 @@ def test_there_may_be_a_pod_for_every_group_and_one_that_replaces_it(
     # KubeRay never tells a running cluster of other bounds: there is room in both directions.
     (gateways, *_) = ray_cluster(manifests)["workerGroupSpecs"]
     assert (gateways["minReplicas"], spec["minReplicas"]) == (0, 0)
-    assert gateways["replicas"] == num_replicas(manifests)["Gateway"] < gateways["maxReplicas"]
+    bounds = values.get("gateway", {}).get("autoscaling")
+    if bounds:
+        assert gateways["replicas"] == bounds["minGateways"]
+        assert gateways["maxReplicas"] > bounds["maxGateways"]
+    else:
+        assert gateways["replicas"] == num_replicas(manifests)["Gateway"] < gateways["maxReplicas"]
 
 
 def test_every_container_is_confined(manifests: list[Manifest]) -> None:

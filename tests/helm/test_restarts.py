@@ -47,6 +47,7 @@ CHANGES: dict[str, Any] = {
     "groups.tensorParallelSize": 2,
     "groups.resources": {"requests": {"cpu": "9"}},
     "gateway.replicas": 3,
+    "gateway.autoscaling.maxGateways": 9,
     "gateway.maxPods": 20,
     "gateway.drainSeconds": 90,
     "gateway.handoverSeconds": 9,
@@ -72,6 +73,7 @@ CHANGES: dict[str, Any] = {
 """Another value for each row of the table."""
 
 WITH: dict[str, Any] = {
+    "gateway.autoscaling.maxGateways": {"gateway": {"autoscaling": {"enabled": True}}},
     "groups.autoscaling.maxGroups": {"groups": {"autoscaling": {"enabled": True}}},
     "loraModules": {"engine": {"enable_lora": True}},
 }
@@ -131,7 +133,7 @@ def restarted(before: list[Manifest], after: list[Manifest]) -> str:
     if groups[0].keys() != groups[1].keys():
         return "nothing: the model's groups are started or stopped"
     if old_config != new_config:
-        return "nothing: gateways take it up as they run"
+        return "nothing: it is taken up as they run"
     if applications(before) != applications(after):
         return NUMBERS
     return NOTHING if old == new else LATER

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib import import_module
 from typing import Any
 
@@ -75,6 +75,10 @@ def test_the_application_accepts_its_settings(
         assert config.min_groups == scaled["minGroups"]
         assert config.max_groups == scaled["maxGroups"]
         assert config.autoscaling.target_ttft_s == scaled["targetTtftSeconds"]
+    bounds = values.get("gateway", {}).get("autoscaling")
+    assert (config.gateway_autoscaling is not None) is (bounds is not None)
+    if config.gateway_autoscaling is not None:
+        assert list(asdict(config.gateway_autoscaling).values()) == list(bounds.values())[1:]
 
 
 def test_admission_and_failover_are_as_given_or_as_without_the_chart(
@@ -154,7 +158,9 @@ def test_what_is_run_by_its_name_is_there(manifests: list[Manifest]) -> None:
 def test_how_many_there_are_is_not_told_to_those_that_a_change_would_restart(
     manifests: list[Manifest], values: dict[str, Any]
 ) -> None:
-    counts = {"Gateway": values.get("gateway", {}).get("replicas", 2)}
+    of_gateways, counts = values.get("gateway", {}), {}
+    if "autoscaling" not in of_gateways:
+        counts["Gateway"] = of_gateways.get("replicas", 2)
     of_groups = values.get("groups", {})
     if "autoscaling" not in of_groups:
         counts["ReplicaGroup"] = of_groups.get("replicas", 1)
@@ -188,6 +194,17 @@ def test_how_many_there_are_is_not_told_to_those_that_a_change_would_restart(
             "groups.autoscaling.maxGroups=4 must not be below minGroups=9",
         ),
         ({"groups": {"autoscaling": {"minPods": 1}}}, "minPods"),
+        (
+            {"gateway": {"autoscaling": {"enabled": True, "minGateways": 9}}},
+            "gateway.autoscaling.maxGateways=6 must not be below minGateways=9",
+        ),
+        (
+            {
+                "gateway": {"autoscaling": {"enabled": True}},
+                "ray": {"autoscaler": {"enabled": False}},
+            },
+            "gateway.autoscaling.enabled needs ray.autoscaler.enabled",
+        ),
         (
             {"groups": {"tensorParallelSize": 8, "nodesPerGroup": 3}},
             "groups.nodesPerGroup=3 must divide groups.tensorParallelSize=8",

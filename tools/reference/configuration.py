@@ -16,6 +16,7 @@ from tools.reference.markdown import code, table
 
 from quire.cluster.cli.main import _parser
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
+from quire.cluster.scaling.gateways import GatewayAutoscaling
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.config import RoutingConfig
 from quire.worker.api.config import EngineConfig
@@ -31,6 +32,11 @@ _SECTIONS: Mapping[str, tuple[type, str, str]] = {
     "An engine": (EngineConfig, "engine", "Below `engine`; those of each replica group."),
     "Routing": (RoutingConfig, "routing", "Below `routing`."),
     "Autoscaling": (AutoscalingSettings, "groups.autoscaling", "Below `autoscaling`."),
+    "Gateways that come and go": (
+        GatewayAutoscaling,
+        "gateway.autoscaling",
+        "Below `gateway_autoscaling`.",
+    ),
     "An adapter": (LoraModule, "", "Each of `lora_modules`."),
 }
 _FLAGS = {

@@ -10,6 +10,7 @@ from typing import Any
 from quire.cluster.dialects.formats import check_parsers
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.scaling.gateways import GatewayAutoscaling
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.router.config import RoutingConfig
@@ -163,7 +164,10 @@ class ClusterConfig(ModelConfig):
     more_models: tuple[ModelConfig, ...] = ()
     """Models that the same gateways serve, each with groups of its own."""
     num_gateways: int = 1
-    """Gateways. Several on one node share the ports below through SO_REUSEPORT."""
+    """Gateways. Several on one node share the ports below through SO_REUSEPORT. Not used where
+    ``gateway_autoscaling`` is set: it then starts with ``min_gateways``."""
+    gateway_autoscaling: GatewayAutoscaling | None = None
+    """Starts and stops gateways as clients ask for it; ``None`` keeps ``num_gateways``."""
     gateway_resource: str | None = None
     """A custom Ray resource that each gateway takes one of, to choose the nodes of gateways."""
     host: str = "127.0.0.1"

@@ -180,6 +180,13 @@ capabilities: {drop: [ALL]}
   "idle_delay_s" .idleDelaySeconds
   "start_wait_s" .startWaitSeconds) -}}
 {{- end }}{{ end -}}
+{{- with $gateway.autoscaling }}{{ if .enabled -}}
+{{- $_ := set $settings "gateway_autoscaling" (dict
+  "min_gateways" .minGateways
+  "max_gateways" .maxGateways
+  "target_inflight" .targetInflight
+  "down_delay_s" .downDelaySeconds) -}}
+{{- end }}{{ end -}}
 {{- with $gateway.connections.maxPerAddress }}{{ $_ := set $settings "max_connections_per_address" (int .) }}{{ end -}}
 {{- $_ := set $settings "served_model_name" (include "quire.modelName" .) -}}
 {{- if $gateway.tls.enabled -}}
