@@ -29,6 +29,11 @@ from quire.worker.model.hub import is_hub_name
 _NOT_A_GROUPS = (
     *("aliases", "autoscaling", "gateway_autoscaling", "lora_modules", "more_models"),
     *("num_gateways", "num_groups", "start_first"),
+    # Those of gateways alone.
+    *("allow_origins", "api_keys_file", "gateway_resource", "grpc_port", "host", "http_port"),
+    *("ignore_unknown_fields", "metrics_port", "open_metrics", "max_connections"),
+    *("max_connections_per_address", "shut_out_s", "head_timeout_s", "body_timeout_s"),
+    *("idle_timeout_s", "group_wait_s", "max_group_deaths"),
 )
 """Settings that change nothing within a group."""
 
