@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import httpx
 import pytest
-from tests.page_blocks import Block, blocks, environment
+from tests.page_blocks import ROOT, Block, blocks, environment
 from tests.served.serve_process import serving
 
 from quire import demo_model
@@ -38,6 +38,11 @@ ELSEWHERE = {
 }
 NOT_RUN = {
     "python3 -m venv": "`make test-python` installs, as that takes minutes and gigabytes",
+    "pip install": "`make test-python` installs, as that takes minutes and gigabytes",
+    "make wheel": "`make test-python` builds the wheel and installs it",
+    ".venv/bin/quire serve": "tests/served/test_served.py serves from two groups of two ranks",
+    ".venv/bin/quire bench prefix": "tests/worker/bench runs it, on requests of its own",
+    ".venv/bin/quire simulate": "tests/router/simulate replays a log of its own",
 }
 """How a block begins that is not run, and why."""
 SMALL = "kv_cache_memory_bytes=33554432, num_threads=1"
@@ -96,7 +101,15 @@ def here(text: str, served: Served) -> str:
     text = text.replace("127.0.0.1:8000", served.http).replace("127.0.0.1:50051", served.grpc)
     text = text.replace("Qwen/Qwen3-0.6B", str(demo_model.PATH))
     text = re.sub(r"block_size=16", f"block_size=16, {SMALL}", text)
+    text = text.replace("quire generate", f"quire generate --address {served.grpc}")
     return text.replace(".venv/bin/quire", "quire")
+
+
+def test_each_reason_is_for_a_block_and_names_what_runs_it() -> None:
+    for beginning, reason in NOT_RUN.items():
+        assert any(block.text.startswith(beginning) for _, block in RUN), beginning
+        for path in re.findall(r"tests/[\w/.]*\w", reason):
+            assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -104,4 +117,4 @@ def test_each_page_is_run_somewhere(page: str) -> None:
     assert (page in HERE) != (page in ELSEWHERE)
     if page in ELSEWHERE:
         file = re.findall(r"tests/\S+\.py", ELSEWHERE[page])[0]
-        assert (Path(__file__).parents[1] / file).exists()
+        assert (ROOT / file).exists()
