@@ -41,6 +41,8 @@ CHANGES: dict[str, Any] = {
     "routing.policy": "round_robin",
     "admission.maxInflight": 9,
     "failover.silenceSeconds": 9,
+    "logs.level": "debug",
+    "logs.access": False,
     "groups.replicas": 3,
     "groups.autoscaling.maxGroups": 9,
     "groups.maxPods": 20,

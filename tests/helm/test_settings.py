@@ -43,6 +43,9 @@ BOUNDS = {
     ("failover", "maxGroupDeaths"): "max_group_deaths",
     ("failover", "groupWaitSeconds"): "group_wait_s",
     ("gateway", "handoverSeconds"): "handover_s",
+    ("logs", "level"): "log_level",
+    ("logs", "format"): "log_format",
+    ("logs", "access"): "access_log",
 }
 CONNECTIONS = {
     "max": "max_connections",
@@ -85,7 +88,9 @@ def test_admission_and_failover_are_as_given_or_as_without_the_chart(
     manifests: list[Manifest], values: dict[str, Any]
 ) -> None:
     config = config_from(settings(manifests))
-    known = {(section, name) for section in ("admission", "failover") for name in chart(section)}
+    known = {
+        (section, name) for section in ("admission", "failover", "logs") for name in chart(section)
+    }
     assert known <= BOUNDS.keys()
     for (section, name), field in BOUNDS.items():
         wanted = values.get(section, {}).get(name, getattr(ClusterConfig, field))

@@ -167,6 +167,9 @@ capabilities: {drop: [ALL]}
   "step_deadline_s" $failover.stepDeadlineSeconds
   "max_group_deaths" $failover.maxGroupDeaths
   "group_wait_s" $failover.groupWaitSeconds
+  "log_level" .Values.logs.level
+  "log_format" .Values.logs.format
+  "access_log" .Values.logs.access
   "drain_timeout_s" $gateway.drainSeconds
   "handover_s" $gateway.handoverSeconds
   "start_first" .Values.upgrade.startFirst -}}

@@ -31,7 +31,7 @@ _NOT_A_GROUPS = (
     *("num_gateways", "num_groups", "start_first"),
     # Those of gateways alone.
     *("allow_origins", "api_keys_file", "gateway_resource", "grpc_port", "host", "http_port"),
-    *("ignore_unknown_fields", "metrics_port", "open_metrics", "max_connections"),
+    *("access_log", "ignore_unknown_fields", "metrics_port", "open_metrics", "max_connections"),
     *("max_connections_per_address", "shut_out_s", "head_timeout_s", "body_timeout_s"),
     *("idle_timeout_s", "group_wait_s", "max_group_deaths"),
 )
