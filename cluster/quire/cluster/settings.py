@@ -56,6 +56,12 @@ def settings_of(config: ModelConfig) -> dict[str, Any]:
     return settings
 
 
+def settings_of_cluster(config: ClusterConfig) -> dict[str, Any]:
+    """The same of a cluster, for `config_from`."""
+    settings: dict[str, Any] = TypeAdapter(ClusterConfig).dump_python(config, mode="json")
+    return settings
+
+
 def _made(kind: type[_Config], settings: Mapping[str, Any]) -> _Config:
     try:
         return TypeAdapter(kind).validate_python(settings)

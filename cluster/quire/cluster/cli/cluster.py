@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
 from quire.cluster.cli.fields import add_fields, chat_template, given_fields
+from quire.cluster.cli.help import finite
 from quire.cluster.cli.lora import lora_modules
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
 from quire.cluster.deploy.kept_keys import kept_keys
@@ -153,6 +154,27 @@ def add_cluster_flags(
     add_model_flags(parser, num_groups=num_groups, tensor_parallel_size=tensor_parallel_size)
 
 
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds all flags of ``quire serve``."""
+    add_cluster_flags(parser, num_groups=1, tensor_parallel_size=1)
+    parser.add_argument(
+        "--status-interval-s",
+        type=finite,
+        metavar="S",
+        help="how often to tell what runs; 0 never. If absent, every 2 s in one line of a terminal, "
+        "elsewhere every 10 s in which something ran",
+    )
+    parser.add_argument(
+        "--print-config",
+        nargs="?",
+        const="given",
+        choices=("given", "all"),
+        metavar="all",
+        help="print the settings as a file for --config, each with its origin, and end; "
+        "--print-config=all has the defaults too",
+    )
+
+
 def add_model_flags(
     parser: argparse.ArgumentParser, *, num_groups: int, tensor_parallel_size: int
 ) -> None:
@@ -241,10 +263,14 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
         ConfigError: They cannot work; the message names what and why.
     """
     if arguments.config is not None:
-        from quire.cluster.cli.config_file import config_from_file
+        from quire.cluster.cli.config_file import config_from_file, read_file
 
+        file = read_file(arguments.config)
+        file.fill(arguments)
         names = _names(arguments) if arguments.model else []
-        return config_from_file(arguments, names, group_host=_group_host(arguments))
+        return config_from_file(
+            arguments, file, names, group_host=_group_host(arguments), over=_keys(arguments)
+        )
     models = arguments.model or [None]
     settings: list[dict[str, Any]] = [
         {

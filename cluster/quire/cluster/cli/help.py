@@ -11,6 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from quire.cluster.cli.environment import read_environment
 from quire.worker.api.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,13 +36,17 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, **options})
         self.spellings: Spellings | None = None
         """Other programs' flags that it takes too."""
+        self.reads_environment = False
+        """Whether flags that are not given are read from the environment."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """A command refuses what it does not know by itself: it knows what else there is. One with
-        a ``--config`` also says which flags were ``given``."""
-        if self.spellings is not None and args is not None:
+        a ``--config`` also says which flags were ``given``, on the command line or in the
+        environment, and for the latter their ``variables``."""
+        args = self._attached(sys.argv[1:] if args is None else args)
+        if self.spellings is not None:
             own = [flag for action in self._actions for flag in action.option_strings]
             try:
                 args, notes = self.spellings(args, own)
@@ -54,7 +59,35 @@ class Parser(argparse.ArgumentParser):
             self.error(self._unrecognized(unknown))
         if any(action.dest == "config" for action in self._actions):
             known.given = self._given(args)
+            known.variables = {}
+            if self.reads_environment:
+                self._take_environment(known)
         return known, unknown
+
+    def _attached(self, args: Sequence[str]) -> list[str]:
+        """``args`` where a flag whose value may be left out has it behind ``=``: what follows such
+        a flag is never taken for its value."""
+        optional = {
+            flag: action.const
+            for action in self._actions
+            if action.nargs == argparse.OPTIONAL and action.const is not None
+            for flag in action.option_strings
+        }
+        place = list(args).index("--") if "--" in args else len(args)
+        filled = [f"{each}={optional[each]}" if each in optional else each for each in args[:place]]
+        return [*filled, *args[place:]]
+
+    def _take_environment(self, known: argparse.Namespace) -> None:
+        try:
+            found = read_environment(self, os.environ, given=known.given, close=_CLOSE)
+        except ConfigError as error:
+            self.error(str(error))
+        for note in found.notes:
+            print(f"{self.prog}: {note}", file=sys.stderr)
+        for name, value in found.values.items():
+            setattr(known, name, value)
+        known.given |= found.values.keys()
+        known.variables = found.variables
 
     def _given(self, args: Sequence[str] | None) -> frozenset[str]:
         defaults = [(action, action.default) for action in self._actions]

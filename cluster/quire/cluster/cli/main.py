@@ -14,7 +14,7 @@ from quire.cluster.cli.adapter import add_adapter_parser
 from quire.cluster.cli.admin import add_admin_parser
 from quire.cluster.cli.bench import add_bench_parser
 from quire.cluster.cli.chat import add_chat_parser
-from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
+from quire.cluster.cli.cluster import add_cluster_flags, add_serve_flags, cluster_config
 from quire.cluster.cli.doctor import add_doctor_parser
 from quire.cluster.cli.explain import add_explain_parser
 from quire.cluster.cli.help import (
@@ -101,8 +101,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Serves a model over gRPC and the OpenAI HTTP API until Ctrl-C.",
         formatter_class=DefaultsFormatter,
     )
-    add_cluster_flags(serve, num_groups=1, tensor_parallel_size=1)
+    add_serve_flags(serve)
     serve.spellings = translated
+    serve.reads_environment = True
     serve.set_defaults(run=_serve)
 
     demo = commands.add_parser(
@@ -152,12 +153,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    config = cluster_config(arguments)
+    if arguments.print_config is not None:
+        from quire.cluster.cli.print_config import printed
+
+        print(printed(arguments, config, everything=arguments.print_config == "all"), end="")
+        return 0
     with ended_by_signal(), on_stdout() as progress:  # The imports alone take seconds.
         with progress.step("imports"):
             from quire.cluster.deploy.app import serve_until_signal
 
         serve_until_signal(
-            cluster_config(arguments),
+            config,
             name=arguments.name,
             ray_address=arguments.ray_address,
             progress=progress,

@@ -28,6 +28,7 @@ def add_upgrade_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         action="store_true",
         help="start each new group before an old one stops, which takes room for one more",
     )
+    upgrade.reads_environment = True
     upgrade.set_defaults(run=_run, ray_address="auto")
 
 

@@ -1,0 +1,92 @@
+"""``quire serve --print-config``: the settings as a file that ``--config`` reads, each with where it
+comes from."""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING
+from typing import Any
+
+from quire.cluster.cli.config_file import OF_COMMAND, ROUTING, read_file
+from quire.cluster.config import ClusterConfig
+from quire.cluster.settings import config_from, settings_of_cluster
+
+_DEFAULT = "default"
+_FLAG_OF = {field: dest for dest, field in ROUTING.items()}
+_OTHERWISE = {"model": "model", "api_keys_file": "api_keys"}
+"""Flags that set a field of another name."""
+
+
+def printed(arguments: argparse.Namespace, config: ClusterConfig, *, everything: bool) -> str:
+    """``everything``: defaults too. ``config`` is what ``arguments`` make."""
+    origins = _Origins(arguments)
+    settings = settings_of_cluster(config)
+    defaults = settings_of_cluster(config_from({}))
+    more = settings.pop("more_models")
+    lines = [
+        f"{name}: {_written(getattr(arguments, name))}  # {origin}"
+        for name in OF_COMMAND
+        if (origin := origins.of(name)) != _DEFAULT
+    ]
+    lines += _lines(settings, defaults, origins, everything=everything)
+    if more:
+        lines.append("more_models:")
+        for each in more:
+            first, *rest = _lines(each, defaults, origins, everything=everything)
+            lines += [f"- {first}", *(f"  {line}" for line in rest)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+class _Origins:
+    """Where settings come from."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._file: Mapping[str, Any] = {}
+        if arguments.config is not None:
+            file = read_file(arguments.config)
+            self._file = file.of_command | file.common
+            for own in file.own.values():
+                self._file = {**self._file, **own}
+
+    def of(self, *path: str) -> str:
+        """``path``: a section's name, if it is in one, and the field's."""
+        name = path[-1]
+        dest = _FLAG_OF.get(name, name) if path[0] == "routing" else name
+        for each in (dest, _OTHERWISE.get(name, dest)):
+            if variable := self._arguments.variables.get(each):
+                return str(variable)
+            is_named = each in self._arguments.given or (each == "model" and self._arguments.model)
+            if is_named:
+                return f"--{each.replace('_', '-')}" if each != "model" else "MODEL"
+        found: Any = self._file
+        for part in path:
+            found = found.get(part, MISSING) if isinstance(found, Mapping) else MISSING
+        return _DEFAULT if found is MISSING else str(self._arguments.config)
+
+
+def _lines(
+    settings: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    origins: _Origins,
+    *,
+    everything: bool,
+    path: tuple[str, ...] = (),
+) -> Iterator[str]:
+    for name, value in settings.items():
+        default = defaults.get(name)
+        if isinstance(value, Mapping) and not path:
+            below = [*_lines(value, default or {}, origins, everything=everything, path=(name,))]
+            if below:
+                yield f"{name}:"
+                yield from (f"  {line}" for line in below)
+            continue
+        origin = origins.of(*path, name)
+        if origin == _DEFAULT and value != default:
+            origin = "follows from the others"
+        if everything or origin != _DEFAULT:
+            yield f"{name}: {_written(value)}  # {origin}"
+
+
+def _written(value: object) -> str:
+    return json.dumps(value, default=str)
