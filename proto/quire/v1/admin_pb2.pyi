@@ -11,13 +11,27 @@ class ListGroupsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListGroupsResponse(_message.Message):
-    __slots__ = ("groups",)
+    __slots__ = ("groups", "gateway")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    GATEWAY_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[Group]
-    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ...) -> None: ...
+    gateway: GatewayLoad
+    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., gateway: _Optional[_Union[GatewayLoad, _Mapping]] = ...) -> None: ...
+
+class GatewayLoad(_message.Message):
+    __slots__ = ("num_inflight", "num_queued", "ttft_bounds_s", "ttft_counts")
+    NUM_INFLIGHT_FIELD_NUMBER: _ClassVar[int]
+    NUM_QUEUED_FIELD_NUMBER: _ClassVar[int]
+    TTFT_BOUNDS_S_FIELD_NUMBER: _ClassVar[int]
+    TTFT_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    num_inflight: int
+    num_queued: int
+    ttft_bounds_s: _containers.RepeatedScalarFieldContainer[float]
+    ttft_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, num_inflight: _Optional[int] = ..., num_queued: _Optional[int] = ..., ttft_bounds_s: _Optional[_Iterable[float]] = ..., ttft_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("id", "address", "state", "trouble", "model", "tensor_parallel_size", "num_requests", "num_running", "num_waiting", "num_pending_prefill_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks")
+    __slots__ = ("id", "address", "state", "trouble", "model", "tensor_parallel_size", "num_requests", "num_running", "num_waiting", "num_pending_prefill_tokens", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "num_prompt_tokens", "num_hit_tokens", "num_output_tokens")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[Group.State]
@@ -43,6 +57,10 @@ class Group(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     id: str
     address: str
     state: Group.State
@@ -56,7 +74,11 @@ class Group(_message.Message):
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
-    def __init__(self, id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[Group.State, str]] = ..., trouble: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_prefill_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ...) -> None: ...
+    num_held_blocks: int
+    num_prompt_tokens: int
+    num_hit_tokens: int
+    num_output_tokens: int
+    def __init__(self, id: _Optional[str] = ..., address: _Optional[str] = ..., state: _Optional[_Union[Group.State, str]] = ..., trouble: _Optional[str] = ..., model: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., num_requests: _Optional[int] = ..., num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_pending_prefill_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., num_prompt_tokens: _Optional[int] = ..., num_hit_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ...) -> None: ...
 
 class DrainRequest(_message.Message):
     __slots__ = ("group",)

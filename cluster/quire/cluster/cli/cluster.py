@@ -161,8 +161,8 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "--status-interval-s",
         type=finite,
         metavar="S",
-        help="how often to tell what runs; 0 never. If absent, every 2 s in one line of a terminal, "
-        "elsewhere every 10 s in which something ran",
+        help="how often to tell what runs; 0 never. If absent, every 2 s in one line of a "
+        "terminal, elsewhere every 10 s in which something ran",
     )
     parser.add_argument(
         "--print-config",

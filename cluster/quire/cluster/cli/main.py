@@ -24,10 +24,14 @@ from quire.cluster.cli.help import (
     add_server_flags,
     server_of,
 )
+from quire.cluster.cli.info import add_info_parsers
 from quire.cluster.cli.keys import add_keys_parser
+from quire.cluster.cli.logs import add_logs_parser
 from quire.cluster.cli.model import add_model_parser
 from quire.cluster.cli.simulate import add_simulate_parser
+from quire.cluster.cli.status import add_status_parser
 from quire.cluster.cli.stop import add_stop_parser
+from quire.cluster.cli.top import add_top_parser
 from quire.cluster.cli.upgrade import add_upgrade_parser
 from quire.cluster.cli.vllm_flags import translated
 from quire.cluster.deploy.progress import on_stdout
@@ -44,6 +48,7 @@ _EXTRA = {
     "prometheus_client": "prometheus-client",
     "pydantic": "pydantic",
     "ray": "ray[serve]",
+    "shtab": "shtab",
     "starlette": "starlette",
     "uvicorn": "uvicorn",
 }
@@ -120,6 +125,9 @@ def _parser() -> argparse.ArgumentParser:
     add_upgrade_parser(commands)
     add_model_parser(commands)
     add_stop_parser(commands)
+    add_status_parser(commands)
+    add_top_parser(commands)
+    add_logs_parser(commands)
     generate = commands.add_parser(
         "generate",
         help="send a prompt to a running server and print the text as it arrives",
@@ -149,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     add_doctor_parser(commands)
     add_bench_parser(commands)
     add_simulate_parser(commands)
+    add_info_parsers(commands, parser)
     return parser
 
 
@@ -167,6 +176,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             config,
             name=arguments.name,
             ray_address=arguments.ray_address,
+            status_every_s=arguments.status_interval_s,
             progress=progress,
         )
     return 0

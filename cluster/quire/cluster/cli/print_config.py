@@ -1,5 +1,7 @@
-"""``quire serve --print-config``: the settings as a file that ``--config`` reads, each with where it
-comes from."""
+"""``quire serve --print-config``: the settings as a file that ``--config`` reads.
+
+Each has a comment that says where it comes from.
+"""
 
 import argparse
 import json

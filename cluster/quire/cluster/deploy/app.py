@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quire.cluster.config import ClusterConfig
@@ -30,6 +31,7 @@ from quire.cluster.deploy.names import (
 from quire.cluster.deploy.progress import Progress
 from quire.cluster.deploy.session import UNKNOWN, RaySession
 from quire.cluster.deploy.start import Started, check_nodes, check_room, start_apps, start_serve
+from quire.cluster.deploy.status_line import StatusLine, look_at
 from quire.cluster.deploy.stop import stop_app
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.errors import ClusterLost
@@ -230,9 +232,11 @@ def serve_until_signal(
     *,
     name: str | None = None,
     ray_address: str | None = None,
+    status_every_s: float | None = None,
     progress: Progress = SILENT,
 ) -> None:
-    """Serves until Ctrl-C or SIGTERM, then drains and stops what it started.
+    """Serves until Ctrl-C or SIGTERM, then drains and stops what it started. ``status_every_s`` as
+    for `StatusLine`.
 
     Raises:
         ClusterLost: It ended for another reason: Ray died, or the application is gone.
@@ -241,22 +245,32 @@ def serve_until_signal(
     with cluster as endpoints:
         session = endpoints.session
         watching = AppWatch(endpoints.app, folder=session.logs)
+        status = StatusLine(partial(look_at, endpoints.app), every_s=status_every_s)
         with contextlib.suppress(KeyboardInterrupt), watching as watch:
             _announce(config, endpoints, start_s=progress.elapsed_s)
-            while not (what := session.lost()):
-                for line in watch.news():
-                    warn(line)
-                if watch.is_gone:
-                    raise ClusterLost(
-                        f"the application {endpoints.app!r} is gone: another process stopped it"
-                    )
-                time.sleep(_WATCH_EVERY_S)
+            with status:
+                what = _watch(session, watch, status, endpoints)
             warn(
                 f"{what}: nothing is restarted or scaled any more. Streams may take "
                 f"{config.drain_timeout_s:g} s to end, new requests are refused; then this ends."
             )
         print("Draining …", flush=True)
     print("Stopped.")
+
+
+def _watch(session: RaySession, watch: AppWatch, status: StatusLine, endpoints: Endpoints) -> str:
+    """Returns what has become of Ray, when it has died. Raises ClusterLost: the application is
+    gone."""
+    while not (what := session.lost()):
+        for line in watch.news():
+            status.clear()
+            warn(line)
+        if watch.is_gone:
+            raise ClusterLost(
+                f"the application {endpoints.app!r} is gone: another process stopped it"
+            )
+        time.sleep(_WATCH_EVERY_S)
+    return what
 
 
 def _announce(config: ClusterConfig, endpoints: Endpoints, *, start_s: float) -> None:

@@ -235,7 +235,7 @@ def _wait_settled(name: str, new: Listed) -> None:
     """Until every gateway serves ``new``. Raises StartFailed: one does not in time."""
     end_s = time.monotonic() + _SETTLE_S
     while True:
-        call: Any = _handle(name).broadcast("models")
+        call: Any = gateways_of(name).broadcast("models")
         states = [each for of in call.results(timeout_s=_ANSWER_S) for each in of]
         waits = {each.unsettled or each.reason for each in states if each.name == new.name} - {""}
         if not waits:
@@ -256,7 +256,7 @@ def _stop(
 def _asked(name: str, method: str) -> Any:
     check_known(name)
     try:
-        return getattr(_handle(name), method).remote().result(timeout_s=_ANSWER_S)
+        return getattr(gateways_of(name), method).remote().result(timeout_s=_ANSWER_S)
     except QuireError:
         raise
     except Exception as error:  # Ray's own, of many kinds.
@@ -265,7 +265,8 @@ def _asked(name: str, method: str) -> Any:
         ) from error
 
 
-def _handle(name: str) -> "DeploymentHandle[Gateway]":
+def gateways_of(name: str) -> "DeploymentHandle[Gateway]":
+    """What calls the gateways of the application ``name``."""
     from ray import serve
 
     return serve.get_deployment_handle("Gateway", app_name=name)

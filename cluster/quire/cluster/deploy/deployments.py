@@ -34,6 +34,7 @@ from quire.cluster.deploy.served_model import ServedModel, new_table
 from quire.cluster.deploy.start import given_up
 from quire.cluster.deploy.start_steps import StartSteps
 from quire.cluster.deploy.watched import be_watched
+from quire.cluster.edge.admin_grpc import overview_of
 from quire.cluster.edge.models_api import state_of
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
@@ -351,6 +352,10 @@ class Gateway:
     async def settings(self) -> tuple[ClusterConfig, dict[str, Any]]:
         """What this gateway was started with, and the list of models that it was told."""
         return self._config, self._told
+
+    async def list_groups(self) -> bytes:
+        """The groups and this gateway's load, as a `ListGroupsResponse`."""
+        return overview_of(self._server.models).SerializeToString()
 
     async def models(self) -> list[ModelState]:
         """All listed models, as this gateway sees them."""

@@ -36,9 +36,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: pb.ListGroupsRequest, context: Context
     ) -> pb.ListGroupsResponse:
         await self._check_operator(context)
-        groups = [_message(*known) for known in self._known()]
-        groups.sort(key=lambda group: (group.id, group.address))
-        return pb.ListGroupsResponse(groups=groups)
+        return overview_of(self._models)
 
     async def Drain(  # type: ignore[override]
         self, request: pb.DrainRequest, context: Context
@@ -117,10 +115,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             await refuse(context, kind.grpc_code, kind.reason, str(error))
 
     def _known(self) -> Iterator[tuple[Groups, GroupClient]]:
-        """Every group, and those that it belongs to."""
-        for service in self._models.by_name.values():
-            for client in service.groups.clients:
-                yield service.groups, client
+        return _known(self._models)
 
     async def _client(self, group_id: str, context: Context) -> tuple[Groups, GroupClient, int]:
         """The attached group of this name, those that it belongs to, and its epoch."""
@@ -145,6 +140,30 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         if not client.is_attached or client.description.epoch != epoch:
             message = f"the group at {client.address} is gone: {client.last_error}"
             await refuse(context, grpc.StatusCode.UNAVAILABLE, "GROUP_LOST", message)
+
+
+def overview_of(models: Models) -> pb.ListGroupsResponse:
+    """The groups of a gateway, and its own load."""
+    groups = [_message(*known) for known in _known(models)]
+    groups.sort(key=lambda group: (group.id, group.address))
+    services = models.by_name.values()
+    gateway = pb.GatewayLoad(
+        num_inflight=models.num_inflight,
+        num_queued=sum(each.admission.queued.num_requests for each in services),
+    )
+    for service in services:
+        bounds, counts = service.telemetry.first_tokens()
+        former = list(gateway.ttft_counts) or [0] * len(counts)
+        gateway.ttft_bounds_s[:] = bounds
+        gateway.ttft_counts[:] = map(sum, zip(former, counts, strict=True))
+    return pb.ListGroupsResponse(groups=groups, gateway=gateway)
+
+
+def _known(models: Models) -> Iterator[tuple[Groups, GroupClient]]:
+    """Every group, and those that it belongs to."""
+    for service in models.by_name.values():
+        for client in service.groups.clients:
+            yield service.groups, client
 
 
 def _adapter(adapter: Adapter) -> pb.Adapter:

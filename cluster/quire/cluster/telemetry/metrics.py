@@ -4,7 +4,7 @@ Counts of this gateway's own requests are kept here as they happen. Counts of gr
 routing table are read from them at each scrape.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
 from prometheus_client import (
@@ -91,6 +91,14 @@ class Telemetry:
         )
         registry.register(_GroupCollector(groups))
         registry.register(RoutingCollector(table))
+
+    def first_tokens(self) -> tuple[Sequence[float], list[int]]:
+        """How long first tokens took, as a histogram: the bounds of its buckets in seconds, the
+        last of which has none, and how many fell into each."""
+        (metric,) = self.time_to_first_token.collect()
+        upto = [int(each.value) for each in metric.samples if each.name.endswith("_bucket")]
+        counts = [high - low for low, high in zip([0, *upto], upto, strict=False)]
+        return _TTFT_BUCKETS, counts
 
 
 class GatewayTelemetry:

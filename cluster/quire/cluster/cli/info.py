@@ -1,0 +1,96 @@
+"""``quire version``, ``quire help`` and ``quire completion``."""
+
+import argparse
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from quire.cluster.cli.help import Parser
+from quire.worker.api.errors import ConfigError
+
+_PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "llguidance",
+    "numpy",
+    "ray",
+    "grpcio",
+)
+_SHELLS = ("bash", "zsh", "fish", "tcsh")
+
+
+def add_info_parsers(commands: "argparse._SubParsersAction[Parser]", parser: Parser) -> None:
+    """Adds them; ``parser`` is that of the whole command line."""
+    told = commands.add_parser(
+        "version",
+        help="show the versions of Quire and of what it computes with",
+        description="Shows the versions of Quire and of what it computes with.",
+    )
+    told.add_argument("--json", action="store_true", help="as JSON, for programs")
+    told.set_defaults(run=lambda arguments: _version(as_json=arguments.json))
+
+    page = commands.add_parser(
+        "help", help="show the help of a command", description="Shows the help of a command."
+    )
+    page.add_argument("command", nargs="*", metavar="COMMAND", help="such as serve, or model add")
+    page.set_defaults(run=lambda arguments: _help(parser, arguments.command))
+
+    shell = commands.add_parser(
+        "completion",
+        help="print what makes a shell complete commands and flags",
+        description="Prints a script that makes a shell complete commands and flags. For bash: "
+        'add eval "$(quire completion bash)" to ~/.bashrc. For zsh: the output is a file _quire '
+        "in a folder of $fpath.",
+    )
+    shell.add_argument("shell", choices=_SHELLS, help="the shell")
+    shell.set_defaults(run=lambda arguments: _completion(parser, arguments.shell))
+
+
+def versions() -> dict[str, str]:
+    """The versions of Quire, Python and the packages that are installed."""
+    found = {"quire": _of("quire") or "(not installed)", "python": platform.python_version()}
+    found |= {name: each for name in _PACKAGES if (each := _of(name))}
+    return found | {"platform": platform.platform()}
+
+
+def _of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _version(*, as_json: bool) -> int:
+    found = versions()
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print("\n".join(f"{name:12} {each}" for name, each in found.items()))
+    return 0
+
+
+def _help(parser: argparse.ArgumentParser, command: list[str]) -> int:
+    for name in command:
+        parsers = next(
+            (
+                action.choices
+                for action in parser._actions
+                if isinstance(action, argparse._SubParsersAction)
+            ),
+            {},
+        )
+        if name not in parsers:
+            known = ", ".join(parsers) or "none"
+            raise ConfigError(f"{' '.join(command)!r} is no command; there are: {known}")
+        parser = parsers[name]
+    parser.print_help()
+    return 0
+
+
+def _completion(parser: argparse.ArgumentParser, shell: str) -> int:
+    import shtab
+
+    print(shtab.complete(parser, shell=shell))
+    return 0

@@ -1,0 +1,61 @@
+"""``quire status``: which applications run on a Ray cluster, and whether they are whole."""
+
+import argparse
+import json
+from typing import Any
+
+from quire.cluster.cli.help import DefaultsFormatter, Parser
+
+_HEALTHY, _NOT_WHOLE, _NOTHING = 0, 1, 2
+
+
+def add_status_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
+    """Adds ``status`` to the command line."""
+    help_text = "show which applications run on a Ray cluster, and whether they are whole"
+    status = commands.add_parser(
+        "status",
+        help=help_text,
+        description=f"{help_text.capitalize()}. Ends with status 0 where all are, 1 where groups "
+        "or gateways are missing, 2 where nothing runs.",
+        formatter_class=DefaultsFormatter,
+    )
+    status.add_argument("name", nargs="?", help="one application; all of them if absent")
+    status.add_argument("--ray-address", default="auto", help="the Ray cluster's; 'auto' finds it")
+    status.add_argument("--json", action="store_true", help="as JSON, for programs")
+    status.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from quire.cluster.deploy.local import ray_session
+    from quire.cluster.deploy.names import check_known
+    from quire.cluster.deploy.overview import overview
+
+    with ray_session(address=arguments.ray_address):
+        if arguments.name is not None:
+            check_known(arguments.name)
+        found = [each for each in overview() if arguments.name in (None, each["application"])]
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    elif not found:
+        print("No application runs here: `quire serve --ray-address auto` starts one.")
+    else:
+        print("\n".join(map(_told, found)))
+    if not found:
+        return _NOTHING
+    return _HEALTHY if all(each["is_whole"] for each in found) else _NOT_WHOLE
+
+
+def _told(each: dict[str, Any]) -> str:
+    state = "whole" if each["is_whole"] else each["missing"] or each["state"]
+    lines = [f"{each['application']}: {state}"]
+    lines += [
+        f"  {name:12} {parts['running']} of {parts['wanted']} run"
+        for name, parts in each["deployments"].items()
+    ]
+    lines += [
+        f"  {model['name']:12} {model['state']}, {model['num_groups']} groups"
+        + (f": {model['reason']}" if model["reason"] else "")
+        for model in each["models"]
+    ]
+    lines += [f"  {name:12} {address}" for name, address in each["addresses"].items()]
+    return "\n".join(lines)
