@@ -23,6 +23,7 @@ from quire.router.accuracy import Accuracy, ComputedShare
 from quire.router.config import RoutingConfig
 from quire.router.decision_log import DecisionLog, Explanation
 from quire.router.errors import NoGroupAvailable, UnknownDecision
+from quire.router.hot_prefixes import HotPrefix, HotPrefixes
 from quire.router.lenders import Lenders, Source
 from quire.router.members import Members
 from quire.router.policies.catalog import POLICIES
@@ -92,6 +93,7 @@ class RoutingTable:
         self._log = DecisionLog(
             max_decisions=config.max_decisions_kept, max_candidates=config.max_candidates_kept
         )
+        self._hot = HotPrefixes()
         self._accuracy = Accuracy()
         self._first_ordinal = first_ordinal
         self._num_decisions = 0
@@ -162,6 +164,8 @@ class RoutingTable:
                 raise
             self._num_decisions += 1
             self._num_routed[decision.reason] += 1
+            if not moved_because:
+                self._hot.saw(hashes)
             if self._config.use_directory:
                 self._computed.add(num_prompt_tokens, decision.predicted_cached_tokens)
             oldest = self._in_flight.oldest_in_excess()
@@ -263,6 +267,16 @@ class RoutingTable:
         """The last decisions, newest first; ``tenant`` as for `explain`."""
         with self._lock:
             return self._log.recent(limit, tenant=tenant)
+
+    def hot_prefixes(self, limit: int) -> list[HotPrefix]:
+        """The prefixes that most requests shared, with their holders; see `HotPrefixes.top`."""
+        with self._lock:
+            return self._hot.top(limit, lambda name: self._directory.longest_prefix([name]))
+
+    def num_known_blocks(self, group_id: GroupId) -> int:
+        """Blocks that the directory knows the group to hold, in any tier."""
+        with self._lock:
+            return self._directory.num_blocks(group_id)
 
     def update_members(self, groups: Iterable[GroupId], *, lenders: Iterable[GroupId] = ()) -> None:
         """Makes exactly these groups the ones to route to; drops all state of others. ``lenders``

@@ -1,8 +1,8 @@
 """Who may call: clients that show a gateway one of its API keys, and gateways that show a group its
 token, both as ``Authorization: Bearer …``; over HTTP, ``X-API-Key: …`` is as good.
 
-Health checks, the reference and reflection of a gateway need none: they tell nothing of what
-clients ask. Every key belongs to a tenant. Tenants share no cached prefix and see no decision of
+Health checks, the reference, the files of the live page and reflection of a gateway need none: they
+tell nothing of what clients ask. Every key belongs to a tenant. Tenants share no cached prefix and see no decision of
 each other's. Metrics and loads, which are of all tenants together, want an operator's key: where
 little runs, they tell the lengths of one request. So do changes of what is served.
 """
@@ -27,8 +27,9 @@ from quire.cluster.edge.http_errors import error_body, worded_for
 from quire.cluster.errors import NotAnOperator, Unauthenticated
 from quire.worker.api.errors import ConfigError, QuireError
 
-_OPEN_PATHS = ("/health", "/ping", "/docs", "/openapi.json")
-_OPERATORS_PATHS = ("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_OPEN_PATHS = ("/", "/health", "/ping", "/docs", "/openapi.json", "/ui", "/ui/")
+_OPEN_FOLDER = "/ui/assets/"
+_OPERATORS_PATHS = ("/metrics", "/ui/events", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _NO_OPERATOR = "the API key is no operator's: in the file of keys, its line is 'KEY *'"
 _REFUSAL = "no API key, or one that is not known here: send 'Authorization: Bearer KEY'"
 
@@ -164,7 +165,7 @@ class HttpAuth:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"] in _OPEN_PATHS
+        is_open = scope["type"] != "http" or _is_open(scope["path"])
         caller = None if is_open else self._caller(Headers(scope=scope))
         if caller is None and not is_open:
             await _refusal(scope, Unauthenticated(_REFUSAL), status=401)(scope, receive, send)
@@ -180,6 +181,10 @@ class HttpAuth:
         if caller is None and "x-api-key" in headers:
             caller = self._keys.caller(f"Bearer {headers['x-api-key']}")
         return caller
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
 
 
 def http_caller(request: Request) -> Caller:

@@ -13,6 +13,7 @@ from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import ByteBudget
 from quire.cluster.serving.service import ModelService
 from quire.cluster.telemetry.explanations import Explanations
+from quire.cluster.telemetry.live import Live
 from quire.cluster.telemetry.metrics import GatewayTelemetry
 from quire.worker.api.errors import InvalidRequest
 
@@ -41,6 +42,7 @@ class Models:
         self._leaving: list[ModelService] = []
         self.adapters = Adapters(self)
         self.explanations = Explanations(lambda: [each.table for each in self._all])
+        self.live = Live(lambda: [each.watched for each in self._all])
         self.bodies = ByteBudget(max_body_bytes)
         """For the transports, of what they read before `ModelService.prepare` has returned."""
         self.telemetry = GatewayTelemetry()
@@ -149,12 +151,14 @@ class Models:
     def begin_drain(self) -> None:
         """Tells health checks that no new requests should come; those that do are served."""
         self.is_draining = True
+        self.live.end()
         for service in self._all:
             service.groups.begin_drain()
         self._notify()
 
     async def close(self) -> None:
         """Detaches from every group, and ends what prepares requests."""
+        self.live.end()
         self.adapters.close()
         for service in self._all:
             await _close(service)
