@@ -2,9 +2,10 @@
 token, both as ``Authorization: Bearer …``; over HTTP, ``X-API-Key: …`` is as good.
 
 Health checks, the reference, the files of the live page and reflection of a gateway need none: they
-tell nothing of what clients ask. Every key belongs to a tenant. Tenants share no cached prefix and see no decision of
-each other's. Metrics and loads, which are of all tenants together, want an operator's key: where
-little runs, they tell the lengths of one request. So do changes of what is served.
+tell nothing of what clients ask. Every key belongs to a tenant. Tenants share no cached prefix and
+see no decision of each other's. Metrics, loads and the live page's events, which are of all tenants
+together, want an operator's key: where little runs, they tell the lengths of one request. So do
+changes of what is served.
 """
 
 import hashlib
@@ -27,8 +28,9 @@ from quire.cluster.edge.http_errors import error_body, worded_for
 from quire.cluster.errors import NotAnOperator, Unauthenticated
 from quire.worker.api.errors import ConfigError, QuireError
 
-_OPEN_PATHS = ("/", "/health", "/ping", "/docs", "/openapi.json", "/ui", "/ui/")
-_OPEN_FOLDER = "/ui/assets/"
+_OPEN_PATHS = ("/health", "/ping", "/docs", "/openapi.json")
+_PAGE_PATHS = ("/", "/ui", "/ui/", "/ui/licenses.txt")
+_PAGE_FILES = "/ui/assets/"
 _OPERATORS_PATHS = ("/metrics", "/ui/events", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _NO_OPERATOR = "the API key is no operator's: in the file of keys, its line is 'KEY *'"
 _REFUSAL = "no API key, or one that is not known here: send 'Authorization: Bearer KEY'"
@@ -184,7 +186,7 @@ class HttpAuth:
 
 
 def _is_open(path: str) -> bool:
-    return path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+    return path in (*_OPEN_PATHS, *_PAGE_PATHS) or path.startswith(_PAGE_FILES)
 
 
 def http_caller(request: Request) -> Caller:

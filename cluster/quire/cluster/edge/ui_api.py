@@ -43,6 +43,9 @@ def ui_routes(live: Live) -> list[Route]:
     async def page(request: Request) -> Response:
         return _answer(pages["index.html"], "index.html", cache="no-cache")
 
+    async def licences(request: Request) -> Response:
+        return _answer(pages["licenses.txt"], "licenses.txt", cache="no-cache")
+
     async def asset(request: Request) -> Response:
         name = request.path_params["name"]
         if name not in assets:
@@ -67,6 +70,7 @@ def ui_routes(live: Live) -> list[Route]:
         Route("/", root, methods=["GET"]),
         Route("/ui", page, methods=["GET"]),
         Route("/ui/", slash, methods=["GET"]),
+        Route("/ui/licenses.txt", licences, methods=["GET"]),
         Route("/ui/assets/{name}", asset, methods=["GET"]),
         Route("/ui/events", events, methods=["GET"]),
     ]

@@ -13,7 +13,7 @@ from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import ByteBudget
 from quire.cluster.serving.service import ModelService
 from quire.cluster.telemetry.explanations import Explanations
-from quire.cluster.telemetry.live import Live
+from quire.cluster.telemetry.live import Live, Watched
 from quire.cluster.telemetry.metrics import GatewayTelemetry
 from quire.worker.api.errors import InvalidRequest
 
@@ -42,7 +42,7 @@ class Models:
         self._leaving: list[ModelService] = []
         self.adapters = Adapters(self)
         self.explanations = Explanations(lambda: [each.table for each in self._all])
-        self.live = Live(lambda: [each.watched for each in self._all])
+        self.live = Live(lambda: [_watched(each) for each in self._all])
         self.bodies = ByteBudget(max_body_bytes)
         """For the transports, of what they read before `ModelService.prepare` has returned."""
         self.telemetry = GatewayTelemetry()
@@ -174,6 +174,17 @@ class Models:
     def _notify(self) -> None:
         for on_change in self._watchers:
             on_change()
+
+
+def _watched(service: ModelService) -> Watched:
+    return Watched(
+        service.model,
+        service.groups,
+        service.table,
+        service.telemetry,
+        num_queued=service.admission.queued.num_requests,
+        num_inflight=service.num_inflight,
+    )
 
 
 async def _close(service: ModelService) -> None:

@@ -30,7 +30,6 @@ from quire.cluster.serving.keeper import Adapter, Keeper
 from quire.cluster.serving.prompts import Prompts, as_ids, check_ids, off_loop, rough_num_tokens
 from quire.cluster.serving.queue import AdmissionQueue, unavailable
 from quire.cluster.serving.ticket import Ticket
-from quire.cluster.telemetry.live import Watched
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.cluster.wire import work_of
 from quire.router.table import RoutingTable
@@ -164,18 +163,6 @@ class ModelService:
     def num_inflight(self) -> int:
         """Completions under way."""
         return self._inflight.num
-
-    @property
-    def watched(self) -> Watched:
-        """What the live page shows of it."""
-        return Watched(
-            self.model,
-            self.groups,
-            self.table,
-            self.telemetry,
-            num_queued=lambda: self.admission.queued.num_requests,
-            num_inflight=lambda: self.num_inflight,
-        )
 
     @property
     def is_idle(self) -> bool:

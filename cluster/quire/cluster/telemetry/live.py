@@ -21,6 +21,7 @@ from quire.cluster.supervise import keep_going
 from quire.cluster.telemetry.live_rows import Row, group_row, newest_first, prefix_row
 from quire.cluster.telemetry.metrics import TPOT_BUCKETS, TTFT_BUCKETS, Telemetry
 from quire.cluster.telemetry.series import Series, Totals, buckets, total
+from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 
 MAX_VIEWERS = 32
@@ -48,8 +49,8 @@ class Watched(NamedTuple):
     groups: Groups
     table: RoutingTable
     telemetry: Telemetry
-    num_queued: Callable[[], int]
-    num_inflight: Callable[[], int]
+    num_queued: int
+    num_inflight: int
 
 
 class _Counts(NamedTuple):
@@ -172,7 +173,7 @@ class Live:
             totals,
             ttft_bounds=TTFT_BUCKETS,
             tpot_bounds=TPOT_BUCKETS,
-            num_queued=sum(each.num_queued() for each in watched),
+            num_queued=sum(each.num_queued for each in watched),
             num_running=sum(load.num_running for load in loads.values()),
             at_s=self._wall_clock(),
             now_s=now_s,
@@ -224,7 +225,7 @@ class Live:
                 "version": version("quire"),
                 "models": [each.model for each in watched],
                 "viewers": self.num_viewers,
-                "inflight": sum(each.num_inflight() for each in watched),
+                "inflight": sum(each.num_inflight for each in watched),
                 "num_groups": sum(len(each.groups.clients) for each in watched),
             },
             "now": round(self._wall_clock(), 2),
@@ -247,7 +248,7 @@ class Live:
             else:
                 name = self._names.get(client.address, client.address)
             names[client.address] = name
-            load = next((load for of, load in each.groups.loads.items() if of == name), None)
+            load = each.groups.loads.get(GroupId(name))
             rate, hit_rate = self._rates(name)
             yield group_row(
                 client,

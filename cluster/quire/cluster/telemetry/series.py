@@ -46,8 +46,10 @@ class Series:
         self._totals.append((now_s, totals))
         before_s, before = self._totals[0]
         # A model that left took its counts along.
-        ttft = [max(0.0, b - a) for a, b in zip(before.first_tokens, totals.first_tokens)]
-        tpot = [max(0.0, b - a) for a, b in zip(before.per_token, totals.per_token)]
+        ttft = [
+            max(0.0, b - a) for a, b in zip(before.first_tokens, totals.first_tokens, strict=False)
+        ]
+        tpot = [max(0.0, b - a) for a, b in zip(before.per_token, totals.per_token, strict=False)]
         num_prompt = totals.prompt_tokens - before.prompt_tokens
         num_output = max(0.0, totals.output_tokens - before.output_tokens)
         point = [
@@ -72,7 +74,7 @@ def quantile(share: float, bounds: Sequence[float], counts: Sequence[float]) -> 
         return None
     rank = share * counts[-1]
     low = below = 0.0
-    for bound, count in zip(bounds, counts):
+    for bound, count in zip(bounds, counts, strict=False):
         if count >= rank:
             return (
                 low + (bound - low) * (rank - below) / (count - below) if count > below else bound
@@ -84,7 +86,11 @@ def quantile(share: float, bounds: Sequence[float], counts: Sequence[float]) -> 
 def buckets(histograms: Iterable[Histogram]) -> list[float]:
     """The cumulative counts of histograms with the same bounds, added up."""
     counts = [
-        [each.value for each in histogram.collect()[0].samples if each.name.endswith("_bucket")]
+        [
+            each.value
+            for each in next(iter(histogram.collect())).samples
+            if each.name.endswith("_bucket")
+        ]
         for histogram in histograms
     ]
     return [sum(column) for column in zip(*counts, strict=True)]
@@ -95,6 +101,6 @@ def total(counters: Iterable[Counter]) -> float:
     return sum(
         each.value
         for counter in counters
-        for each in list(counter.collect())[0].samples
+        for each in next(iter(counter.collect())).samples
         if each.name.endswith("_total")
     )
