@@ -9,14 +9,16 @@ its group is killed, so that the picture has a seam. Wants the package playwrigh
 
 import asyncio
 import contextlib
+import json
 import random
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
-from playwright.async_api import Page, async_playwright
+from playwright.async_api import Page, Route, async_playwright
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
@@ -36,8 +38,9 @@ CHROMIUM_OPTIONS = (
 )
 SIZES = {"wide": (1600, 1300), "narrow": (400, 860)}
 _NUM_GROUPS = 4
-_NUM_CLIENTS = 4
-_TRAFFIC_S = 12.0
+_NUM_CLIENTS = 12
+_TRAFFIC_S = 20.0
+_STEP_S = 0.02
 
 
 @contextlib.asynccontextmanager
@@ -48,6 +51,8 @@ async def cluster() -> AsyncIterator[tuple[GatewayServer, dict[str, GroupServer]
         name: await GroupServer.start(config, group_id=name)
         for name in (f"group-{number}" for number in range(_NUM_GROUPS))
     }
+    for group in groups.values():
+        _pace(group)
     gateway = await GatewayServer.start(config)
     try:
         gateway.set_groups([group.contact for group in groups.values()])
@@ -58,6 +63,18 @@ async def cluster() -> AsyncIterator[tuple[GatewayServer, dict[str, GroupServer]
         await gateway.stop(drain_timeout_s=0)
         for group in groups.values():
             await group.stop(drain_timeout_s=0)
+
+
+def _pace(group: GroupServer) -> None:
+    """As fast as a larger model: else an answer is over before its group can be killed."""
+    engine = group._engine
+    step = engine.step
+
+    def paced_step():  # type: ignore[no-untyped-def]
+        time.sleep(_STEP_S)
+        return step()
+
+    engine.step = paced_step  # type: ignore[method-assign]
 
 
 async def traffic(url: str) -> None:
@@ -100,6 +117,7 @@ async def _photograph(url: str, groups: dict[str, GroupServer], profile: str, fo
             profile, executable_path=CHROMIUM, args=CHROMIUM_OPTIONS, headless=True
         )
         page = context.pages[0]
+        await page.route("**/v1/chat/completions", _at_length)
         page.on("console", lambda message: print("console:", message.text))
         page.on("pageerror", lambda error: print("error:", error))
         await page.goto(f"{url}/ui")
@@ -107,8 +125,10 @@ async def _photograph(url: str, groups: dict[str, GroupServer], profile: str, fo
         await _chat_with_a_loss(page, groups)
         await asyncio.sleep(2)
         await page.locator(".icicle button").first.click()
+        await page.locator(".requests li button").first.click()
         for name, (width, height) in SIZES.items():
             await page.set_viewport_size({"width": width, "height": height})
+            await page.evaluate("scrollTo(0, 0)")
             for scheme in ("light", "dark"):
                 await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
                 await asyncio.sleep(2)
@@ -119,6 +139,12 @@ async def _photograph(url: str, groups: dict[str, GroupServer], profile: str, fo
         await context.close()
 
 
+async def _at_length(route: Route) -> None:
+    """The demo model's own answers are over before anyone can kill a group."""
+    body = route.request.post_data_json | {"ignore_eos": True, "max_tokens": 160}
+    await route.continue_(post_data=json.dumps(body))
+
+
 async def _chat_with_a_loss(page: Page, groups: dict[str, GroupServer]) -> None:
     """Asks for a long answer, and kills the group that gives it."""
     await page.get_by_label("Message").fill("Tell me about the history of bridges.")
@@ -126,7 +152,7 @@ async def _chat_with_a_loss(page: Page, groups: dict[str, GroupServer]) -> None:
     told = page.locator(".told b").first
     await told.wait_for()
     victim = groups[await told.inner_text()]
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(1)
     await victim._server.stop(None)
     await page.get_by_role("button", name="Send").wait_for(timeout=60_000)
 

@@ -1,7 +1,10 @@
 import { clock, count, seconds, short } from "./format";
 import type { Decision } from "./model";
 
-export function Decisions({ decisions }: { decisions: Decision[] }) {
+const SHOWN = 40;
+
+export function Decisions({ decisions: all }: { decisions: Decision[] }) {
+  const decisions = all.slice(0, SHOWN);
   return (
     <section class="decisions" aria-labelledby="decisions-title">
       <h2 id="decisions-title">

@@ -45,7 +45,8 @@ function Card({ group, withModel, isChosen, choose }: CardProps) {
   return (
     <button type="button" class={`card ${group.state}`} aria-expanded={isChosen} onClick={() => choose(isChosen ? "" : key)}>
       <span class="line">
-        <b title={group.group}>{withModel ? `${group.group} · ${group.model}` : group.group}</b>
+        <b class="name" title={group.group}>{withModel ? `${group.group} · ${group.model}` : group.group}</b>
+        {group.ranks > 1 && <span class="faint">{group.ranks} ranks</span>}
         <span class="state">{group.state}</span>
       </span>
       <Blocks group={group} />
@@ -91,7 +92,6 @@ function Details({ group }: { group: Group }) {
     ["KV blocks", `${count(group.held)} held · ${count(group.cached)} cached · ${count(group.free)} free`],
     ["block size", plural(group.block_size, "token")],
     ["tiers", TIERS.slice(0, group.tiers).join(", ") || "–"],
-    ["blocks the directory knows, of all tiers", count(group.known)],
     ["tokens from host memory", count(group.host)],
     ["tokens from disk", count(group.disk)],
     ["tokens from other groups", count(group.peer)],

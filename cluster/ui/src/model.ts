@@ -16,7 +16,6 @@ export interface Group {
   held: number;
   cached: number;
   free: number;
-  known: number;
   host: number;
   disk: number;
   peer: number;
@@ -38,6 +37,10 @@ export interface Decision {
   cached: number | null;
   forecast: number | null;
   waited: number | null;
+  /** Seconds since the request came; null where it is not told. */
+  queued: number | null;
+  /** Since 1970; null where it goes on or it is not told. */
+  ended: number | null;
   outcome: string;
 }
 
@@ -48,32 +51,6 @@ export interface Prefix {
   tokens: number;
   hits: number;
   holders: string[];
-}
-
-export interface Attempt {
-  group: string;
-  /** Seconds since the request came; the next two too. */
-  at: number;
-  first: number | null;
-  end: number | null;
-  /** Why it ended before the request did. */
-  why: string;
-}
-
-export interface Finished {
-  id: string;
-  client_id: string;
-  tenant: string;
-  model: string;
-  at: number;
-  queued: number | null;
-  first: number | null;
-  total: number;
-  outcome: string;
-  prompt: number;
-  cached: number;
-  output: number;
-  attempts: Attempt[];
 }
 
 export interface Gateway {
@@ -94,7 +71,6 @@ export interface View {
   groups: Map<string, Group>;
   decisions: Decision[];
   prefixes: Prefix[];
-  requests: Finished[];
   series: Point[];
 }
 
@@ -105,19 +81,17 @@ interface Event {
   gone?: string[];
   decisions: Decision[];
   prefixes?: Prefix[];
-  requests: Finished[];
   series?: Point[];
 }
 
 const NUM_POINTS = 300;
-const NUM_ROWS = 40;
+const NUM_ROWS = 200;
 
 export const emptyView = (): View => ({
   gateway: null,
   groups: new Map(),
   decisions: [],
   prefixes: [],
-  requests: [],
   series: [],
 });
 
@@ -134,7 +108,6 @@ export function apply(view: View, name: string, event: Event): View {
     groups,
     decisions: newest(event.decisions, whole ? [] : view.decisions, (each) => `${each.id}/${each.attempt}`),
     prefixes: event.prefixes ?? view.prefixes,
-    requests: newest(event.requests, whole ? [] : view.requests, (each) => each.id),
     series: isNew ? [...series, event.point!].slice(-NUM_POINTS) : series,
   };
 }

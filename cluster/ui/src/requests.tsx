@@ -1,21 +1,37 @@
 import { useState } from "preact/hooks";
 import { clock, count, seconds, short } from "./format";
-import type { Finished } from "./model";
+import type { Decision } from "./model";
 
 const SHOWN = 12;
 
-export function Requests({ requests }: { requests: Finished[] }) {
+interface Span {
+  begin: number;
+  end: number;
+  kind: "queue" | "prefill" | "decode" | "lost";
+  what: string;
+}
+
+/** A request that ended: its attempts, first to last, and what it did when. */
+interface Ended {
+  id: string;
+  /** When it came, since 1970. */
+  at: number;
+  total: number;
+  attempts: Decision[];
+  spans: Span[];
+}
+
+export function Requests({ decisions }: { decisions: Decision[] }) {
   const [chosen, setChosen] = useState("");
-  const rows = requests.slice(0, SHOWN);
-  const picked = requests.find((each) => each.id === chosen);
-  if (picked && !rows.includes(picked)) rows.push(picked);
+  const all = endedOf(decisions);
+  const rows = all.filter((each, number) => number < SHOWN || each.id === chosen);
   const longest = Math.max(...rows.map((each) => each.total), 1e-9);
   return (
     <section class="requests" aria-labelledby="requests-title">
       <h2 id="requests-title">
         Requests that ended <small>the last {rows.length}</small>
         <span class="legend">
-          <i class="queue" /> in the queue <i class="prefill" /> until the first token <i class="decode" /> tokens <i class="lost" /> group lost
+          <i class="queue" /> before it was routed <i class="prefill" /> until the first token <i class="decode" /> tokens <i class="lost" /> moved
         </span>
       </h2>
       {rows.length === 0 && <p class="empty">No request has ended yet. Send one with the chat.</p>}
@@ -35,31 +51,41 @@ export function Requests({ requests }: { requests: Finished[] }) {
   );
 }
 
-export type Span = { begin: number; end: number; kind: "queue" | "prefill" | "decode" | "lost"; what: string };
+function endedOf(decisions: Decision[]): Ended[] {
+  const byId = new Map<string, Decision[]>();
+  for (const each of decisions) byId.set(each.id, [each, ...(byId.get(each.id) ?? [])]);
+  const found: Ended[] = [];
+  for (const [id, attempts] of byId) {
+    attempts.sort((a, b) => a.attempt - b.attempt);
+    const [first, last] = [attempts[0], attempts[attempts.length - 1]];
+    if (first.attempt !== 1 || last.ended === null) continue;
+    const at = first.at - (first.queued ?? 0);
+    found.push({ id, at, total: last.ended - at, attempts, spans: spansOf(attempts, at) });
+  }
+  return found;
+}
 
-/** What a request did when, in seconds since it came. */
-export function spansOf(request: Finished): Span[] {
-  const spans: Span[] = [];
-  const begin = request.queued ?? request.attempts[0]?.at ?? request.total;
-  if (begin > 0) spans.push({ begin: 0, end: begin, kind: "queue", what: "in the gateway's queue" });
-  request.attempts.forEach((each, number) => {
-    const end = each.end ?? request.attempts[number + 1]?.at ?? request.total;
-    const first = Math.min(each.first ?? end, end);
-    spans.push({ begin: each.at, end: first, kind: "prefill", what: `${each.group}: until its first token` });
+function spansOf(attempts: Decision[], came: number): Span[] {
+  const spans: Span[] = [{ begin: 0, end: attempts[0].at - came, kind: "queue", what: "at the gateway, until it was routed" }];
+  for (const each of attempts) {
+    const [begin, end] = [each.at - came, (each.ended ?? each.at) - came];
+    const first = each.waited === null ? end : Math.min(begin + each.waited, end);
+    spans.push({ begin, end: first, kind: "prefill", what: `${each.group}: until its first token` });
     if (end > first) spans.push({ begin: first, end, kind: "decode", what: `${each.group}: tokens` });
-    if (each.why) spans.push({ begin: end, end, kind: "lost", what: each.why });
-  });
+    if (each.outcome.startsWith("moved")) spans.push({ begin: end, end, kind: "lost", what: `${each.group}: ${each.outcome}` });
+  }
   return spans;
 }
 
-export function Waterfall({ request, scale }: { request: Finished; scale: number }) {
+function Waterfall({ request, scale }: { request: Ended; scale: number }) {
+  const told = (span: Span) => `${span.what}${span.end > span.begin ? ` ${seconds(span.end - span.begin)}` : ""}`;
   return (
-    <span class="waterfall" role="img" aria-label={spansOf(request).map((each) => `${each.what} ${seconds(each.end - each.begin)}`).join("; ")}>
-      {spansOf(request).map((each, number) => (
+    <span class="waterfall" role="img" aria-label={request.spans.map(told).join("; ")}>
+      {request.spans.map((each, number) => (
         <i
           key={number}
           class={each.kind}
-          title={`${each.what}: ${seconds(each.end - each.begin)}`}
+          title={told(each)}
           style={{ left: `${(100 * each.begin) / scale}%`, width: `${(100 * (each.end - each.begin)) / scale}%` }}
         />
       ))}
@@ -67,19 +93,19 @@ export function Waterfall({ request, scale }: { request: Finished; scale: number
   );
 }
 
-function Steps({ request }: { request: Finished }) {
+function Steps({ request }: { request: Ended }) {
+  const last = request.attempts[request.attempts.length - 1];
+  const who = [request.id, last.client_id, last.tenant].filter(Boolean).join(" · ");
   return (
     <div class="steps">
       <p>
-        {clock(request.at)} · <code>{request.id}</code>
-        {request.client_id && <> · {request.client_id}</>} · {request.model} · {count(request.prompt)} prompt tokens,{" "}
-        {count(request.cached)} of them cached, {count(request.output)} out · {request.outcome}
+        {clock(request.at)} · <code>{who}</code> · {count(last.tokens)} tokens in, {count(last.cached)} of them cached · {last.outcome}
       </p>
       <ol>
-        {spansOf(request).map((each, number) => (
+        {request.spans.map((each, number) => (
           <li key={number}>
             <span class="number">{seconds(each.begin)}</span> {each.what}
-            {each.end > each.begin && <> for {seconds(each.end - each.begin)}</>}
+            {each.end > each.begin && ` for ${seconds(each.end - each.begin)}`}
           </li>
         ))}
       </ol>

@@ -113,6 +113,7 @@ class RoutingTable:
         client_id: str = "",
         tenant: str = "",
         moved_because: str = "",
+        queued_s: float | None = None,
         former: Source | None = None,
         has_tokens: bool = False,
         is_submitted: bool = True,
@@ -121,7 +122,8 @@ class RoutingTable:
 
         Routing a request again, after its group failed, first takes it back from that group;
         ``moved_because`` says why for its explanation, in which ``client_id`` is the name that the
-        client gave the request, and which only ``tenant`` may see. ``former``: the group that ran
+        client gave the request, and which only ``tenant`` may see. ``queued_s``: how long ago the
+        request came, for the same. ``former``: the group that ran
         it until now, and the blocks that it has of it, output's too. ``has_tokens``: there is
         output, so that groups which only compute prompts do not take it. ``is_submitted``: it is
         one of those that `GroupLoad.num_shown` counts, as all are that gateways send.
@@ -199,6 +201,7 @@ class RoutingTable:
                 policy=self._config.policy,
                 pressure=self._policy.pressure,
                 moved_because=moved_because,
+                queued_s=queued_s,
             )
             return decision
 
@@ -247,7 +250,7 @@ class RoutingTable:
         """The request ended, with ``outcome``. May be called again, or for an unknown one."""
         with self._lock:
             self._forget(request_id)
-            self._log.ended(request_id, outcome)
+            self._log.ended(request_id, outcome, at_s=self._wall_clock())
 
     def explain(self, name: str, *, tenant: str | None = None) -> list[Explanation]:
         """The decisions on a completion, oldest attempt first; or, for the id of a whole request,
@@ -272,11 +275,6 @@ class RoutingTable:
         """The prefixes that most requests shared, with their holders; see `HotPrefixes.top`."""
         with self._lock:
             return self._hot.top(limit, lambda name: self._directory.longest_prefix([name]))
-
-    def num_known_blocks(self, group_id: GroupId) -> int:
-        """Blocks that the directory knows the group to hold, in any tier."""
-        with self._lock:
-            return self._directory.num_blocks(group_id)
 
     def update_members(self, groups: Iterable[GroupId], *, lenders: Iterable[GroupId] = ()) -> None:
         """Makes exactly these groups the ones to route to; drops all state of others. ``lenders``

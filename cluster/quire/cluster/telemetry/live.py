@@ -29,10 +29,9 @@ MAX_EVERY_S = 60
 
 _TICK_S = 1.0
 _PREFIXES_EVERY = 5
-"""Ticks; the blocks that the directory knows each group to hold are counted as often."""
+"""Ticks."""
 _MAX_PREFIXES = 48
-_MAX_DECISIONS = 40
-_MAX_REQUESTS = 40
+_MAX_DECISIONS = 200
 _MAX_GROUPS = 256
 """In a picture; the others are only counted."""
 _RATE_TICKS = 10
@@ -85,9 +84,7 @@ class Live:
         self._series = Series()
         self._counts: dict[str, deque[_Counts]] = {}  # By group.
         self._names: dict[str, str] = {}  # Of groups, by address: those that are lost keep theirs.
-        self._known: dict[str, int] = {}  # Blocks that the directory knows of, by group.
         self._prefixes: list[Row] = []
-        self._requests: deque[Row] = deque(maxlen=_MAX_REQUESTS)
         self._picture: dict[str, Any] = {}
         self._picture_event: bytes | None = None  # Made when it is first asked for.
         self._change_event = b""
@@ -106,10 +103,6 @@ class Live:
         if self._task is not None:
             self._task.cancel()
         self._ticked.set()
-
-    def finished(self, row: Row) -> None:
-        """Shows a request that has ended; the oldest one goes."""
-        self._requests.append(row)
 
     def check_room(self) -> None:
         """Raises Overloaded: as many watch as may."""
@@ -193,7 +186,7 @@ class Live:
         """Computes a tick."""
         watched = self._watched()
         if self.num_ticks % _PREFIXES_EVERY == 0 or not self._picture:
-            self._look_at_blocks(watched)
+            self._look_at_prefixes(watched)
         before, self._picture = self._picture, self._paint(watched)
         self._picture_event = None
         self._change_event = _event("change", _change(before, self._picture))
@@ -201,12 +194,7 @@ class Live:
         self._ticked.set()
         self._ticked = asyncio.Event()
 
-    def _look_at_blocks(self, watched: Sequence[Watched]) -> None:
-        self._known = {
-            group_id: each.table.num_known_blocks(group_id)
-            for each in watched
-            for group_id in each.groups.loads
-        }
+    def _look_at_prefixes(self, watched: Sequence[Watched]) -> None:
         share = max(1, _MAX_PREFIXES // max(1, len(watched)))
         self._prefixes = [
             prefix_row(prefix, model=each.model, block_size=each.table.block_size)
@@ -236,7 +224,6 @@ class Live:
                 _MAX_DECISIONS,
             ),
             "prefixes": self._prefixes,
-            "requests": list(reversed(self._requests)),
         }
 
     def _group_rows(self, watched: Sequence[Watched]) -> Iterator[Row]:
@@ -256,7 +243,6 @@ class Live:
                 name=name,
                 model=each.model,
                 is_routed_to=each.groups.is_routed_to(client),
-                num_known_blocks=self._known.get(name, 0),
                 tokens_per_s=rate,
                 hit_rate=hit_rate,
             )
@@ -286,9 +272,10 @@ def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     former, groups = before.get("groups", {}), after["groups"]
     changed["groups"] = {key: row for key, row in groups.items() if former.get(key) != row}
     changed["gone"] = [key for key in former if key not in groups]
-    for name in ("decisions", "requests"):
-        known = before.get(name, ())
-        changed[name] = [row for row in after[name] if row not in known]
+    known = {(row["id"], row["attempt"]): row for row in before.get("decisions", ())}
+    changed["decisions"] = [
+        row for row in after["decisions"] if known.get((row["id"], row["attempt"])) != row
+    ]
     return changed
 
 

@@ -22,7 +22,6 @@ def group_row(
     name: str,
     model: str,
     is_routed_to: bool,
-    num_known_blocks: int,
     tokens_per_s: float,
     hit_rate: float | None,
 ) -> Row:
@@ -47,7 +46,6 @@ def group_row(
         "held": load.num_held_blocks,
         "cached": load.num_cached_blocks,
         "free": load.num_free_blocks,
-        "known": num_known_blocks,
         "host": load.num_host_tokens,
         "disk": load.num_disk_tokens,
         "peer": load.num_peer_tokens,
@@ -72,6 +70,8 @@ def decision_row(each: Explanation) -> Row:
         "cached": each.num_cached_tokens,
         "forecast": _rounded(decision.forecast_s),
         "waited": _rounded(each.waited_s),
+        "queued": _rounded(each.queued_s),
+        "ended": _rounded(each.ended_at_s),
         "outcome": each.outcome,
     }
 
