@@ -65,7 +65,7 @@ def test_a_flood_of_prompts_that_nobody_shares_takes_no_more_room_and_drops_noth
         sketch.saw(popular)
         sketch.saw(chain(1000 + number, 1, 2, 3, 4, 5, 6, 7))
         assert len(sketch) <= 64
-    assert set(popular[depth - 1] for depth in (1, 2, 4)) <= top(sketch).keys()
+    assert {popular[depth - 1] for depth in (1, 2, 4)} <= top(sketch).keys()
 
 
 def test_a_table_names_the_groups_that_hold_a_prefix_now() -> None:

@@ -22,7 +22,6 @@ interface Turn {
 }
 
 const LOOK_MS = 1000;
-const MAX_TOKENS = 512;
 
 export function Chat({ models, groups }: { models: string[]; groups: Group[] }) {
   const [turns, setTurns] = useState<Turn[]>([]);
@@ -115,7 +114,7 @@ const messagesOf = (earlier: Turn[], question: string) => [
 
 async function stream(turn: Turn, messages: object[], model: string, signal: AbortSignal, show: () => void): Promise<void> {
   const begin = performance.now();
-  const body = { model, messages, max_tokens: MAX_TOKENS, stream: true, stream_options: { include_usage: true } };
+  const body = { model, messages, stream: true, stream_options: { include_usage: true } };
   const response = await ask("v1/chat/completions", {
     method: "POST",
     headers: { "Content-Type": "application/json" },

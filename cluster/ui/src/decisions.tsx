@@ -24,10 +24,10 @@ export function Decisions({ decisions: all }: { decisions: Decision[] }) {
                 <th scope="col">group</th>
                 <th scope="col">reason</th>
                 <th scope="col" class="number">prompt</th>
-                <th scope="col" class="number">cached, of those expected</th>
+                <th scope="col" class="number">cached of expected</th>
                 <th scope="col" class="number">first token</th>
                 <th scope="col" class="number">forecast</th>
-                <th scope="col">forecast against the truth</th>
+                <th scope="col">truth ÷ forecast</th>
                 <th scope="col">outcome</th>
               </tr>
             </thead>
@@ -70,7 +70,7 @@ function Error({ decision }: { decision: Decision }) {
   if (!decision.forecast || !decision.waited) return <span class="faint">–</span>;
   const ratio = decision.waited / decision.forecast;
   const share = 50 * Math.min(1, Math.abs(Math.log(ratio)) / Math.log(MOST));
-  const told = ratio >= 1 ? `${ratio.toFixed(1)}× as long` : `1/${(1 / ratio).toFixed(1)} of it`;
+  const told = `${ratio.toFixed(1)}×`;
   const style = ratio >= 1 ? { left: "50%", width: `${share}%` } : { right: "50%", width: `${share}%` };
   return (
     <span class="error">

@@ -2,6 +2,7 @@
 
 export function seconds(value: number | null | undefined): string {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0 s";
   if (value < 0.001) return `${Math.round(value * 1e6)} µs`;
   if (value < 0.01) return `${(value * 1e3).toFixed(1)} ms`;
   if (value < 1) return `${Math.round(value * 1e3)} ms`;
