@@ -9,6 +9,7 @@
 # make format  lay out Python and C++ as `make check` wants them
 # make wheel  build a wheel with our C++ libraries in it, compiled for this platform
 # make bench-peers  compare with other engines on this machine: hours, and 14 GB on the disk
+# make ui     build the live page from cluster/ui, with node and npm
 # make stubs  write the gRPC stubs again from proto/
 # make lock   write requirements.lock again, after a change of pyproject.toml; UPGRADE=1 takes what is new
 PYTHON ?= python3.11
@@ -71,6 +72,9 @@ wheel: .venv/ready
 bench-peers: .venv/ready
 	.venv/bin/python -m bench.peers $(BENCH)
 
+ui:
+	cd cluster/ui && npm ci --no-audit --no-fund && npm run build
+
 # The compiler lives apart from the runtime: grpcio-tools pins protobuf<6 and Ray brings 7.
 STUBS := .venv-stubs/bin
 stubs: .venv-stubs/ready
@@ -107,4 +111,4 @@ lock: .venv/ready
 clean:
 	rm -rf .venv .venv-stubs
 
-.PHONY: demo serve test test-all test-python test-without-torch sanitize check format wheel bench-peers stubs lock clean
+.PHONY: demo serve test test-all test-python test-without-torch sanitize check format wheel bench-peers ui stubs lock clean
