@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+from PIL import Image
 from playwright.async_api import Page, Route, async_playwright
 
 from quire import demo_model
@@ -55,6 +56,7 @@ async def cluster() -> AsyncIterator[tuple[GatewayServer, dict[str, GroupServer]
         _pace(group)
     gateway = await GatewayServer.start(config)
     try:
+        gateway.models.live.name = "node-1 127.0.0.1:8000"
         gateway.set_groups([group.contact for group in groups.values()])
         while gateway.models.num_ready_groups < _NUM_GROUPS:
             await asyncio.sleep(0.1)
@@ -130,10 +132,12 @@ async def _photograph(url: str, groups: dict[str, GroupServer], profile: str, fo
             await page.set_viewport_size({"width": width, "height": height})
             await page.evaluate("scrollTo(0, 0)")
             for scheme in ("light", "dark"):
-                await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+                await page.emulate_media(color_scheme=scheme)
                 await asyncio.sleep(2)
                 path = folder / f"ui-{name}-{scheme}.png"
                 await page.screenshot(path=path, full_page=name == "narrow")
+                with Image.open(path) as picture:
+                    picture.convert("RGB").quantize(128).save(path, optimize=True)
         p95 = await page.locator("html").get_attribute("data-update-p95-ms")
         print(p95, "ms an update, 95 in 100")
         await context.close()
@@ -141,8 +145,8 @@ async def _photograph(url: str, groups: dict[str, GroupServer], profile: str, fo
 
 async def _at_length(route: Route) -> None:
     """The demo model's own answers are over before anyone can kill a group."""
-    body = route.request.post_data_json | {"ignore_eos": True, "max_tokens": 160}
-    await route.continue_(post_data=json.dumps(body))
+    asked = json.loads(route.request.post_data or "{}")
+    await route.continue_(post_data=json.dumps({**asked, "ignore_eos": True, "max_tokens": 160}))
 
 
 async def _chat_with_a_loss(page: Page, groups: dict[str, GroupServer]) -> None:

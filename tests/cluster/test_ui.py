@@ -280,3 +280,12 @@ def test_the_build_is_small_and_the_lock_names_no_registry() -> None:
     assert sum(sizes) < 250_000
     lock = json.loads((SOURCES / "package-lock.json").read_text())
     assert not [name for name, each in lock["packages"].items() if "resolved" in each]
+
+
+def test_the_wheel_carries_all_of_the_build() -> None:
+    wheel = pytest.importorskip("hatchling.builders.wheel")
+    files = wheel.WheelBuilder(str(ROOT)).recurse_included_files()
+    packed = {file.distribution_path for file in files}
+    built = {path.relative_to(BUILT.parents[3]).as_posix() for path in BUILT.rglob("*.*")}
+    assert len(built) > 4
+    assert built <= packed

@@ -1,4 +1,4 @@
-import { useRef, useState } from "preact/hooks";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { ask, errorOf, events, own } from "./feed";
 import { count, plural, seconds } from "./format";
 import type { Decision, Group } from "./model";
@@ -28,6 +28,10 @@ export function Chat({ models, groups }: { models: string[]; groups: Group[] }) 
   const [text, setText] = useState("");
   const [model, setModel] = useState("");
   const stop = useRef<AbortController | null>(null);
+  const log = useRef<HTMLDivElement>(null);
+  useLayoutEffect(() => {
+    if (log.current) log.current.scrollTop = log.current.scrollHeight;
+  }, [turns]);
   const isBusy = turns.some((each) => !each.isDone);
 
   async function send(): Promise<void> {
@@ -65,7 +69,7 @@ export function Chat({ models, groups }: { models: string[]; groups: Group[] }) 
           </button>
         )}
       </h2>
-      <div class="turns" role="log" tabindex={0} aria-label="Conversation">
+      <div class="turns" ref={log} role="log" tabindex={0} aria-label="Conversation">
         {turns.length === 0 && <p class="empty">Ask the model something. Below its answer stand the group that wrote it and the tokens that were cached; where a group is lost, the seam.</p>}
         {turns.map((each, number) => (
           <TurnView key={number} turn={each} groups={groups} />

@@ -1,5 +1,6 @@
 import { useState } from "preact/hooks";
 import { count, percent, plural } from "./format";
+import { Key } from "./legend";
 import type { Group } from "./model";
 
 export function Groups({ groups, total }: { groups: Group[]; total: number }) {
@@ -13,7 +14,9 @@ export function Groups({ groups, total }: { groups: Group[]; total: number }) {
       <h2 id="groups-title">
         Replica groups <small>{`${ready} of ${total} ready`}</small>
         <span class="legend">
-          KV blocks <i class="held" /> held <i class="cached" /> cached <i class="free" /> free
+          KV blocks <Key color="held">held</Key>
+          <Key color="cached">cached</Key>
+          <Key color="free">free</Key>
         </span>
       </h2>
       {groups.length === 0 && <p class="empty">No group yet. The gateway's log says why; <code>quire status</code> lists what is starting.</p>}

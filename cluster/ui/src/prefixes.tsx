@@ -1,6 +1,7 @@
 import { hierarchy, partition, type HierarchyRectangularNode } from "d3-hierarchy";
 import { useState } from "preact/hooks";
 import { count, plural } from "./format";
+import { Key } from "./legend";
 import type { Group, Prefix } from "./model";
 
 interface Node {
@@ -18,7 +19,10 @@ export function Prefixes({ prefixes, groups }: { prefixes: Prefix[]; groups: Gro
       <h2 id="prefixes-title">
         Shared prefixes <small>{plural(prefixes.length, "prefix").replace(/xs$/, "xes")}</small>
         <span class="legend">
-          <i class="kept-0" /> in no cache <i class="kept-1" /> one group <i class="kept-2" /> several <i class="kept-3" /> half or more
+          <Key color="kept-0">in no cache</Key>
+          <Key color="kept-1">one group</Key>
+          <Key color="kept-2">several</Key>
+          <Key color="kept-3">half or more</Key>
         </span>
       </h2>
       {prefixes.length === 0 ? (

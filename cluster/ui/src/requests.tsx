@@ -1,5 +1,6 @@
 import { useState } from "preact/hooks";
 import { clock, count, seconds, short } from "./format";
+import { Key } from "./legend";
 import type { Decision } from "./model";
 
 const SHOWN = 12;
@@ -31,7 +32,10 @@ export function Requests({ decisions }: { decisions: Decision[] }) {
       <h2 id="requests-title">
         Requests that ended <small>the last {rows.length}</small>
         <span class="legend">
-          <i class="queue" /> before it was routed <i class="prefill" /> until the first token <i class="decode" /> tokens <i class="lost" /> moved
+          <Key color="queue">before it was routed</Key>
+          <Key color="prefill">until the first token</Key>
+          <Key color="decode">tokens</Key>
+          <Key color="lost">moved</Key>
         </span>
       </h2>
       {rows.length === 0 && <p class="empty">No request has ended yet. Send one with the chat.</p>}
@@ -66,12 +70,12 @@ function endedOf(decisions: Decision[]): Ended[] {
 }
 
 function spansOf(attempts: Decision[], came: number): Span[] {
-  const spans: Span[] = [{ begin: 0, end: attempts[0].at - came, kind: "queue", what: "at the gateway, until it was routed" }];
+  const spans: Span[] = [{ begin: 0, end: attempts[0].at - came, kind: "queue", what: "at the gateway, before it was routed" }];
   for (const each of attempts) {
     const [begin, end] = [each.at - came, (each.ended ?? each.at) - came];
     const first = each.waited === null ? end : Math.min(begin + each.waited, end);
-    spans.push({ begin, end: first, kind: "prefill", what: `${each.group}: until its first token` });
-    if (end > first) spans.push({ begin: first, end, kind: "decode", what: `${each.group}: tokens` });
+    spans.push({ begin, end: first, kind: "prefill", what: `${each.group}, until its first token` });
+    if (end > first) spans.push({ begin: first, end, kind: "decode", what: `${each.group}, tokens` });
     if (each.outcome.startsWith("moved")) spans.push({ begin: end, end, kind: "lost", what: `${each.group}: ${each.outcome}` });
   }
   return spans;
@@ -105,7 +109,7 @@ function Steps({ request }: { request: Ended }) {
         {request.spans.map((each, number) => (
           <li key={number}>
             <span class="number">{seconds(each.begin)}</span> {each.what}
-            {each.end > each.begin && ` for ${seconds(each.end - each.begin)}`}
+            {each.end > each.begin && `: ${seconds(each.end - each.begin)}`}
           </li>
         ))}
       </ol>
