@@ -61,6 +61,9 @@ async def test_the_page_and_its_files_need_no_key_and_nothing_from_elsewhere(
         start_cluster(num_groups=1, keys=keys) as cluster,
         httpx.AsyncClient(base_url=cluster.http_url) as client,
     ):
+        redirect = await client.get("/", headers={"Accept": "text/html"})
+        assert redirect.headers["location"] == "ui"
+        assert (await client.get("/")).status_code == 401
         page = await client.get("/ui")
         assert page.status_code == 200
         assert page.headers["content-type"] == "text/html; charset=utf-8"

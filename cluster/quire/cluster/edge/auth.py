@@ -29,7 +29,7 @@ from quire.cluster.errors import NotAnOperator, Unauthenticated
 from quire.worker.api.errors import ConfigError, QuireError
 
 _OPEN_PATHS = ("/health", "/ping", "/docs", "/openapi.json")
-_PAGE_PATHS = ("/", "/ui", "/ui/", "/ui/licenses.txt")
+_PAGE_PATHS = ("/ui", "/ui/", "/ui/licenses.txt")
 _PAGE_FILES = "/ui/assets/"
 _OPERATORS_PATHS = ("/metrics", "/ui/events", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _NO_OPERATOR = "the API key is no operator's: in the file of keys, its line is 'KEY *'"
@@ -167,7 +167,7 @@ class HttpAuth:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or _is_open(scope["path"])
+        is_open = scope["type"] != "http" or _is_open(scope)
         caller = None if is_open else self._caller(Headers(scope=scope))
         if caller is None and not is_open:
             await _refusal(scope, Unauthenticated(_REFUSAL), status=401)(scope, receive, send)
@@ -185,7 +185,15 @@ class HttpAuth:
         return caller
 
 
-def _is_open(path: str) -> bool:
+def asks_for_a_page(headers: Headers) -> bool:
+    """Whether it is a browser that is to show the answer."""
+    return "text/html" in headers.get("accept", "")
+
+
+def _is_open(scope: Scope) -> bool:
+    path = scope["path"]
+    if path == "/":  # Sends browsers to the page, and is nothing to others.
+        return asks_for_a_page(Headers(scope=scope))
     return path in (*_OPEN_PATHS, *_PAGE_PATHS) or path.startswith(_PAGE_FILES)
 
 

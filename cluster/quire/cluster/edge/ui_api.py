@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+from quire.cluster.edge.auth import asks_for_a_page
 from quire.cluster.edge.streams import EventStream
 from quire.cluster.telemetry.live import MAX_EVERY_S, Live
 from quire.worker.api.errors import InvalidRequest
@@ -58,7 +59,7 @@ def ui_routes(live: Live) -> list[Route]:
         return EventStream(partial(live.watch, every=every))
 
     async def root(request: Request) -> Response:
-        if "text/html" not in request.headers.get("accept", ""):
+        if not asks_for_a_page(request.headers):
             raise HTTPException(404)
         return RedirectResponse("ui")
 
