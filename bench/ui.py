@@ -1,6 +1,6 @@
 """The cost of the live page, at the gateway and in the browser.
 
-    python -m bench.ui [--groups N] [--seconds N]
+    python -m bench.ui [--groups N] [--seconds N] [--picture FILE.png]
 
 A gateway's HTTP API, and groups that are not there: their loads are made up, and change between any
 two ticks, all of them. Requests are routed among them by the real table, which holds the blocks of
@@ -16,6 +16,7 @@ import random
 import shutil
 import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,7 +119,7 @@ class TimedLive(Live):
             self.sizes.append(len(self._change_event))
 
 
-async def measure(num_groups: int, seconds: int) -> None:
+async def measure(num_groups: int, seconds: int, picture: Path | None) -> None:
     table = RoutingTable(block_size=16)
     groups: Any = FakeGroups(num_groups, table)
     telemetry = Telemetry(groups=groups, table=table)
@@ -143,6 +144,8 @@ async def measure(num_groups: int, seconds: int) -> None:
             await asyncio.sleep(seconds)
             updates = await page.locator("html").get_attribute("data-updates")
             p95 = await page.locator("html").get_attribute("data-update-p95-ms")
+            if picture is not None:
+                await page.screenshot(path=picture)
             await context.close()
     live.end()
     await http.stop()
@@ -160,8 +163,9 @@ def main() -> None:
     parser = command("bench.ui", __doc__)
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--picture", type=Path, help="of the page at the end")
     arguments = parser.parse_args()
-    asyncio.run(measure(arguments.groups, arguments.seconds))
+    asyncio.run(measure(arguments.groups, arguments.seconds, arguments.picture))
 
 
 if __name__ == "__main__":
