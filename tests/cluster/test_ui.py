@@ -223,6 +223,19 @@ async def test_a_slow_reader_skips_ticks_and_gets_the_picture_again() -> None:
     assert names == [picture, change, change, picture, change]
 
 
+async def test_viewers_that_come_and_go_cost_no_ticks_of_their_own() -> None:
+    live = Live(lambda: [], tick_s=3600)
+
+    async def write(event: bytes) -> None:
+        raise ConnectionResetError
+
+    for _ in range(20):
+        with pytest.raises(ConnectionResetError):
+            await live.watch(write)
+    assert live.num_ticks == 1
+    live.end()
+
+
 async def test_viewers_are_bounded() -> None:
     live = Live(lambda: [], tick_s=0.01)
 

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
+from math import inf
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
@@ -88,6 +89,7 @@ class Live:
         self._picture: dict[str, Any] = {}
         self._picture_event: bytes | None = None  # Made when it is first asked for.
         self._change_event = b""
+        self._looked_s = -inf
         self._ticked = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._is_over = False
@@ -121,8 +123,8 @@ class Live:
         self.num_viewers += 1
         try:
             self.start()
-            if self.num_viewers == 1:
-                self._look()
+            if self._clock() - self._looked_s >= self._tick_s:
+                self._look()  # Nobody watched until now.
             seen: int | None = None
             while not self._is_over:
                 now = self.num_ticks
@@ -184,7 +186,7 @@ class Live:
 
     def _look(self) -> None:
         """Computes a tick."""
-        watched = self._watched()
+        watched, self._looked_s = self._watched(), self._clock()
         if self.num_ticks % _PREFIXES_EVERY == 0 or not self._picture:
             self._look_at_prefixes(watched)
         before, self._picture = self._picture, self._paint(watched)
