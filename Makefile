@@ -10,6 +10,7 @@
 # make wheel  build a wheel with our C++ libraries in it, compiled for this platform
 # make bench-peers  compare with other engines on this machine: hours, and 14 GB on the disk
 # make docs   build the documentation as a site, in site/
+# make ui     build the live page from cluster/ui, with node and npm
 # make stubs  write the gRPC stubs again from proto/
 # make lock   write requirements.lock again, after a change of pyproject.toml; UPGRADE=1 takes what is new
 PYTHON ?= python3.11
@@ -78,6 +79,9 @@ docs: .venv/dev
 	.venv/bin/python -m tools.chart_values --check
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict
 
+ui:
+	cd cluster/ui && npm ci --no-audit --no-fund && npm run build
+
 # The compiler lives apart from the runtime: grpcio-tools pins protobuf<6 and Ray brings 7.
 STUBS := .venv-stubs/bin
 stubs: .venv-stubs/ready
@@ -114,4 +118,4 @@ lock: .venv/ready
 clean:
 	rm -rf .venv .venv-stubs
 
-.PHONY: demo serve test test-all test-python test-without-torch sanitize check format wheel bench-peers docs stubs lock clean
+.PHONY: demo serve test test-all test-python test-without-torch sanitize check format wheel bench-peers ui docs stubs lock clean

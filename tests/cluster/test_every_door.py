@@ -131,6 +131,10 @@ async def answered(
     return found
 
 
+PAGE = {"/ui", "/ui/", "/ui/licenses.txt", "/ui/assets/{name}"}
+"""What the live page is made of, which is the same everywhere."""
+
+
 @pytest.mark.slow
 async def test_a_gateways_calls_are_for_those_with_a_key_but_health_and_reflection(
     locked: ClusterConfig, certificates: Certificates
@@ -156,7 +160,7 @@ async def test_a_gateways_calls_are_for_those_with_a_key_but_health_and_reflecti
                 assert await code_of(channel, call, known) != refused, call
 
 
-async def test_a_gateways_routes_are_for_those_with_a_key_but_health(
+async def test_a_gateways_routes_are_for_those_with_a_key_but_health_and_pages(
     locked: ClusterConfig, certificates: Certificates
 ) -> None:
     async with (
@@ -167,7 +171,7 @@ async def test_a_gateways_routes_are_for_those_with_a_key_but_health(
         assert len(routes) > 5
         for shown in WRONG:
             found = await answered(client, routes, shown, refusal=httpx.codes.UNAUTHORIZED)
-            assert found == {"/health", "/ping"}
+            assert found == {"/health", "/ping", "/docs", "/openapi.json", *PAGE}
 
 
 async def test_the_port_for_metrics_has_nothing_else(

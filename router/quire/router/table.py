@@ -23,6 +23,7 @@ from quire.router.accuracy import Accuracy, ComputedShare
 from quire.router.config import RoutingConfig
 from quire.router.decision_log import DecisionLog, Explanation
 from quire.router.errors import NoGroupAvailable, UnknownDecision
+from quire.router.hot_prefixes import HotPrefix, HotPrefixes
 from quire.router.lenders import Lenders, Source
 from quire.router.members import Members
 from quire.router.policies.catalog import POLICIES
@@ -92,6 +93,7 @@ class RoutingTable:
         self._log = DecisionLog(
             max_decisions=config.max_decisions_kept, max_candidates=config.max_candidates_kept
         )
+        self._hot = HotPrefixes()
         self._accuracy = Accuracy()
         self._first_ordinal = first_ordinal
         self._num_decisions = 0
@@ -111,6 +113,7 @@ class RoutingTable:
         client_id: str = "",
         tenant: str = "",
         moved_because: str = "",
+        queued_s: float | None = None,
         former: Source | None = None,
         has_tokens: bool = False,
         is_submitted: bool = True,
@@ -119,7 +122,8 @@ class RoutingTable:
 
         Routing a request again, after its group failed, first takes it back from that group;
         ``moved_because`` says why for its explanation, in which ``client_id`` is the name that the
-        client gave the request, and which only ``tenant`` may see. ``former``: the group that ran
+        client gave the request, and which only ``tenant`` may see. ``queued_s``: how long ago the
+        request came, for the same. ``former``: the group that ran
         it until now, and the blocks that it has of it, output's too. ``has_tokens``: there is
         output, so that groups which only compute prompts do not take it. ``is_submitted``: it is
         one of those that `GroupLoad.num_shown` counts, as all are that gateways send.
@@ -162,6 +166,8 @@ class RoutingTable:
                 raise
             self._num_decisions += 1
             self._num_routed[decision.reason] += 1
+            if not moved_because:
+                self._hot.saw(hashes)
             if self._config.use_directory:
                 self._computed.add(num_prompt_tokens, decision.predicted_cached_tokens)
             oldest = self._in_flight.oldest_in_excess()
@@ -195,6 +201,7 @@ class RoutingTable:
                 policy=self._config.policy,
                 pressure=self._policy.pressure,
                 moved_because=moved_because,
+                queued_s=queued_s,
             )
             return decision
 
@@ -243,7 +250,7 @@ class RoutingTable:
         """The request ended, with ``outcome``. May be called again, or for an unknown one."""
         with self._lock:
             self._forget(request_id)
-            self._log.ended(request_id, outcome)
+            self._log.ended(request_id, outcome, at_s=self._wall_clock())
 
     def explain(self, name: str, *, tenant: str | None = None) -> list[Explanation]:
         """The decisions on a completion, oldest attempt first; or, for the id of a whole request,
@@ -263,6 +270,11 @@ class RoutingTable:
         """The last decisions, newest first; ``tenant`` as for `explain`."""
         with self._lock:
             return self._log.recent(limit, tenant=tenant)
+
+    def hot_prefixes(self, limit: int) -> list[HotPrefix]:
+        """The prefixes that most requests shared, with their holders; see `HotPrefixes.top`."""
+        with self._lock:
+            return self._hot.top(limit, lambda name: self._directory.longest_prefix([name]))
 
     def update_members(self, groups: Iterable[GroupId], *, lenders: Iterable[GroupId] = ()) -> None:
         """Makes exactly these groups the ones to route to; drops all state of others. ``lenders``

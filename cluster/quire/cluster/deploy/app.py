@@ -281,6 +281,7 @@ def _announce(config: ClusterConfig, endpoints: Endpoints, *, start_s: float) ->
     print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
     scheme = "https" if config.tls_certificate else "http"
     print(f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /docs, /health, /metrics")
+    print(f"  page  {scheme}://{endpoints.http}/ui    what it does, live")
     session = endpoints.session
     print(f"  Ray   {_ray_address()}    for quire upgrade --ray-address")
     if session.kept_logs is not None:

@@ -187,6 +187,8 @@ class GatewayServer:
         self.grpc_address = f"{config.host}:{grpc_port}"
         self.http_address = f"{config.host}:{http_socket.getsockname()[1]}"
         self.metrics_address = f"{config.host}:{metrics_socket.getsockname()[1]}"
+        self.models.live.name = f"{socket.gethostname()} {self.http_address}"
+        self.models.live.start()
         self._http.start(http_socket)
         self._metrics.start(metrics_socket)
         self._tasks += [

@@ -1,10 +1,11 @@
 """Who may call: clients that show a gateway one of its API keys, and gateways that show a group its
 token, both as ``Authorization: Bearer …``; ``X-API-Key: …`` is as good.
 
-Health checks, the reference and reflection of a gateway need none: they tell nothing of what
-clients ask. Every key belongs to a tenant. Tenants share no cached prefix and see no decision of
-each other's. Metrics and loads, which are of all tenants together, want an operator's key: where
-little runs, they tell the lengths of one request. So do changes of what is served.
+Health checks, the reference, the files of the live page and reflection of a gateway need none: they
+tell nothing of what clients ask. Every key belongs to a tenant. Tenants share no cached prefix and
+see no decision of each other's. Metrics, loads and the live page's events, which are of all tenants
+together, want an operator's key: where little runs, they tell the lengths of one request. So do
+changes of what is served.
 """
 
 import asyncio
@@ -40,7 +41,9 @@ _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 3.0
 _OPEN_PATHS = ("/health", "/ping", "/docs", "/openapi.json")
-_OPERATORS_PATHS = ("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_PAGE_PATHS = ("/ui", "/ui/", "/ui/licenses.txt")
+_PAGE_FILES = "/ui/assets/"
+_OPERATORS_PATHS = ("/metrics", "/ui/events", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _NO_OPERATOR = (
     "the API key is no operator's: in the file of keys, its line is 'KEY *', or its tenant has "
     "'operator: true'"
@@ -186,7 +189,7 @@ class HttpAuth:
         self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"] in _OPEN_PATHS
+        is_open = scope["type"] != "http" or _is_open(scope)
         caller = None if is_open else self._caller(Headers(scope=scope))
         if caller is None and not is_open:
             await _refusal(scope, Unauthenticated(_REFUSAL), status=401)(scope, receive, send)
@@ -205,6 +208,18 @@ class HttpAuth:
 
     def _caller(self, headers: Headers) -> Caller | None:
         return self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
+
+
+def asks_for_a_page(headers: Headers) -> bool:
+    """Whether it is a browser that is to show the answer."""
+    return "text/html" in headers.get("accept", "")
+
+
+def _is_open(scope: Scope) -> bool:
+    path = scope["path"]
+    if path == "/":  # Sends browsers to the page, and is nothing to others.
+        return asks_for_a_page(Headers(scope=scope))
+    return path in (*_OPEN_PATHS, *_PAGE_PATHS) or path.startswith(_PAGE_FILES)
 
 
 def http_caller(request: Request) -> Caller:

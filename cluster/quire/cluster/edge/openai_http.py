@@ -58,6 +58,7 @@ from quire.cluster.edge.streams import (
 from quire.cluster.edge.structured import told_of
 from quire.cluster.edge.text_api import text_routes
 from quire.cluster.edge.usage_api import usage_route
+from quire.cluster.edge.ui_api import ui_routes
 from quire.cluster.errors import DeadlineExceeded
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Take
@@ -114,7 +115,8 @@ def build_http_app(
         *_own_routes(models),
     ]
     app: ASGIApp = Starlette(
-        routes=[*routes, *reference_routes(routes)], exception_handlers=error_handlers()
+        routes=[*routes, *reference_routes(routes), *ui_routes(models.live)],
+        exception_handlers=error_handlers(),
     )
     if keys is not None:
         app = HttpAuth(app, keys=keys, headers=models.tenants.headers)

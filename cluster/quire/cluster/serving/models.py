@@ -15,6 +15,7 @@ from quire.cluster.serving.bounds import ByteBudget
 from quire.cluster.serving.service import ModelService
 from quire.cluster.serving.tenants import Tenants
 from quire.cluster.telemetry.explanations import Explanations
+from quire.cluster.telemetry.live import Live, Watched
 from quire.cluster.telemetry.metrics import GatewayTelemetry
 from quire.cluster.telemetry.timeline import Timeline
 from quire.cluster.telemetry.usage import UsageLedger
@@ -49,6 +50,7 @@ class Models:
         self.tenants = Tenants(num_gateways=lambda: self._num_gateways)
         self.usage = UsageLedger()
         self.explanations = Explanations(lambda: [each.table for each in self._all])
+        self.live = Live(lambda: [_watched(each) for each in self._all])
         self.bodies = ByteBudget(max_body_bytes)
         """For the transports, of what they read before `ModelService.prepare` has returned."""
         self.telemetry = GatewayTelemetry()
@@ -161,12 +163,14 @@ class Models:
     def begin_drain(self) -> None:
         """Tells health checks that no new requests should come; those that do are served."""
         self.is_draining = True
+        self.live.end()
         for service in self._all:
             service.groups.begin_drain()
         self._notify()
 
     async def close(self) -> None:
         """Detaches from every group, and ends what prepares requests."""
+        self.live.end()
         self.adapters.close()
         for service in self._all:
             await _close(service)
@@ -195,6 +199,17 @@ class Models:
     def _notify(self) -> None:
         for on_change in self._watchers:
             on_change()
+
+
+def _watched(service: ModelService) -> Watched:
+    return Watched(
+        service.model,
+        service.groups,
+        service.table,
+        service.telemetry,
+        num_queued=service.admission.queued.num_requests,
+        num_inflight=service.num_inflight,
+    )
 
 
 async def _close(service: ModelService) -> None:

@@ -26,8 +26,8 @@ from quire.cluster.telemetry.timeline import Timeline
 from quire.cluster.telemetry.vllm_metrics import vllm_metrics
 from quire.router.table import RoutingTable
 
-_TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 _LENGTHS = tuple(4**power for power in range(10))
 _TOTAL_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -71,12 +71,12 @@ class Telemetry:
         self.time_to_first_token = histogram(
             "quire_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
-            buckets=_TTFT_BUCKETS,
+            buckets=TTFT_BUCKETS,
         )
         self.time_per_output_token = histogram(
             "quire_time_per_output_token_seconds",
             "Mean time between a completion's tokens, behind the first.",
-            buckets=_TPOT_BUCKETS,
+            buckets=TPOT_BUCKETS,
         )
         self.total_time = histogram(
             "quire_completion_seconds",

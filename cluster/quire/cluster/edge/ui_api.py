@@ -1,0 +1,96 @@
+"""``GET /ui``: a page that shows what a gateway does, live; and ``GET /ui/events``, its data.
+
+The page's files need no key, since they tell nothing: they are the same everywhere. The events tell
+of all tenants and want an operator's. Files are named by their content, so that browsers keep them;
+all is from here, and the page asks no other server for anything.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import PurePath
+
+from starlette.datastructures import QueryParams
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from quire.cluster.edge.auth import asks_for_a_page
+from quire.cluster.edge.streams import EventStream
+from quire.cluster.telemetry.live import MAX_EVERY_S, Live
+from quire.worker.api.errors import InvalidRequest
+
+_FOLDER = files("quire.cluster.edge").joinpath("ui")
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain; charset=utf-8",
+}
+_SAFETY: Mapping[str, str] = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; object-src 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def ui_routes(live: Live) -> list[Route]:
+    """The page, its files, its events, and ``/``, which sends browsers to it."""
+
+    async def page(request: Request) -> Response:
+        return _answer(pages["index.html"], "index.html", cache="no-cache")
+
+    async def licences(request: Request) -> Response:
+        return _answer(pages["licenses.txt"], "licenses.txt", cache="no-cache")
+
+    async def asset(request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in assets:
+            raise HTTPException(404)
+        return _answer(assets[name], name, cache="public, max-age=31536000, immutable")
+
+    async def events(request: Request) -> Response:
+        every = _every(request.query_params)
+        live.check_room()
+        return EventStream(partial(live.watch, every=every))
+
+    async def root(request: Request) -> Response:
+        if not asks_for_a_page(request.headers):
+            raise HTTPException(404)
+        return RedirectResponse("ui")
+
+    async def slash(request: Request) -> Response:
+        return RedirectResponse("../ui")
+
+    pages, assets = _read(_FOLDER), _read(_FOLDER.joinpath("assets"))
+    return [
+        Route("/", root, methods=["GET"]),
+        Route("/ui", page, methods=["GET"]),
+        Route("/ui/", slash, methods=["GET"]),
+        Route("/ui/licenses.txt", licences, methods=["GET"]),
+        Route("/ui/assets/{name}", asset, methods=["GET"]),
+        Route("/ui/events", events, methods=["GET"]),
+    ]
+
+
+def _read(folder: Traversable) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
+
+
+def _answer(content: bytes, name: str, *, cache: str) -> Response:
+    headers = {**_SAFETY, "Cache-Control": cache, "Content-Type": _TYPES[PurePath(name).suffix]}
+    return Response(content, headers=headers)
+
+
+def _every(query: QueryParams) -> int:
+    """Each how many ticks, of a second, a viewer wants an event."""
+    if unknown := sorted(set(query) - {"every"}):
+        raise InvalidRequest(f"{', '.join(unknown)}: unknown; there is every")
+    given = query.get("every", "1")
+    if given.isascii() and given.isdigit() and len(given) < 3 and 1 <= int(given) <= MAX_EVERY_S:
+        return int(given)
+    raise InvalidRequest(f"every={given[:20]!r} is out of range: 1 to {MAX_EVERY_S}", param="every")

@@ -1,0 +1,97 @@
+"""The rows of the live page: groups, decisions and prefixes as JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.cluster.links.group_client import GroupClient
+from quire.router.decision_log import Explanation
+from quire.router.hot_prefixes import HotPrefix
+from quire.v1 import group_pb2 as pb
+
+Row = dict[str, Any]
+
+_NAME_BYTES = 6
+"""Of a block's name; as much as tells it from the others on the page."""
+_MAX_CHARS = 200
+
+
+def group_row(
+    client: GroupClient,
+    load: pb.Load | None,
+    *,
+    name: str,
+    model: str,
+    is_routed_to: bool,
+    tokens_per_s: float,
+    hit_rate: float | None,
+) -> Row:
+    """``load``: its last one, where it is attached. ``tokens_per_s`` and ``hit_rate`` are of the
+    last seconds; the latter is None without a prompt in them."""
+    load = load or pb.Load()
+    description = client.description if client.is_attached else None
+    state = "ready" if is_routed_to else "draining" if client.is_attached else "lost"
+    return {
+        "group": name,
+        "model": model,
+        "address": client.address,
+        "state": state,
+        "why": "" if client.is_attached else client.last_error[:_MAX_CHARS],
+        "ranks": description.tensor_parallel_size if description else 0,
+        "tiers": description.num_tiers if description else 0,
+        "block_size": description.block_size if description else 0,
+        "max_running": description.max_num_seqs if description else 0,
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+        "prefill": load.num_pending_prefill_tokens,
+        "held": load.num_held_blocks,
+        "cached": load.num_cached_blocks,
+        "free": load.num_free_blocks,
+        "host": load.num_host_tokens,
+        "disk": load.num_disk_tokens,
+        "peer": load.num_peer_tokens,
+        "tps": round(tokens_per_s, 1),
+        "hit": hit_rate if hit_rate is None else round(hit_rate, 4),
+    }
+
+
+def decision_row(each: Explanation) -> Row:
+    decision = each.decision
+    return {
+        "id": each.request_id,
+        "client_id": each.client_id,
+        "tenant": each.tenant,
+        "attempt": each.attempt,
+        "at": round(each.decided_at_s, 3),
+        "group": decision.group,
+        "reason": decision.reason,
+        "candidates": len(decision.groups),
+        "tokens": decision.num_prompt_tokens,
+        "expected": decision.predicted_cached_tokens,
+        "cached": each.num_cached_tokens,
+        "forecast": _rounded(decision.forecast_s),
+        "waited": _rounded(each.waited_s),
+        "queued": _rounded(each.queued_s),
+        "ended": _rounded(each.ended_at_s),
+        "outcome": each.outcome,
+    }
+
+
+def prefix_row(each: HotPrefix, *, model: str, block_size: int) -> Row:
+    return {
+        "name": each.name[:_NAME_BYTES].hex(),
+        "parent": each.parent[:_NAME_BYTES].hex() if each.parent is not None else None,
+        "model": model,
+        "tokens": each.num_blocks * block_size,
+        "hits": each.num_hits,
+        "holders": list(each.holders),
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 5)
+
+
+def newest_first(rows: Sequence[Explanation], limit: int) -> list[Row]:
+    """The last ``limit`` of several tables' decisions."""
+    ordered = sorted(rows, key=lambda each: each.decided_at_s, reverse=True)
+    return [decision_row(each) for each in ordered[:limit]]

@@ -1,0 +1,172 @@
+"""The live page in Chromium, over a gateway with groups: what a person sees of it."""
+
+import asyncio
+import contextlib
+import re
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cluster.edge.auth import ApiKeys, Caller
+
+playwright_api = pytest.importorskip("playwright.async_api")
+CHROMIUM = shutil.which("chromium")
+if CHROMIUM is None:
+    pytest.skip("no chromium", allow_module_level=True)
+
+pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+
+OPTIONS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+HOSTILE = "<img src=x onerror=document.title=1>"
+
+
+@contextlib.asynccontextmanager
+async def page_at(url: str, profile: Path, *, may_fail: tuple[str, ...] = ()) -> AsyncIterator[Any]:
+    """The page in a browser of its own. Errors of its script, messages in the console and requests
+    to other servers fail the test; but for answers to ``may_fail``, which the browser reports."""
+    wrong: list[str] = []
+    async with playwright_api.async_playwright() as playwright:
+        context = await playwright.chromium.launch_persistent_context(
+            profile, executable_path=CHROMIUM, args=OPTIONS, headless=True
+        )
+        page = context.pages[0]
+
+        def said(message: Any) -> None:
+            at = message.location["url"]
+            if not any(at.startswith(f"{url}{path}") for path in may_fail):
+                wrong.append(f"console: {message.text} ({at})")
+
+        def asked(request: Any) -> None:
+            if not request.url.startswith(f"{url}/"):
+                wrong.append(f"asked {request.url}")
+
+        page.on("console", said)
+        page.on("pageerror", lambda error: wrong.append(f"raised {error}"))
+        page.on("request", asked)
+        try:
+            await page.goto(f"{url}/ui")
+            yield page
+        finally:
+            await context.close()
+    assert not wrong
+
+
+async def test_it_shows_groups_a_chat_and_the_seam_where_its_group_was_killed(
+    start_cluster: Any, tmp_path: Path
+) -> None:
+    async with (
+        start_cluster(num_groups=3, model_len=2000) as cluster,
+        page_at(cluster.http_url, tmp_path) as page,
+    ):
+        expect = playwright_api.expect
+        await expect(page.locator(".card.ready")).to_have_count(3)
+        await expect(page.get_by_text("No request yet.")).to_be_visible()
+        cluster.take_steps_of(0.03)
+        await page.get_by_label("Message").fill("the cat sat")
+        await page.get_by_label("Message").press("Enter")
+        named = page.locator(".told b")
+        await named.wait_for()
+        await expect(page.locator(".answer")).to_have_text(re.compile(".{8,}"))
+        former = await named.inner_text()
+        await cluster.groups[former].kill()
+        await expect(page.locator(".seam")).to_have_text(re.compile(rf"{former} → g\d"))
+        cluster.take_steps_of(0)
+        await expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=60_000)
+        await expect(page.locator(".told .lost")).to_contain_text(f"{former} was left after")
+        await expect(page.locator(".card.lost .name")).to_have_text(former)
+        await expect(page.locator(".waterfall .lost")).to_have_count(1)
+
+        shown = await page.evaluate(
+            "[...document.querySelector('.answer').childNodes]"
+            ".filter(node => node.nodeType === 3).map(node => node.data)"
+        )
+        sent = cluster.table.recent(1)[0]
+        text = "".join(shown)
+        assert sent.attempt == 2
+        assert len(text) > 20
+        assert shown[0], "nothing is before the seam"
+        assert await page.locator("tbody tr").count() == 2
+
+
+async def test_what_clients_send_is_text_and_nothing_else(
+    start_cluster: Any, tmp_path: Path
+) -> None:
+    async with (
+        start_cluster(num_groups=1) as cluster,
+        page_at(cluster.http_url, tmp_path) as page,
+    ):
+        client = cluster.openai.with_options(default_headers={"X-Request-Id": HOSTILE})
+        await client.completions.create(model=cluster.gateway.model, prompt="the cat", max_tokens=2)
+        await page.locator(".requests li button").click()
+        await playwright_api.expect(page.locator(".steps")).to_contain_text(HOSTILE)
+        await page.get_by_label("Message").fill(HOSTILE)
+        await page.get_by_role("button", name="Send").click()
+        await playwright_api.expect(page.locator(".question")).to_have_text(HOSTILE)
+        await playwright_api.expect(page.locator(".told")).to_contain_text("out")
+        assert await page.locator("img").count() == 0
+        assert await page.title() == "Quire"
+
+
+async def test_a_key_is_asked_for_and_a_tenants_shows_its_own_requests_only(
+    start_cluster: Any, tmp_path: Path
+) -> None:
+    callers = {
+        "boss": Caller(is_operator=True),
+        "acme": Caller(tenant="acme"),
+        "other": Caller(tenant="other"),
+    }
+    async with (
+        start_cluster(num_groups=1, keys=ApiKeys(callers)) as cluster,
+        page_at(cluster.http_url, tmp_path, may_fail=("/ui/events",)) as page,
+    ):
+        expect = playwright_api.expect
+        await expect(page.locator(".status")).to_have_text("key wanted")
+        theirs = cluster.openai.with_options(api_key="other")
+        await theirs.completions.create(model=cluster.gateway.model, prompt="a", max_tokens=1)
+
+        await _enter(page, "nobody's")
+        await expect(page.get_by_role("alert")).to_contain_text("does not know this key")
+        await _enter(page, "acme")
+        await expect(page.locator(".status")).to_have_text("tenant's view")
+        await page.get_by_label("Message").fill("the cat sat")
+        await page.get_by_label("Message").press("Enter")
+        await expect(page.locator("tbody tr")).to_have_count(1)
+        assert await page.locator(".card").count() == 0
+
+        await _enter(page, "boss")
+        await expect(page.locator(".card.ready")).to_have_count(1)
+        await expect(page.locator("tbody tr")).to_have_count(2)
+        stored = await page.evaluate("[localStorage.length, document.cookie]")
+        assert stored == [0, ""]
+
+
+async def test_it_fits_a_narrow_window_and_keeps_going_when_the_gateway_lets_it_go(
+    start_cluster: Any, tmp_path: Path
+) -> None:
+    async with (
+        start_cluster(num_groups=2) as cluster,
+        page_at(cluster.http_url, tmp_path) as page,
+    ):
+        await page.locator(".card.ready").first.wait_for()
+        for width in (400, 1600):
+            await page.set_viewport_size({"width": width, "height": 900})
+            await asyncio.sleep(0.1)
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width
+        cluster.models.begin_drain()
+        await playwright_api.expect(page.locator(".status")).to_have_text("connection lost")
+
+
+async def _enter(page: Any, key: str) -> None:
+    await page.get_by_label("API key").fill(key)
+    await page.get_by_role("button", name="Use").click()
