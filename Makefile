@@ -65,7 +65,7 @@ format: .venv/dev
 # For every x86-64 CPU: four instruction sets, a minute of CPU time for each that is not in the cache.
 wheel: .venv/ready
 	QUIRE_BUILD_NATIVE=1 .venv/bin/pip wheel --quiet --no-deps --wheel-dir dist .
-	@ls dist/quire-*.whl
+	@ls dist/quire_serve-*.whl
 
 # BENCH=--quick is done in minutes; `python -m bench.peers --help` lists the other options.
 bench-peers: .venv/ready

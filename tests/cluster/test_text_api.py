@@ -1,11 +1,12 @@
 """Tokenizing over HTTP, and what load balancers ask."""
 
 import re
-from importlib.metadata import version
 from typing import Any
 
 import httpx
 import pytest
+
+from quire import __version__
 
 pytestmark = pytest.mark.anyio
 
@@ -60,7 +61,7 @@ async def test_load_balancers_learn_state_load_and_version(start_cluster: Any) -
     ):
         assert (await client.get("/ping")).status_code == 200
         assert (await client.get("/load")).json() == {"server_load": 0}
-        assert (await client.get("/version")).json() == {"version": version("quire")}
+        assert (await client.get("/version")).json() == {"version": __version__}
 
 
 async def test_the_reference_describes_every_route(start_cluster: Any) -> None:

@@ -8,7 +8,6 @@ import html
 import json
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from pydantic.json_schema import models_json_schema
@@ -16,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from quire import __version__
 from quire.cluster.edge.embeddings_api import EmbeddingsBody, RerankBody, ScoreBody
 from quire.cluster.edge.messages_schema import CountTokensBody, MessagesBody
 from quire.cluster.edge.models_api import (
@@ -205,7 +205,7 @@ def _reference(routes: Iterable[Route]) -> Json:
         paths[route.path_format] = {method.lower(): operation}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Quire", "version": version("quire")},
+        "info": {"title": "Quire", "version": __version__},
         "paths": paths,
         "components": {
             "schemas": {**schemas, "Error": _ERROR},
