@@ -58,12 +58,20 @@ def test_importing_it_loads_no_torch(program: str) -> None:
 
 
 def test_the_worker_and_its_kernels_are_enough() -> None:
-    """As on a GPU machine without Ray, where nothing is installed."""
-    program = "import quire, quire.kernels.quantization, quire.worker.api.request; print(quire.__version__)"
-    done = alone(program, "worker", "kernels")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "0+unknown\n"
+    """As on a GPU machine without Ray."""
+    program = "import quire.kernels.quantization, quire.worker.api.request"
+    assert alone(program, "worker", "kernels").returncode == 0
     assert alone("import quire.cluster", "worker", "kernels").returncode == 1
+
+
+def test_folders_that_nothing_installed_have_no_version() -> None:
+    program = (
+        "import importlib.metadata as metadata\n"
+        "def version(name): raise metadata.PackageNotFoundError(name)\n"
+        "metadata.version = version\n"
+        "import quire; print(quire.__version__)"
+    )
+    assert alone(program, "worker").stdout == "0+unknown\n"
 
 
 def test_the_order_of_the_folders_does_not_matter() -> None:
