@@ -50,17 +50,19 @@ _UNKNOWN = "0+unknown"
 """The version of folders on ``sys.path`` that nothing has installed."""
 
 
-def __getattr__(name: str) -> object:
-    if name == "__version__":
-        value: object = _version()
-    elif name in __all__:
-        from quire import llm
+if not TYPE_CHECKING:  # Types are as declared above, and a name that is not there is an error.
 
-        value = getattr(llm, name)
-    else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            value: object = _version()
+        elif name in __all__:
+            from quire import llm
+
+            value = getattr(llm, name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -11,9 +11,9 @@ from uvicorn.protocols.http import httptools_impl
 
 from quire.cluster.private import unknown_version
 
-TESTED = ("0.50.0", "0.54.0")
+TESTED = ("0.53.0", "0.54.0")
 """The lowest and the highest version of uvicorn that Quire's tests ran with."""
-_INSTALL = "uvicorn>=0.50,<0.55"
+_INSTALL = "uvicorn>=0.53,<0.55"
 
 _USED = {
     (httptools_impl, "HttpToolsProtocol"): (
