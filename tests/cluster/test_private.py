@@ -39,7 +39,7 @@ def test_a_ray_without_a_needed_part_is_refused_by_name(monkeypatch: pytest.Monk
     assert str(refused.value) == (
         f"ray {ray.__version__} has no `ray._private.ray_constants.ENABLE_RAY_CLUSTER`, "
         "`ray._private.node.Node.kill_all_processes`, which Quire needs; Quire was tested with "
-        "2.58.0 to 2.60.0: pip install 'ray[serve]>=2.58,<2.61'"
+        "2.60.0: pip install 'ray[serve]>=2.60,<2.61'"
     )
 
 

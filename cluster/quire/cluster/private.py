@@ -39,4 +39,5 @@ def _lacks(package: str, missing: Iterable[str]) -> str:
 
 
 def _remedy(tested: tuple[str, str], install: str) -> str:
-    return f"Quire was tested with {tested[0]} to {tested[1]}: pip install '{install}'"
+    versions = " to ".join(dict.fromkeys(tested))
+    return f"Quire was tested with {versions}: pip install '{install}'"

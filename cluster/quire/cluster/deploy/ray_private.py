@@ -18,9 +18,10 @@ from quire.cluster.private import known_loss, unknown_version
 
 _log = logging.getLogger(__name__)
 
-TESTED = ("2.58.0", "2.60.0")
-"""The lowest and the highest version of Ray that Quire's tests ran with."""
-_INSTALL = "ray[serve]>=2.58,<2.61"
+TESTED = ("2.60.0", "2.60.0")
+"""The lowest and the highest version of Ray that Quire's tests ran with. Before 2.60 Serve cannot be told how many
+replicas may start at once while others are replaced."""
+_INSTALL = "ray[serve]>=2.60,<2.61"
 
 
 @dataclass(frozen=True)
