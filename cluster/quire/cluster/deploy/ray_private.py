@@ -19,8 +19,8 @@ from quire.cluster.private import known_loss, unknown_version
 _log = logging.getLogger(__name__)
 
 TESTED = ("2.60.0", "2.60.0")
-"""The lowest and the highest version of Ray that Quire's tests ran with. Before 2.60 Serve cannot be told how many
-replicas may start at once while others are replaced."""
+"""The lowest and the highest version of Ray that Quire's tests ran with. Before 2.60 Serve has no
+``max_surge_percent``, by which groups are replaced."""
 _INSTALL = "ray[serve]>=2.60,<2.61"
 
 
