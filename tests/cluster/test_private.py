@@ -1,6 +1,8 @@
 """Versions of Ray and uvicorn that lack what Quire uses of them privately say so."""
 
 import logging
+import tomllib
+from pathlib import Path
 
 import pytest
 import ray
@@ -16,6 +18,8 @@ from quire.cluster.deploy.serve_port import keep_to_node_address
 from quire.cluster.deploy.signals import ray_leaves_signals_alone
 from quire.cluster.edge import uvicorn_private
 from quire.worker.api.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -108,9 +112,14 @@ def test_attributes_that_a_constructor_sets_are_looked_for(monkeypatch: pytest.M
         uvicorn_private.check_uvicorn()
 
 
-@pytest.mark.parametrize("private", [ray_private, uvicorn_private], ids=["ray", "uvicorn"])
-def test_what_pip_is_told_to_install_was_tested(private: object) -> None:
-    lowest, highest = (Version(each) for each in vars(private)["TESTED"])
-    install = Requirement(vars(private)["_INSTALL"])
-    assert lowest in install.specifier
-    assert highest in install.specifier
+@pytest.mark.parametrize("package", ["ray", "uvicorn"])
+def test_what_is_called_tested_is_what_the_project_allows_and_locks(package: str) -> None:
+    private = {"ray": ray_private, "uvicorn": uvicorn_private}[package]
+    lowest, highest = private.TESTED
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = map(Requirement, project["optional-dependencies"]["cluster"])
+    (bounds,) = (each.specifier for each in wanted if each.name == package)
+    assert f">={Version(lowest).major}.{Version(lowest).minor}" in str(bounds)
+    assert f"\n{package}=={highest} " in (ROOT / "requirements.lock").read_text()
+    install = Requirement(private._INSTALL).specifier
+    assert {lowest, highest} <= set(install.filter([lowest, highest]))

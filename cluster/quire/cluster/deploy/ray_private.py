@@ -56,7 +56,7 @@ class Part:
         """Its value. Where it is missing, ``None`` if Quire can do without, else ConfigError."""
         owner = self.owner()
         if owner is not None:
-            return getattr(owner, self.name)
+            return attrgetter(self.name)(owner)
         if self.loss is None:
             raise unknown_version("ray", [str(self)], tested=TESTED, install=_INSTALL)
         _warn(self)
