@@ -12,6 +12,7 @@ import quire
 from quire import llm
 
 ROOT = Path(__file__).resolve().parents[1]
+ROOTS = ["router", "proto", "kernels", "cluster", "worker"]
 
 
 def alone(program: str, *roots: str) -> subprocess.CompletedProcess[str]:
@@ -39,6 +40,13 @@ def test_the_names_of_the_offline_api_are_the_package_s_own() -> None:
 def test_the_version_is_that_of_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert quire.__version__ == project["version"]
+
+
+def test_nothing_else_asks_for_the_version_of_the_distribution() -> None:
+    """Whose name is not that of the package."""
+    sources = [path for root in ROOTS for path in (ROOT / root / "quire").rglob("*.py")]
+    assert len(sources) > 100
+    assert [str(path) for path in sources if 'version("quire' in path.read_text()] == []
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
@@ -75,8 +83,7 @@ def test_folders_that_nothing_installed_have_no_version() -> None:
 
 
 def test_the_order_of_the_folders_does_not_matter() -> None:
-    roots = ["router", "proto", "kernels", "cluster", "worker"]
     program = "import quire.cluster.cli.main, quire.router, quire.kernels, quire.v1, quire; "
-    for each in (roots, roots[::-1]):
+    for each in (ROOTS, ROOTS[::-1]):
         done = alone(program + "print(len(quire.__path__))", *each)
         assert done.stdout == "5\n", done.stderr
