@@ -4,10 +4,12 @@
 # make test-all  run every test that this machine can run
 # make test-python PYTHON=python3.13  install the wheel for another Python; generate, serve, stop
 # make test-without-torch PYTHON=python3.13  run the tests that need no torch on another Python
+# make test-lowest  run the tests that use dependencies most with the lowest version of each: minutes
 # make sanitize  run the tests of our C++ under the address and undefined behaviour sanitizers
 # make check  lint, types, and that the committed gRPC stubs are fresh
 # make format  lay out Python and C++ as `make check` wants them
 # make wheel  build a wheel with our C++ libraries in it, compiled for this platform
+# make sbom   write dist/quire.cdx.json, a bill of materials (CycloneDX) of requirements.lock
 # make bench-peers  compare with other engines on this machine: hours, and 14 GB on the disk
 # make docs   build the documentation as a site, in site/
 # make ui     build the live page from cluster/ui, with node and npm
@@ -36,6 +38,9 @@ test-python:
 
 test-without-torch:
 	tests/on_python without-torch $(PYTHON)
+
+test-lowest:
+	tests/on_python lowest $(PYTHON)
 
 # Python is not instrumented, so the runtime is loaded before it, and what Python keeps until it ends
 # is no leak. QUIRE_NATIVE_ISA=… leaves out the kernels of other instruction sets, each of which
@@ -67,7 +72,15 @@ format: .venv/dev
 # For every x86-64 CPU: four instruction sets, a minute of CPU time for each that is not in the cache.
 wheel: .venv/ready
 	QUIRE_BUILD_NATIVE=1 .venv/bin/pip wheel --quiet --no-deps --wheel-dir dist .
-	@ls dist/quire-*.whl
+	@ls dist/quire_serve-*.whl
+
+# The tool is not among what we depend on: it has an environment of its own.
+sbom: .venv/ready
+	mkdir -p dist
+	$(UV) tool run --quiet --python .venv/bin/python --from 'cyclonedx-bom>=7.5,<8' cyclonedx-py requirements \
+	  --pyproject pyproject.toml --mc-type application --output-reproducible --validate \
+	  --spec-version 1.6 --output-format JSON --output-file dist/quire.cdx.json requirements.lock
+	@ls dist/quire.cdx.json
 
 # BENCH=--quick is done in minutes; `python -m bench.peers --help` lists the other options.
 bench-peers: .venv/ready
@@ -118,4 +131,4 @@ lock: .venv/ready
 clean:
 	rm -rf .venv .venv-stubs
 
-.PHONY: demo serve test test-all test-python test-without-torch sanitize check format wheel bench-peers ui docs stubs lock clean
+.PHONY: demo serve test test-all test-python test-without-torch test-lowest sanitize check format wheel sbom bench-peers ui docs stubs lock clean

@@ -5,8 +5,7 @@ python examples/batch_on_two_ranks.py [CHECKPOINT]
 
 import sys
 
-from quire import demo_model
-from quire.llm import LLM, SamplingParams
+from quire import LLM, SamplingParams, demo_model
 
 
 def main(model: str) -> None:

@@ -6,8 +6,7 @@ python examples/block_sizes.py [CHECKPOINT]
 import sys
 import time
 
-from quire import demo_model
-from quire.llm import LLM, SamplingParams
+from quire import LLM, SamplingParams, demo_model
 
 
 def main(model: str) -> None:

@@ -7,8 +7,7 @@ python examples/shared_system_prompt.py [CHECKPOINT]
 
 import sys
 
-from quire import demo_model
-from quire.llm import LLM, SamplingParams
+from quire import LLM, SamplingParams, demo_model
 
 
 def main(model: str) -> None:

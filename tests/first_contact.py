@@ -1,19 +1,22 @@
 """A first user's steps, on what is installed: generates offline, then serves the demo model, chats
-over HTTP and gRPC and stops the server. `tests/on_python` runs it; it needs no pytest.
+over HTTP and gRPC and stops the server. Each step says how long it took, and the start how long it
+said nothing. `tests/on_python` runs it; it needs no pytest.
 """
 
 import json
+import platform
 import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
 import grpc
+import torch
 
-from quire import demo_model
-from quire.llm import LLM, SamplingParams
+from quire import LLM, SamplingParams, __version__, demo_model
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 
@@ -23,23 +26,40 @@ KV_BYTES = 32 * 2**20
 
 
 def main() -> None:
+    print(f"quire {__version__}, Python {platform.python_version()}, torch {torch.__version__}")
+    clock = Stopwatch()
     offline = generate_offline()
-    print(f"offline  {offline!r}", flush=True)
+    clock.say("offline", repr(offline))
     # The program beside this interpreter: what `pip install` put there.
     quire = Path(sys.executable).with_name("quire")
     free = ["--http-port", "0", "--grpc-port", "0", "--kv-cache-memory-bytes", str(KV_BYTES)]
     with subprocess.Popen([quire, "serve", *free], stdout=subprocess.PIPE, text=True) as server:
         try:
-            grpc_address, http_address = addresses(server)
-            answers = {"HTTP": chat_over_http(http_address), "gRPC": chat_over_grpc(grpc_address)}
+            grpc_address, http_address, silence_s = addresses(server)
+            clock.say("serve", f"said nothing for {silence_s:.1f} s at most")
+            answers = {}
+            for door, chat in (("HTTP", chat_over_http), ("gRPC", chat_over_grpc)):
+                answers[door] = chat(http_address if door == "HTTP" else grpc_address)
+                clock.say(door, repr(answers[door]))
         finally:
             server.send_signal(signal.SIGINT)
             server.communicate()
+    clock.say("stop", f"status {server.returncode}")
     for door, answer in answers.items():
-        print(f"{door}     {answer!r}")
         assert answer == offline, f"{door} and offline have different answers"
     assert server.returncode == 0, f"quire serve ended with status {server.returncode}"
-    print("stopped")
+
+
+class Stopwatch:
+    """Says how long each step took since the one before."""
+
+    def __init__(self) -> None:
+        self._since_s = time.monotonic()
+
+    def say(self, step: str, found: str) -> None:
+        now_s = time.monotonic()
+        print(f"{step:8} {now_s - self._since_s:5.1f} s  {found}", flush=True)
+        self._since_s = now_s
 
 
 def generate_offline() -> str:
@@ -49,15 +69,18 @@ def generate_offline() -> str:
     return output.outputs[0].text
 
 
-def addresses(server: subprocess.Popen[str]) -> tuple[str, str]:
-    """Those of gRPC and HTTP, which the server prints when it is ready."""
+def addresses(server: subprocess.Popen[str]) -> tuple[str, str, float]:
+    """Those of gRPC and HTTP, which the server prints when it is ready, and its longest pause
+    between two lines, in seconds."""
     assert server.stdout is not None
-    printed = ""
+    printed, said_s, silence_s = "", time.monotonic(), 0.0
     while not (found := re.search(r"gRPC\s+(\S+).*(http://[^/\s]+)/", printed, re.DOTALL)):
         line = server.stdout.readline()
         assert line, f"quire serve ended; it printed {printed!r}"
         printed += line
-    return found[1], found[2]
+        silence_s = max(silence_s, time.monotonic() - said_s)
+        said_s = time.monotonic()
+    return found[1], found[2], silence_s
 
 
 def chat_over_http(address: str) -> str:

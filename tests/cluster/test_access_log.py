@@ -208,8 +208,7 @@ def test_what_a_client_sends_stays_in_its_place(text: str) -> None:
 
 
 def test_a_full_log_drops_lines_and_says_so() -> None:
-    gate, written = Blocked(), []
-    gate.written = written
+    gate = Blocked()
     writer = LogWriter([gate], max_lines=4)
     logger = logging.Logger("quire")
     logger.addHandler(writer)
@@ -218,8 +217,8 @@ def test_a_full_log_drops_lines_and_says_so() -> None:
     assert writer.num_dropped >= 15
     gate.go()
     writer.close()
-    assert written[0] == "line 0"
-    assert len(written) <= 5
+    assert gate.written[0] == "line 0"
+    assert len(gate.written) <= 5
 
 
 class Blocked(logging.Handler):

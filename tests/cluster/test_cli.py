@@ -268,6 +268,7 @@ def test_without_the_cluster_s_packages_it_is_said_what_to_install(command: list
     (line,) = ended.stderr.splitlines()
     assert line.startswith("quire: ")
     assert "is not installed" in line
+    assert "pip install 'quire-serve[cluster]'" in line
     assert "pip install '.[cluster]'" in line
 
 

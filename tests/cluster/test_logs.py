@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from quire.cluster.deploy.logs import log_beside_serve
+from quire.cluster.settings import config_from
 
 
 @pytest.fixture
@@ -24,8 +25,10 @@ def written() -> Iterator[io.StringIO]:
 
 
 def test_what_a_replica_says_is_written_once_with_time_and_origin(written: io.StringIO) -> None:
-    log_beside_serve()
+    log_beside_serve(config_from({}))
+    (writer,) = logging.getLogger("quire").handlers
     logging.getLogger("quire.cluster.group.server").info("group a serves")
+    writer.close()
     lines = written.getvalue().splitlines()
     assert len(lines) == 1
     assert lines[0].startswith("INFO 20")

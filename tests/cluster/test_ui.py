@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.cluster.edge.auth import ApiKeys, Caller
+from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.edge.keys_file import Caller
 from quire.cluster.errors import Overloaded
 from quire.cluster.telemetry.live import MAX_EVERY_S, MAX_VIEWERS, Live
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.edge.auth import ApiKeys, Caller
+from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.edge.keys_file import Caller
 
 playwright_api = pytest.importorskip("playwright.async_api")
 CHROMIUM = shutil.which("chromium")

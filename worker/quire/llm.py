@@ -1,6 +1,6 @@
 """The offline API: a model in this process, prompts in, texts out.
 
-    from quire.llm import LLM, SamplingParams
+    from quire import LLM, SamplingParams
 
     with LLM(model="path/to/checkpoint", tensor_parallel_size=2) as llm:
         for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32)):

@@ -53,6 +53,21 @@ def test_instruction_sets_and_the_fallback_are_told_apart(tiny_llama: Path) -> N
     assert (other_torch == found[isas[0]]) == (torch_level() == lowest)
 
 
+@pytest.mark.parametrize(
+    ("module", "name"), [("torch", "__version__"), ("quire.worker.model.numerics", "version")]
+)
+def test_versions_that_compute_or_choose_tokens_are_told_apart(
+    config_of: ConfigOf, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str
+) -> None:
+    """A range of torch and of llguidance is allowed; no stream moves between two of them."""
+    before = said(config_of(tiny_llama))
+    another = "9.9.9" if name == "__version__" else lambda package: "9.9.9"
+    monkeypatch.setattr(sys.modules[module], name, another)
+    after = said(config_of(tiny_llama))
+    assert before != after
+    assert ("torch 9.9.9" if module == "torch" else "llguidance 9.9.9") in after
+
+
 def native_torch_levels() -> list[str]:
     return ["default", "avx2"]
 

@@ -15,6 +15,8 @@ from quire.cluster.cli.help import DefaultsFormatter, Parser
 from quire.worker.api.errors import QuireError
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "ray", "grpcio", "protobuf")
+_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+_CUDA_TORCH = "pip install --force-reinstall --no-deps torch --index-url https://pypi.org/simple"
 _LEAST_SHM_GIB, _LEAST_DISK_GIB = 1.0, 5.0
 
 
@@ -83,7 +85,7 @@ def _package(name: str) -> Finding:
     try:
         return Finding(name, True, version(name))
     except PackageNotFoundError:
-        return Finding(name, False, f"not installed: pip install {name}")
+        return Finding(name, False, "not installed: pip install 'quire-serve[cluster]'")
 
 
 def _cpu() -> tuple[bool, str]:
@@ -108,11 +110,26 @@ def _gpu() -> tuple[bool, str]:
     import torch
 
     if not torch.cuda.is_available():
-        hint = "" if shutil.which("nvidia-smi") is None else "; torch sees none: is it a CPU build?"
-        return not hint, f"none{hint}"
+        if shutil.which("nvidia-smi") is None:
+            return True, "none" + _smaller_torch(torch.version.cuda, torch.__version__)
+        if torch.version.cuda is None:
+            return False, f"none that torch {torch.__version__} can use, a CPU build: {_CUDA_TORCH}"
+        return False, "torch sees none: does nvidia-smi show one, and is its driver new enough?"
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return True, f"{', '.join(names)}; CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+def _smaller_torch(cuda: str | None, version: str) -> str:
+    """What to do about a CUDA build on a machine that has no GPU: it works, and is large."""
+    if cuda is None:
+        return ""
+    number = version.partition("+")[0]
+    return (
+        f"; torch {version} is the CUDA build, 5 GB that a CPU does not need: pip install "
+        f"--force-reinstall --no-deps torch=={number} --index-url {_CPU_INDEX}, and pip "
+        "uninstall the packages nvidia-*"
+    )
 
 
 def _memory() -> tuple[bool, str]:

@@ -5,6 +5,7 @@ import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
+from quire import __version__
 from quire.cluster.cli.help import Parser
 from quire.worker.api.errors import ConfigError
 
@@ -50,7 +51,7 @@ def add_info_parsers(commands: "argparse._SubParsersAction[Parser]", parser: Par
 
 def versions() -> dict[str, str]:
     """The versions of Quire, Python and the packages that are installed."""
-    found = {"quire": _of("quire") or "(not installed)", "python": platform.python_version()}
+    found = {"quire": __version__, "python": platform.python_version()}
     found |= {name: each for name in _PACKAGES if (each := _of(name))}
     return found | {"platform": platform.platform()}
 

@@ -8,8 +8,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
+from quire import __version__
 from quire.cluster.cli.adapter import add_adapter_parser
 from quire.cluster.cli.admin import add_admin_parser
 from quire.cluster.cli.bench import add_bench_parser
@@ -77,8 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if package is None:
             raise
         print(
-            f"quire: {package} is not installed, which this command needs; in a clone of Quire's "
-            "repository, pip install '.[cluster]' installs all that a cluster needs",
+            f"quire: {package} is not installed, which this command needs; pip install "
+            "'quire-serve[cluster]' installs all that a cluster needs, and so does pip install "
+            "'.[cluster]' in a clone of Quire's repository",
             file=sys.stderr,
         )
         return 2
@@ -96,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="quire", description="Serve a language model on a Ray cluster, or ask one."
     )
-    parser.add_argument("--version", action="version", version=f"quire {_version()}")
+    parser.add_argument("--version", action="version", version=f"quire {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser(
@@ -222,10 +223,3 @@ def _text(name: str, given: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"{name}: is not UTF-8 at character {error.start}") from error
     return given
-
-
-def _version() -> str:
-    try:
-        return version("quire")
-    except PackageNotFoundError:
-        return "(not installed)"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cluster.config import ClusterConfig, ModelConfig
+from quire.cluster.deploy import ray_private
 from quire.cluster.deploy.build import build_gateways, build_groups, checked, num_threads_for
 from quire.cluster.deploy.listed import Listed, from_json, listed_in
 from quire.cluster.deploy.local import is_only_node
@@ -174,10 +175,11 @@ def drop_unlisted(name: str, models: Sequence[Listed], *, config: ClusterConfig)
 
 def _check_changeable(name: str) -> None:
     """Raises ConfigError: there is no such cluster, or a file says what its models are."""
-    from ray.serve import context
-
     check_known(name)
-    details: Any = context._get_global_client().get_serve_details()  # type: ignore[union-attr]
+    get_client = ray_private.GET_CLIENT.get()
+    if get_client is None:
+        return
+    details = get_client().get_serve_details()
     if details["applications"].get(name, {}).get("source") == "declarative":
         raise ConfigError(
             f"name={name!r}: it came from a Serve configuration, which lists its models: change "

@@ -17,9 +17,10 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy import ray_private
 from quire.cluster.deploy.kept_logs import kept, logs_named
 from quire.cluster.deploy.line import PATH, Line
 from quire.cluster.deploy.processes import descendants, end_all_with, finished, kill
@@ -30,7 +31,6 @@ from quire.worker.api.errors import ConfigError
 
 if TYPE_CHECKING:
     import psutil
-    from ray._private.node import Node
 
 _log = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ def ray_session(
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     from ray import serve
-    from ray._private.authentication import authentication_token_setup as authentication
 
+    ray_private.check_ray()
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger(serve.__name__).setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
@@ -81,7 +81,9 @@ def ray_session(
             stack.callback(_shut_down)
             if address.startswith("127."):  # Started here, as below, with this user's token.
                 stack.enter_context(_on_the_loopback())
-                authentication.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+                use_token = ray_private.USE_TOKEN.get()
+                if use_token is not None:
+                    use_token(warn_if_disabled=False)
             with ray_leaves_signals_alone():
                 _connect(address)
             session = _others_cluster()
@@ -125,19 +127,18 @@ def _remove(folder: Path) -> None:
 def _shut_down() -> None:
     """Disconnects from Ray, and stops the node where it is our own, unless that hangs."""
     import ray
-    from ray.serve import context
 
     # Serve knows one cluster from the next by the number of its job; in each of our own it is 1.
-    context._set_global_client(None)
+    forget_client = ray_private.FORGET_CLIENT.get()
+    if forget_client is not None:
+        forget_client(None)
     end_s = time.monotonic() + _SHUTDOWN_S
     if not finished(ray.shutdown, unless=lambda: time.monotonic() > end_s):
         atexit.unregister(ray.shutdown)  # Which would hang as well.
 
 
 def _others_cluster() -> OthersCluster:
-    from ray._private import worker
-
-    node = worker._global_node
+    node = ray_private.GLOBAL_NODE.get()
     if node is None:  # Through a proxy, which knows.
         return OthersCluster(gcs=None, raylet=None)
     logs = Path(node.get_logs_dir_path()) / "serve"
@@ -145,19 +146,14 @@ def _others_cluster() -> OthersCluster:
 
 
 def _pids() -> dict[str, int]:
-    from ray._private import ray_constants, worker
-
-    node = worker._global_node
+    node = ray_private.GLOBAL_NODE.get()
     if node is None:
         return {}
-    kinds = {
-        "raylet": ray_constants.PROCESS_TYPE_RAYLET,
-        "GCS": ray_constants.PROCESS_TYPE_GCS_SERVER,
-    }
+    kinds = {"raylet": "raylet", "GCS": "gcs_server"}
     return {
         name: each.process.pid
         for name, kind in kinds.items()
-        for each in node.all_processes.get(kind, [])
+        for each in getattr(node, "all_processes", {}).get(kind, [])
     }
 
 
@@ -229,13 +225,12 @@ def _start_node(folder: Path, *, without_gcs_s: int) -> None:
             return
 
 
-def _half_started(error: BaseException) -> "Node | None":
+def _half_started(error: BaseException) -> Any:
     """The node whose start ended with ``error``, of which its traceback alone still knows."""
-    from ray._private.node import Node
-
+    node_type = ray_private.NODE.get()
     for frame, _ in traceback.walk_tb(error.__traceback__):
         node = frame.f_locals.get("self")
-        if isinstance(node, Node):
+        if isinstance(node, node_type):
             return node
     return None
 
@@ -258,14 +253,8 @@ def _on_the_loopback() -> Iterator[None]:
     its place; it listens on 127.0.0.1 alone where it is told, as on a laptop's system, that there
     are no clusters of several machines.
     """
-    from ray._private import ray_constants
-
-    previous = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
+    with ray_private.HAS_CLUSTERS.replaced(False):
         yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = previous
 
 
 def _check_address(address: str) -> None:
@@ -285,9 +274,8 @@ def _check_address(address: str) -> None:
 def is_only_node() -> bool:
     """Whether the Ray cluster that this process is connected to has this machine alone."""
     import ray
-    from ray._private import worker
 
-    if worker._global_node is None:  # Connected through a proxy, from anywhere.
+    if ray_private.GLOBAL_NODE.get() is None:  # Connected through a proxy, from anywhere.
         return False
     nodes = [each["NodeID"] for each in ray.nodes() if each["Alive"]]
     return nodes == [ray.get_runtime_context().get_node_id()]

@@ -76,5 +76,7 @@ class LogWriter(QueueHandler):
 class _Writer(QueueListener):
     """Can be stopped when its queue is full."""
 
+    queue: "queue.Queue[logging.LogRecord | None]"
+
     def enqueue_sentinel(self) -> None:
         self.queue.put(None, timeout=_CLOSE_S)

@@ -7,9 +7,7 @@ for it; so where it asks for all interfaces it is given the node's own, which is
 a cluster that `quire serve` started.
 """
 
-import logging
-
-_log = logging.getLogger(__name__)
+from quire.cluster.deploy.ray_private import ADD_PORT
 
 _EVERYWHERE = "[::]:"
 
@@ -17,11 +15,9 @@ _EVERYWHERE = "[::]:"
 def keep_to_node_address() -> None:
     """To be called as a replica's constructor begins: Serve opens the port when it has ended."""
     import ray
-    from ray.serve._private import replica
 
-    add_port = getattr(replica, "add_port_to_grpc_server", None)
+    add_port, replica = ADD_PORT.get(), ADD_PORT.owner()
     if add_port is None:
-        _log.warning("this version of Ray Serve opens its replicas' ports in an unknown way")
         return
     host = ray.util.get_node_ip_address()
     host = f"[{host}]" if ":" in host else host
@@ -31,4 +27,4 @@ def keep_to_node_address() -> None:
             address = f"{host}:{address.removeprefix(_EVERYWHERE)}"
         return add_port(server, address, *args, **kwargs)
 
-    replica.add_port_to_grpc_server = add_port_at_node  # type: ignore[attr-defined]
+    setattr(replica, ADD_PORT.name, add_port_at_node)

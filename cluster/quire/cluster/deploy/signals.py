@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from quire.cluster.deploy import ray_private
+
 
 @contextlib.contextmanager
 def ended_by_signal() -> Iterator[None]:
@@ -34,18 +36,22 @@ def ended_by_signal() -> Iterator[None]:
 @contextlib.contextmanager
 def ray_leaves_signals_alone() -> Iterator[None]:
     """While Ray starts or connects, which is when it takes signals for itself."""
-    from ray._private import services, utils, worker
-
     # It would end its processes, but not what those started, and exit.
-    with _replaced(utils, "set_sigterm_handler", _do_nothing), contextlib.ExitStack() as stack:
+    with (
+        ray_private.SET_SIGTERM_HANDLER.replaced(_do_nothing),
+        contextlib.ExitStack() as stack,
+    ):
         # Half a connection crashes the process when that ends.
-        stack.enter_context(_replaced(worker, "connect", _in_one_piece(worker.connect)))
+        connect = ray_private.CONNECT
+        if connect.get() is not None:
+            stack.enter_context(connect.replaced(_in_one_piece(connect.get())))
         # A terminal that closes and ``timeout`` signal the whole group of ours. Ray's head would be
         # gone at once, with nothing drained, and we would look for it for a minute. Where no
         # process can be bound to the life of another, Ray ends them by their group.
-        if sys.platform == "linux" and utils.detect_fate_sharing_support():
-            apart = functools.partial(services.ConsolePopen, process_group=0)
-            stack.enter_context(_replaced(services, "ConsolePopen", apart))
+        binds, popen = ray_private.BINDS_LIVES.get(), ray_private.POPEN.get()
+        if sys.platform == "linux" and binds is not None and popen is not None and binds():
+            apart = functools.partial(popen, process_group=0)
+            stack.enter_context(ray_private.POPEN.replaced(apart))
         yield
 
 
@@ -91,16 +97,6 @@ def _handled(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    previous = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, previous)
 
 
 def _interrupt(number: int, frame: object) -> None:

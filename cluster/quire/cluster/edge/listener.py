@@ -20,6 +20,7 @@ from quire.cluster.edge.connection import HttpConnection, OpenConnections, raw_r
 from quire.cluster.edge.http_errors import error_response
 from quire.cluster.edge.leaving import stop_listening
 from quire.cluster.edge.limits import ConnectionLimits
+from quire.cluster.edge.uvicorn_private import check_uvicorn
 from quire.cluster.errors import Unavailable
 
 _log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class HttpListener:
     """Serves ``app`` from `start` to `stop`, in the event loop that both are called in.
 
     ``cut`` hears the reason of each connection that is refused or closed early, as
-    `OpenConnections` says.
+    `OpenConnections` says. Raises ConfigError where uvicorn's version is not one that this extends.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class HttpListener:
         drain_timeout_s: float = 1.0,
         cut: Callable[[str], object] = lambda reason: None,
     ) -> None:
+        check_uvicorn()
         self.connections = OpenConnections(limits, cut=cut)
         self._tls = tls
         self._server = _Server(

@@ -57,8 +57,8 @@ from quire.cluster.edge.streams import (
 )
 from quire.cluster.edge.structured import told_of
 from quire.cluster.edge.text_api import text_routes
-from quire.cluster.edge.usage_api import usage_route
 from quire.cluster.edge.ui_api import ui_routes
+from quire.cluster.edge.usage_api import usage_route
 from quire.cluster.errors import DeadlineExceeded
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Take

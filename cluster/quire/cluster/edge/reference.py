@@ -7,7 +7,6 @@ what is served.
 import html
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import version
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
@@ -15,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
+from quire import __version__
 from quire.cluster.edge.error_kinds import STATUSES
 from quire.cluster.edge.field_texts import described
 from quire.cluster.edge.openai_schema import Body
@@ -91,7 +91,7 @@ def reference_of(routes: Iterable[Route]) -> Json:
         paths[route.path_format] = {method.lower(): operation}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Quire", "version": version("quire")},
+        "info": {"title": "Quire", "version": __version__},
         "paths": paths,
         "components": {
             "schemas": {**schemas, "Error": _ERROR},

@@ -9,12 +9,11 @@
 Names and shapes are vLLM's but for Anthropic's.
 """
 
-from importlib.metadata import version
-
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from quire import __version__
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.messages_schema import CountTokensBody
 from quire.cluster.edge.openai_schema import Body, ChatFields, ChatTurns, TokenIds
@@ -94,7 +93,7 @@ def text_routes(models: Models, bodies: BodyReader) -> list[Route]:
         return JSONResponse({"input_tokens": len(token_ids)})
 
     async def show_version(request: Request) -> Response:
-        return JSONResponse({"version": version("quire")})
+        return JSONResponse({"version": __version__})
 
     async def load(request: Request) -> Response:
         return JSONResponse({"server_load": models.num_inflight})

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from typing import Any, NoReturn
 
 import grpc
@@ -21,6 +20,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
+from quire import __version__
 from quire.cluster.edge.auth import ApiKeys, check_operator, grpc_caller
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
@@ -226,7 +226,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 )
             response = vllm.GetLoadsResponse(
                 timestamp=datetime.now(UTC).isoformat(),
-                version=version("quire"),
+                version=__version__,
                 dp_rank_count=1,
                 loads=[self._load()],
             )

@@ -10,12 +10,12 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from importlib.metadata import version
 from math import inf
 from typing import Any, NamedTuple
 
 from pydantic_core import to_json
 
+from quire import __version__
 from quire.cluster.errors import Overloaded
 from quire.cluster.links.groups import Groups
 from quire.cluster.supervise import keep_going
@@ -212,7 +212,7 @@ class Live:
             "gateway": {
                 "name": self.name,
                 "num": max([1, *(load.num_gateways for load in loads)]),
-                "version": version("quire"),
+                "version": __version__,
                 "models": [each.model for each in watched],
                 "viewers": self.num_viewers,
                 "inflight": sum(each.num_inflight for each in watched),

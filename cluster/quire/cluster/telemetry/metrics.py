@@ -98,7 +98,7 @@ class Telemetry:
         (metric,) = self.time_to_first_token.collect()
         upto = [int(each.value) for each in metric.samples if each.name.endswith("_bucket")]
         counts = [high - low for low, high in zip([0, *upto], upto, strict=False)]
-        return _TTFT_BUCKETS, counts
+        return TTFT_BUCKETS, counts
 
 
 class GatewayTelemetry:

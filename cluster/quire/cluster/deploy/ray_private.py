@@ -1,0 +1,142 @@
+"""The parts of Ray that are private to it and that Quire uses, each with what is lost without it.
+
+A part without a loss is needed: where it is missing, nothing is started (`check_ray`). Without one
+of the others, `Part.get` is ``None``, and a warning says once what does not work.
+"""
+
+import contextlib
+import functools
+import importlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from types import ModuleType
+from typing import Any
+
+from quire.cluster.private import known_loss, unknown_version
+
+_log = logging.getLogger(__name__)
+
+TESTED = ("2.60.0", "2.60.0")
+"""The lowest and the highest version of Ray that Quire's tests ran with. Before 2.60 Serve has no
+``max_surge_percent``, by which groups are replaced."""
+_INSTALL = "ray[serve]>=2.60,<2.61"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One name of a module of Ray's, with dots where it is of a class in there."""
+
+    module: str
+    name: str
+    loss: str | None = None
+    """What does not work without it. ``None``: Quire needs it."""
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+    def owner(self) -> ModuleType | None:
+        """The module, if it is there and has the name."""
+        try:
+            module = importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            if self.module.startswith(f"{error.name}."):
+                return None  # A package above it is gone.
+            if error.name != self.module:
+                raise
+            return None
+        try:
+            attrgetter(self.name)(module)
+        except AttributeError:
+            return None
+        return module
+
+    def get(self) -> Any:
+        """Its value. Where it is missing, ``None`` if Quire can do without, else ConfigError."""
+        owner = self.owner()
+        if owner is not None:
+            return attrgetter(self.name)(owner)
+        if self.loss is None:
+            raise unknown_version("ray", [str(self)], tested=TESTED, install=_INSTALL)
+        _warn(self)
+        return None
+
+    @contextlib.contextmanager
+    def replaced(self, value: Any) -> Iterator[None]:
+        """Has ``value`` instead, for the length of the block. No effect where `get` is None."""
+        previous = self.get()
+        owner = self.owner()
+        if owner is None:
+            yield
+            return
+        setattr(owner, self.name, value)
+        try:
+            yield
+        finally:
+            setattr(owner, self.name, previous)
+
+
+HAS_CLUSTERS = Part("ray._private.ray_constants", "ENABLE_RAY_CLUSTER")
+"""Whether Ray is for several machines; else it listens on 127.0.0.1 alone."""
+GLOBAL_NODE = Part("ray._private.worker", "_global_node")
+"""The node that this process is connected to; ``None`` through a proxy."""
+SET_SIGTERM_HANDLER = Part("ray._private.utils", "set_sigterm_handler")
+"""Called as Ray starts; its handler would end Ray's processes alone, and exit."""
+
+NODE = Part("ray._private.node", "Node")
+_OF_NODES = tuple(
+    Part(NODE.module, f"Node.{name}")
+    for name in ("gcs_address", "raylet_socket_name", "get_logs_dir_path", "kill_all_processes")
+)
+
+CONNECT = Part(
+    "ray._private.worker", "connect", "a signal while Ray connects may crash this process"
+)
+BINDS_LIVES = Part(
+    "ray._private.utils",
+    "detect_fate_sharing_support",
+    "a signal to this process's whole group ends Ray before streams are drained",
+)
+"""Whether a process can be bound to the life of another."""
+POPEN = Part("ray._private.services", "ConsolePopen", BINDS_LIVES.loss)
+"""Starts Ray's processes."""
+USE_TOKEN = Part(
+    "ray._private.authentication.authentication_token_setup",
+    "maybe_enable_token_auth_if_token_available",
+    "a cluster that wants a token needs RAY_AUTH_MODE=token in the environment",
+)
+FORGET_CLIENT = Part(
+    "ray.serve.context", "_set_global_client", "a process can start one cluster only"
+)
+GET_CLIENT = Part(
+    "ray.serve.context",
+    "_get_global_client",
+    "a cluster of a Serve configuration is not told from others when its models change",
+)
+ADD_PORT = Part(
+    "ray.serve._private.replica",
+    "add_port_to_grpc_server",
+    "replicas have a port that may be open to the network, and Ray unpickles what it receives: "
+    "close all ports but the gateways' to others",
+)
+"""Opens the port of a replica for calls between deployments."""
+
+ALL = (
+    *(HAS_CLUSTERS, GLOBAL_NODE, SET_SIGTERM_HANDLER),
+    *(NODE, *_OF_NODES),
+    *(CONNECT, BINDS_LIVES, POPEN, USE_TOKEN, FORGET_CLIENT, GET_CLIENT, ADD_PORT),
+)
+
+
+def check_ray() -> None:
+    """Raises ConfigError: the installed version of Ray lacks parts that Quire needs."""
+    missing = [str(part) for part in ALL if part.loss is None and part.owner() is None]
+    if missing:
+        raise unknown_version("ray", missing, tested=TESTED, install=_INSTALL)
+
+
+@functools.cache
+def _warn(part: Part) -> None:
+    assert part.loss is not None
+    _log.warning("%s", known_loss("ray", str(part), part.loss, tested=TESTED, install=_INSTALL))
