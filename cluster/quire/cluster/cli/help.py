@@ -28,6 +28,12 @@ SHORT_USAGE = "%(prog)s [MODEL …] [flags]"
 """Usage line of commands whose list of flags would fill the first screen of ``--help``."""
 
 
+RAY_ADDRESS_HELP = (
+    "the Ray cluster's; 'auto' is that of RAY_ADDRESS, of the newest `quire serve` here, or the "
+    "one that this machine is a node of"
+)
+
+
 class Parser(argparse.ArgumentParser):
     """Takes flags by their whole names only: a prefix would mean another flag, or none, once a
     flag is added. A refusal is one line, for the usage of ``serve`` alone fills a screen."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from quire.cluster.cli.cluster import add_model_flags, model_config
 from quire.cluster.cli.engine import MODEL_HELP
 from quire.cluster.cli.fields import absolute
-from quire.cluster.cli.help import SHORT_USAGE, DefaultsFormatter, Parser
+from quire.cluster.cli.help import RAY_ADDRESS_HELP, SHORT_USAGE, DefaultsFormatter, Parser
 
 
 def add_model_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -59,16 +59,14 @@ def add_model_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
 
     for each in (listed, add, remove, replace):
         each.add_argument("--name", required=True, help="the cluster's, as `quire serve` prints it")
-        each.add_argument(
-            "--ray-address", default="auto", help="the Ray cluster's; 'auto' finds it"
-        )
+        each.add_argument("--ray-address", default="auto", help=RAY_ADDRESS_HELP)
 
 
 def _list(arguments: argparse.Namespace) -> int:
     from quire.cluster.deploy.change import model_states
-    from quire.cluster.deploy.local import ray_session
+    from quire.cluster.deploy.local import found_address, ray_session
 
-    with ray_session(address=arguments.ray_address):
+    with ray_session(address=found_address(arguments.ray_address)):
         states = model_states(arguments.name)
     rows = [("name", "aliases", "state", "groups", "path")]
     for each in states:
@@ -119,10 +117,10 @@ def _replace(arguments: argparse.Namespace) -> int:
 def _change(
     arguments: argparse.Namespace, what: str, done: str, change: Callable[..., None]
 ) -> int:
-    from quire.cluster.deploy.local import ray_session
+    from quire.cluster.deploy.local import found_address, ray_session
     from quire.cluster.deploy.progress import on_stdout
 
-    with on_stdout() as progress, ray_session(address=arguments.ray_address):
+    with on_stdout() as progress, ray_session(address=found_address(arguments.ray_address)):
         progress.say(f"{what} …")
         change(progress)
     print(f"{done} after {progress.elapsed_s:.1f} s.")

@@ -4,7 +4,8 @@ import argparse
 import json
 from typing import Any
 
-from quire.cluster.cli.help import DefaultsFormatter, Parser
+from quire.cluster.cli.help import RAY_ADDRESS_HELP, DefaultsFormatter, Parser
+from quire.worker.api.errors import ConfigError
 
 _HEALTHY, _NOT_WHOLE, _NOTHING = 0, 1, 2
 
@@ -20,17 +21,22 @@ def add_status_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         formatter_class=DefaultsFormatter,
     )
     status.add_argument("name", nargs="?", help="one application; all of them if absent")
-    status.add_argument("--ray-address", default="auto", help="the Ray cluster's; 'auto' finds it")
+    status.add_argument("--ray-address", default="auto", help=RAY_ADDRESS_HELP)
     status.add_argument("--json", action="store_true", help="as JSON, for programs")
     status.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from quire.cluster.deploy.local import ray_session
+    from quire.cluster.deploy.local import found_address, ray_session
     from quire.cluster.deploy.names import check_known
     from quire.cluster.deploy.overview import overview
 
-    with ray_session(address=arguments.ray_address):
+    try:
+        address = found_address(arguments.ray_address)
+    except ConfigError as error:
+        print(f"Nothing runs: {error}")
+        return _NOTHING
+    with ray_session(address=address):
         if arguments.name is not None:
             check_known(arguments.name)
         found = [each for each in overview() if arguments.name in (None, each["application"])]

@@ -5,7 +5,7 @@ For one that nobody serves any more: it was deployed from a file, or its ``quire
 
 import argparse
 
-from quire.cluster.cli.help import DefaultsFormatter, Parser
+from quire.cluster.cli.help import RAY_ADDRESS_HELP, DefaultsFormatter, Parser
 from quire.cluster.config import ClusterConfig
 
 
@@ -19,7 +19,7 @@ def add_stop_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         formatter_class=DefaultsFormatter,
     )
     stop.add_argument("name", help="the application's name, as `quire serve` prints it")
-    stop.add_argument("--ray-address", default="auto", help="the Ray cluster's; 'auto' finds it")
+    stop.add_argument("--ray-address", default="auto", help=RAY_ADDRESS_HELP)
     stop.add_argument(
         "--drain-timeout-s",
         type=float,
@@ -30,11 +30,11 @@ def add_stop_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from quire.cluster.deploy.local import ray_session
+    from quire.cluster.deploy.local import found_address, ray_session
     from quire.cluster.deploy.names import check_known
     from quire.cluster.deploy.stop import stop_app
 
-    with ray_session(address=arguments.ray_address) as session:
+    with ray_session(address=found_address(arguments.ray_address)) as session:
         check_known(arguments.name)
         print(f"Draining {arguments.name} …", flush=True)
         stop_app(arguments.name, session, drain_timeout_s=arguments.drain_timeout_s)

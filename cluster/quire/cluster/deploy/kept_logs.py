@@ -21,6 +21,7 @@ _MAX_BYTES = 256 * 2**20
 _MAX_FILE_BYTES = 16 * 2**20
 """A longer file keeps its end alone."""
 _LIVE = "live"
+_ADDRESS = "ray-address"
 
 
 def state_folder() -> Path:
@@ -46,8 +47,25 @@ def kept(logs: Path) -> Iterator[Path | None]:
         yield folder
     finally:
         _copy(logs, folder)
-        (folder / _LIVE).unlink(missing_ok=True)
+        for name in (_LIVE, _ADDRESS):
+            (folder / name).unlink(missing_ok=True)
         _remove_oldest(folder.parent)
+
+
+def note_address(folder: Path | None, address: str) -> None:
+    """Keeps, beside its logs, where the Ray cluster of a start is, for `addresses_here`."""
+    if folder is not None:
+        with contextlib.suppress(OSError):  # It is found by its printed address all the same.
+            (folder / _ADDRESS).write_text(f"{address}\n", encoding="utf-8")
+
+
+def addresses_here() -> list[str]:
+    """Where the Ray clusters are that `quire serve` runs on this machine, the newest first."""
+    with contextlib.suppress(OSError, RuntimeError):
+        folders = [each for each in (state_folder() / "logs").iterdir() if _is_of_running(each)]
+        files = [each / _ADDRESS for each in sorted(folders, key=_age)]
+        return [each.read_text(encoding="utf-8").strip() for each in files if each.exists()]
+    return []
 
 
 @contextlib.contextmanager

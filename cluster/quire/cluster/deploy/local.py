@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import ray_private
-from quire.cluster.deploy.kept_logs import kept, logs_named
+from quire.cluster.deploy.kept_logs import addresses_here, kept, logs_named, note_address
 from quire.cluster.deploy.line import PATH, Line
 from quire.cluster.deploy.processes import descendants, end_all_with, finished, kill
 from quire.cluster.deploy.session import OthersCluster, OwnNode, RaySession
@@ -69,6 +69,7 @@ def ray_session(
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    import ray
     from ray import serve
 
     ray_private.check_ray()
@@ -110,6 +111,7 @@ def ray_session(
         stack.enter_context(_on_the_loopback())
         with ray_leaves_signals_alone():
             _start_node(folder, without_gcs_s=_WITHOUT_GCS_S + math.ceil(drain_timeout_s))
+        note_address(kept_logs, ray.get_runtime_context().gcs_address)
         pids = _pids()
         stack.callback(lambda: below.extend(descendants(pids["raylet"])))
         yield OwnNode(logs=logs / "serve", kept_logs=kept_logs, line=line, pids=pids)
@@ -255,6 +257,29 @@ def _on_the_loopback() -> Iterator[None]:
     """
     with ray_private.HAS_CLUSTERS.replaced(False):
         yield
+
+
+def found_address(given: str) -> str:
+    """Where the Ray cluster is that ``given`` means: "auto" is that of ``RAY_ADDRESS``, else of the
+    newest `quire serve` on this machine, else the one that this machine is a node of.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if given != "auto" or os.environ.get("RAY_ADDRESS"):
+        return given
+    if here := addresses_here():
+        return here[0]
+    noted = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
+    try:
+        address = noted.read_text(encoding="utf-8").strip()
+        _check_address(address)
+    except (OSError, ConfigError):
+        raise ConfigError(
+            "ray_address='auto': no `quire serve` runs on this machine, and no Ray cluster has it "
+            "as a node; give the address that `quire serve` printed, or `ray start` one"
+        ) from None
+    return address
 
 
 def _check_address(address: str) -> None:
