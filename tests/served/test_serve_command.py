@@ -1,8 +1,11 @@
 """``quire serve`` as its user runs it: a process, a signal."""
 
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -152,3 +155,21 @@ def test_a_failed_start_shows_the_traceback_and_keeps_the_logs(
     texts = [path.read_text(errors="replace") for path in kept.rglob("*.log")]
     assert any("QUIRE_NATIVE_ISA='none'" in text for text in texts)
     assert not (kept / "live").is_symlink()
+
+
+@pytest.mark.usefixtures("no_process_is_left")
+def test_status_and_logs_tell_of_a_cluster_that_serves(capfd: pytest.CaptureFixture[str]) -> None:
+    with serving() as (_, _, http_address):
+        httpx.post(f"http://{http_address}/v1/completions", json={"prompt": "hi", "max_tokens": 2})
+        status = subprocess.run(
+            [sys.executable, "-m", "quire", "status", "--json"], capture_output=True, check=False
+        )
+        logs = subprocess.run(
+            [sys.executable, "-m", "quire", "logs"], capture_output=True, text=True, check=True
+        )
+    assert status.returncode == 0
+    (app,) = json.loads(status.stdout)
+    assert app["is_whole"]
+    assert app["addresses"]["HTTP"] == http_address
+    assert [each["state"] for each in app["models"]] == ["ready"]
+    assert "POST /v1/completions 200" in logs.stdout

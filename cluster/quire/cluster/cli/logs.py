@@ -96,10 +96,11 @@ def _last(files: dict[Path, str], num: int) -> list[tuple[str, str]]:
 
 
 def _tail(path: Path, num: int) -> list[str]:
+    """Lines at its end, ``num`` or more if they are short."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - num * 512 - _MAX_LINE_BYTES))
-        return file.read().decode(errors="replace").splitlines()[-num:]
+        return file.read().decode(errors="replace").splitlines()
 
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d{3}")

@@ -47,6 +47,8 @@ class Rates:
 def first_token_s(before: pb.GatewayLoad, after: pb.GatewayLoad, share: float) -> float | None:
     """Within what time that ``share`` of the first tokens between two looks came, at most: the
     bound of a bucket. ``None`` without any."""
+    if not after.ttft_counts:
+        return None
     former = list(before.ttft_counts) or [0] * len(after.ttft_counts)
     counts = [new - old for new, old in zip(after.ttft_counts, former, strict=True)]
     wanted, seen = share * sum(counts), 0
