@@ -39,7 +39,7 @@ ELSEWHERE = {
 NOT_RUN = {
     "python3 -m venv": "`make test-python` installs, as that takes minutes and gigabytes",
     "pip install": "`make test-python` installs, as that takes minutes and gigabytes",
-    "make wheel": "`make test-python` builds the wheel and installs it",
+    "uv pip install": "`make test-python` installs, as that takes minutes and gigabytes",
     ".venv/bin/quire serve": "tests/served/test_served.py serves from two groups of two ranks",
     ".venv/bin/quire bench prefix": "tests/worker/bench runs it, on requests of its own",
     ".venv/bin/quire simulate": "tests/router/simulate replays a log of its own",
