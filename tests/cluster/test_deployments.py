@@ -14,7 +14,7 @@ from ray import serve
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deploy import deployments
+from quire.cluster.deploy import deployments, report_demand
 from quire.cluster.deploy.deployments import Gateway, ReplicaGroup, pool_of
 from quire.cluster.deploy.listed import Listed, listed_in, to_json
 from quire.cluster.deploy.model_set import Follow
@@ -45,6 +45,7 @@ class FakeServer:
         self.by_name = {"demo": self}
         self.explanations = SimpleNamespace()
         self.adapters = SimpleNamespace()
+        self.usage = SimpleNamespace()
         self.table = object()
         self.demand = Demand()
         self.addresses: list[str] = []
@@ -130,7 +131,7 @@ async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
     monkeypatch.setattr(deployments, "keep_to_node_address", lambda: None)
     monkeypatch.setattr(deployments, "claim_ports", lambda *_, **__: contextlib.ExitStack())
     monkeypatch.setattr(deployments, "be_watched", be_watched)
-    monkeypatch.setattr(deployments, "_DEMAND_REPORT_S", 0)
+    monkeypatch.setattr(report_demand, "_DEMAND_REPORT_S", 0)
     this = SimpleNamespace(unique_id="this")
     context = SimpleNamespace(app_name="app", deployment="Gateway", replica_id=this)
     monkeypatch.setattr(serve, "get_replica_context", lambda: context)

@@ -37,7 +37,8 @@ async def run():
     await asyncio.sleep(1)
     print(port, flush=True)
     exec(sys.argv[1])
-    await asyncio.wait([watched], timeout=1)
+    for _ in range(20):  # Several: one timeout may have passed while the process was stopped.
+        await asyncio.wait([watched], timeout=0.05)
     print("cut off" if watched.done() else "watched", flush=True)
     watched.cancel()
 

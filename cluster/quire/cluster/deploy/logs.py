@@ -42,6 +42,7 @@ class LogWriter(QueueHandler):
 
     def __init__(self, handlers: list[logging.Handler], *, max_lines: int = _MAX_LINES) -> None:
         self.num_dropped = 0
+        self._is_open = True
         self._lines: queue.Queue[logging.LogRecord] = queue.Queue(max_lines)
         super().__init__(self._lines)
         self._writer = _Writer(self._lines, *handlers, respect_handler_level=True)
@@ -68,8 +69,10 @@ class LogWriter(QueueHandler):
 
     def close(self) -> None:
         """Writes what waits, if that can be done in time, and ends the thread."""
-        with contextlib.suppress(queue.Full):
-            self._writer.stop()
+        if self._is_open:
+            self._is_open = False
+            with contextlib.suppress(queue.Full):
+                self._writer.stop()
         super().close()
 
 
