@@ -1,24 +1,29 @@
-"""What the docstrings below a class's attributes say, for references that are made of the code."""
+"""What a class's source says of its attributes, for references that are made of the code."""
 
 import ast
 import inspect
 import textwrap
+from typing import NamedTuple
 
 
-def attribute_docs(declared: type) -> dict[str, str]:
-    """The text below each attribute that has one, as one line with CommonMark's marks for code."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(declared))).body
+class Attribute(NamedTuple):
+    annotation: str
+    """As written."""
+    text: str
+    """The docstring below it, as one paragraph; empty where there is none."""
+
+
+def attributes_of(owner: type) -> dict[str, Attribute]:
+    """The annotated attributes that ``owner`` itself declares, by name."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
     assert isinstance(tree, ast.ClassDef)
-    docs = {}
-    for statement, following in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            text = _string(following)
-            if text is not None:
-                docs[statement.target.id] = " ".join(text.split()).replace("``", "`")
-    return docs
-
-
-def _string(statement: ast.stmt) -> str | None:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        return statement.value.value if isinstance(statement.value.value, str) else None
-    return None
+    found: dict[str, Attribute] = {}
+    name = ""
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+            found[name] = Attribute(ast.unparse(node.annotation), "")
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
+            text = " ".join(inspect.cleandoc(str(node.value.value)).split())
+            found[name] = found[name]._replace(text=text)
+    return found

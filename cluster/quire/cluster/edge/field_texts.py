@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from quire.cluster.attribute_docs import attribute_docs
+from quire.cluster.attribute_docs import attributes_of
 from quire.worker.api.sampling_params import PARAMETERS, SamplingParams
 
 _JSON_SCHEMA = "The output is JSON of this schema."
@@ -96,7 +96,8 @@ IN_BODY: Mapping[tuple[str, str], str] = {
 
 @cache
 def _parameter_docs() -> Mapping[str, str]:
-    return attribute_docs(SamplingParams)
+    attributes = attributes_of(SamplingParams).items()
+    return {name: each.text.replace("``", "`") for name, each in attributes}
 
 
 def described(body: str, name: str, field: Mapping[str, Any]) -> dict[str, Any]:
