@@ -272,7 +272,7 @@ class ModelService:
         call = timeline.current()
         call.request_id = call.request_id or hashed.request_id
         call.model, call.operation = self.model, request.task
-        call.priority = priority
+        call.priority, call.sampling = priority, call.sampling or sampling
         call.num_prompt_tokens += len(token_ids)
         call.prepared()
         return hashed
