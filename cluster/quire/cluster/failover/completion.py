@@ -130,7 +130,11 @@ class Completion:
                 except GroupLost as error:
                     self._error = error
                 finally:
-                    attempt.end(str(self._error or self._finish_reason or "cancelled"))
+                    has_failed = self._error and not isinstance(self._error, HandedOver)
+                    attempt.end(
+                        str(self._error or self._finish_reason or "cancelled"),
+                        error_type=type(self._error).__name__ if has_failed else "",
+                    )
                     self._attempts.end()
                 if self._error is not None:
                     self._attempts.lose(self._error)

@@ -9,7 +9,7 @@ that cannot be reached is logged once, until it can be again.
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -48,9 +48,7 @@ _W3C = TraceContextTextMapPropagator()
 class SpanExport:
     """The spans of one process, on their way to a collector. Made and used in one event loop."""
 
-    def __init__(
-        self, endpoint: str | None, *, protocol: str, role: Role, instance: str
-    ) -> None:
+    def __init__(self, endpoint: str | None, *, protocol: str, role: Role, instance: str) -> None:
         """``endpoint``: ``None`` is that of the environment."""
         resource = Resource.create()
         ours = {"service.instance.id": instance}
@@ -65,17 +63,9 @@ class SpanExport:
             self._sender, max_queue_size=MAX_QUEUED, max_export_batch_size=_MAX_BATCH
         )
         self._num_added = 0
-        self.num_dropped = 0
-        """Spans that found no room among those that wait."""
-
-    @property
-    def num_sent(self) -> int:
-        return self._sender.num_sent
-
-    @property
-    def num_failed(self) -> int:
-        """Spans that the collector did not take."""
-        return self._sender.num_failed
+        self.count: Callable[[str, int], object] = lambda outcome, num: None
+        """Hears how many spans were "sent", "failed" or "dropped", also in another thread."""
+        self._sender.count = lambda outcome, num: self.count(outcome, num)
 
     def begin(
         self, call: Timeline, *, traceparents: Sequence[str], tracestates: Sequence[str]
@@ -107,7 +97,7 @@ class SpanExport:
         for span in spans:
             # What the sender's thread has taken can only rise meanwhile, so that there is room.
             if self._num_added - self._sender.num_taken >= MAX_QUEUED:
-                self.num_dropped += 1
+                self.count("dropped", 1)
             else:
                 self._num_added += 1
                 self._processor.on_end(self._readable(span))
@@ -140,10 +130,11 @@ class SpanExport:
 
 
 class _Sender(SpanExporter):
-    """Another exporter, of which it counts what becomes of the spans. Called from a thread."""
+    """Another exporter, which tells what becomes of the spans. Called from a thread."""
 
     def __init__(self, exporter: SpanExporter, *, where: str) -> None:
-        self.num_taken = self.num_sent = self.num_failed = 0
+        self.num_taken = 0
+        self.count: Callable[[str, int], object] = lambda outcome, num: None
         self._exporter = exporter
         self._where = where
         self._is_failing = False
@@ -152,11 +143,8 @@ class _Sender(SpanExporter):
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.num_taken += len(spans)
         result = self._exporter.export(spans)
-        if result is SpanExportResult.SUCCESS:
-            self.num_sent += len(spans)
-        else:
-            self.num_failed += len(spans)
         is_failing = result is not SpanExportResult.SUCCESS
+        self.count("failed" if is_failing else "sent", len(spans))
         if is_failing and not self._is_failing:
             _log.warning("spans cannot be sent to %s: %s", self._where, self._reasons.last)
         elif self._is_failing and not is_failing:

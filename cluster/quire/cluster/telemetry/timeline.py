@@ -37,14 +37,16 @@ class Attempt:
     ended_s: float | None = None
     outcome: str = ""
     """How it ended: a finish reason, or why the completion went elsewhere or failed."""
+    error_type: str = ""
+    """The exception that it failed with. A group that gives it back has not failed."""
 
     def begin(self, *, num_cached_tokens: int, num_fetched_tokens: int = 0) -> None:
         self.begun_s = time.monotonic()
         self.num_cached_tokens = num_cached_tokens
         self.num_fetched_tokens = num_fetched_tokens
 
-    def end(self, outcome: str) -> None:
-        self.ended_s, self.outcome = time.monotonic(), outcome
+    def end(self, outcome: str, *, error_type: str = "") -> None:
+        self.ended_s, self.outcome, self.error_type = time.monotonic(), outcome, error_type
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +114,8 @@ class Timeline:
     """The served model or adapter; empty until it is known."""
     operation: str = ""
     """What is asked of the model: "generate" or "embed"."""
+    is_chat: bool = False
+    """Its prompt is a chat."""
     request_id: str = ""
     """Our name for it: that of its first prompt's request."""
     is_stream: bool = False

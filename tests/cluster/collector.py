@@ -1,0 +1,71 @@
+"""A collector of OTLP over gRPC, within the test."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+
+@dataclass(frozen=True)
+class Received:
+    """A span as it came."""
+
+    span: Span
+    resource: dict[str, Any]
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        return _plain(self.span.attributes)
+
+
+@dataclass
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    endpoint: str = ""
+    spans: list[Received] = field(default_factory=list)
+
+    async def Export(self, request: pb.ExportTraceServiceRequest, context: Any) -> Any:
+        for each in request.resource_spans:
+            resource = _plain(each.resource.attributes)
+            self.spans += [Received(span, resource) for of in each.scope_spans for span in of.spans]
+        return pb.ExportTraceServiceResponse()
+
+    async def wait(self, num_spans: int) -> None:
+        """Until so many have come; pytest's patience is the limit."""
+        while len(self.spans) < num_spans:
+            await asyncio.sleep(0.01)
+
+    def named(self, name: str) -> list[Received]:
+        """In the order in which they began."""
+        found = [each for each in self.spans if each.span.name == name]
+        return sorted(found, key=lambda each: each.span.start_time_unix_nano)
+
+
+@contextlib.asynccontextmanager
+async def collecting() -> AsyncIterator[Collector]:
+    collector = Collector()
+    server = grpc.aio.server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)  # type: ignore[no-untyped-call]
+    collector.endpoint = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        yield collector
+    finally:
+        await server.stop(None)
+
+
+def _plain(attributes: Any) -> dict[str, Any]:
+    return {each.key: _value(each.value) for each in attributes if isinstance(each, KeyValue)}
+
+
+def _value(value: AnyValue) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_value(each) for each in value.array_value.values]
+    return getattr(value, kind) if kind else None
