@@ -6,15 +6,19 @@ from typing import Any
 import httpx
 import pytest
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
+from opentelemetry.semconv._incubating.attributes import rpc_attributes
 from opentelemetry.semconv.attributes import (
     error_attributes,
     http_attributes,
     server_attributes,
 )
-from tests.cluster.collector import Collector, collecting
+from tests.cluster.collector import Collector, Received, collecting
+from tests.cluster.test_failover import FAST_S, PROMPT, SLOW_S, begin, generate, read_rest
 
+from quire.cluster.group.session import TracesTo
 from quire.cluster.telemetry.span_export import SpanExport
 from quire.cluster.telemetry.tracing import start_tracing
+from quire.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.anyio
 
@@ -23,7 +27,7 @@ TRACEPARENT = f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"
 SECRET = "the cat sat"
 CONVENTIONS = {
     value
-    for module in (gen_ai, error_attributes, http_attributes, server_attributes)
+    for module in (gen_ai, rpc_attributes, error_attributes, http_attributes, server_attributes)
     for name, value in vars(module).items()
     if name.isupper() and isinstance(value, str)
 }
@@ -79,7 +83,8 @@ async def test_a_calls_span_has_the_conventions_names_and_the_clients_parent(
     assert told[gen_ai.GEN_AI_REQUEST_TEMPERATURE] == 0.5
     assert told[gen_ai.GEN_AI_USAGE_INPUT_TOKENS] == usage["prompt_tokens"]
     assert told[gen_ai.GEN_AI_USAGE_OUTPUT_TOKENS] == usage["completion_tokens"]
-    assert told[gen_ai.GEN_AI_RESPONSE_FINISH_REASONS] == ["length"]
+    reasons = [each["finish_reason"] for each in answer.json()["choices"]]
+    assert told[gen_ai.GEN_AI_RESPONSE_FINISH_REASONS] == reasons
     assert told[http_attributes.HTTP_RESPONSE_STATUS_CODE] == 200
     assert (
         0
@@ -88,6 +93,95 @@ async def test_a_calls_span_has_the_conventions_names_and_the_clients_parent(
         <= (call.span.end_time_unix_nano - call.span.start_time_unix_nano) / 1e9 + 1e-3
     )
     assert SECRET not in "".join(str(each.span) for each in collector.spans)
+
+
+def follow_groups(cluster: Any, traces: SpanExport) -> None:
+    for group in cluster.groups.values():
+        group.service._door.traces = TracesTo(group.name, traces.add)
+
+
+def assert_within(inner: Received, outer: Received) -> None:
+    """A microsecond is what is left of times that are floats of seconds since 1970."""
+    assert outer.span.start_time_unix_nano <= inner.span.start_time_unix_nano + 1000
+    assert inner.span.end_time_unix_nano <= outer.span.end_time_unix_nano + 1000
+
+
+async def test_a_stream_that_fails_over_is_one_trace_with_both_groups(
+    start_cluster: Any, collector: Collector
+) -> None:
+    async with start_cluster() as cluster:
+        at_gateway, at_groups = traces_to(collector), traces_to(collector, "group", "both")
+        cluster.models.trace_to(at_gateway)
+        follow_groups(cluster, at_groups)
+        cluster.take_steps_of(SLOW_S)
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=PROMPT),
+            sampling=pb.SamplingParams(seed=5, max_tokens=40, ignore_eos=True),
+        )
+        call = cluster.inference.Generate(request, metadata=[("traceparent", TRACEPARENT)])
+        chunks = await begin(call, num_chunks=5)
+        killed = cluster.groups[chunks[0].start.routing.group]
+        killed.service._door.traces = None  # A process that is killed sends nothing more.
+        await killed.kill()
+        cluster.take_steps_of(FAST_S)
+        tokens = await read_rest(call, chunks)
+        await collector.wait(9)
+        await at_gateway.close()
+        await at_groups.close()
+    assert tokens == cluster.model.continuation(PROMPT, seed=5, max_tokens=40)
+    assert {each.span.trace_id.hex() for each in collector.spans} == {CLIENT_TRACE}
+
+    by_id = {each.span.span_id: each for each in collector.spans}
+    assert len(by_id) == len(collector.spans) == 9
+    (root,) = [each for each in collector.spans if each.span.parent_span_id not in by_id]
+    assert root.span.parent_span_id.hex() == CLIENT_SPAN
+    for each in collector.spans:
+        if each is not root:
+            assert_within(each, by_id[each.span.parent_span_id])
+
+    names = {each.span.name: each.span.parent_span_id for each in collector.spans}
+    first, second = collector.named("attempt")
+    (group,) = collector.named("group")
+    assert group.span.parent_span_id == second.span.span_id
+    assert group.resource["service.name"] == "quire-group"
+    assert {names[name] for name in ("prefill", "decode")} == {group.span.span_id}
+    assert names["prepare"] == root.span.span_id
+
+    lost, done = first.attributes, second.attributes
+    assert lost["quire.group"] == killed.name != done["quire.group"]
+    assert done["quire.group"] == group.attributes["quire.group"]
+    assert lost["error.type"] == "GroupDied"
+    assert first.span.status.code == first.span.status.STATUS_CODE_ERROR
+    assert "error.type" not in done
+    assert done["quire.tokens.resumed"] == lost["quire.tokens.output"] > 0
+    assert done["quire.tokens.output"] == len(tokens) - done["quire.tokens.resumed"]
+    assert group.attributes["quire.tokens.output"] == done["quire.tokens.output"]
+    assert done["quire.outcome"] == group.attributes["quire.outcome"] == "length"
+    (prefill,) = collector.named("prefill")
+    found = prefill.attributes["quire.tokens.cached"] + prefill.attributes["quire.tokens.computed"]
+    assert found == len(PROMPT) + done["quire.tokens.resumed"]
+    told = {name for each in collector.spans for name in each.attributes}
+    assert {name for name in told if not name.startswith("quire.")} <= CONVENTIONS | VLLM
+
+
+async def test_an_aborted_attempt_ends_its_groups_span(
+    start_cluster: Any, collector: Collector
+) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        traces = traces_to(collector, "group")
+        cluster.models.trace_to(traces)
+        follow_groups(cluster, traces)
+        cluster.take_steps_of(SLOW_S)
+        call = generate(cluster)
+        await begin(call, num_chunks=2)
+        call.cancel()
+        await collector.wait(8)
+        await traces.close()
+    (group,) = collector.named("group")
+    assert group.attributes["quire.outcome"] == "its gateway ended it"
+    assert group.span.status.code == group.span.status.STATUS_CODE_UNSET
+    (attempt,) = collector.named("attempt")
+    assert attempt.attributes["quire.outcome"] == "cancelled"
 
 
 async def test_malformed_headers_begin_a_trace_of_their_own(

@@ -1,6 +1,7 @@
 """Tokens that a group has generated for one request and not yet sent, and its credit to send
 them."""
 
+from quire.cluster.group.attempt_spans import AttemptSpans
 from quire.cluster.wire import (
     FINISH_REASONS,
     fetched_to_proto,
@@ -17,7 +18,7 @@ Key = tuple[str, int]
 class OutputBuffer:
     """One request, and those of its tokens that were not sent."""
 
-    __slots__ = ("_unsent", "cleared_at", "engine_id", "is_cleared", "token_limit")
+    __slots__ = ("_unsent", "cleared_at", "engine_id", "is_cleared", "spans", "token_limit")
 
     def __init__(self, engine_id: str, token_limit: int) -> None:
         self.engine_id = engine_id
@@ -25,6 +26,8 @@ class OutputBuffer:
         self.cleared_at = 0
         self.is_cleared = False
         """It has had the tokens that clear an isolated request, or has ended."""
+        self.spans: AttemptSpans | None = None
+        """What its trace will have of it, where it is sampled."""
         self._unsent: pb.TokenDelta | None = None
 
     @property

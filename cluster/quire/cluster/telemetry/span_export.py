@@ -154,6 +154,7 @@ class _Sender(SpanExporter):
 
     def shutdown(self) -> None:
         self._exporter.shutdown()
+        self._reasons.close()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return self._exporter.force_flush(timeout_millis)
@@ -166,12 +167,16 @@ class _Reasons(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.last = "no reason is known"
-        theirs = logging.getLogger("opentelemetry.exporter.otlp")
-        theirs.propagate = False
-        theirs.addHandler(self)
+        self._theirs = logging.getLogger("opentelemetry.exporter.otlp")
+        self._theirs.propagate = False
+        self._theirs.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.last = record.getMessage()
+
+    def close(self) -> None:
+        self._theirs.removeHandler(self)
+        super().close()
 
 
 def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
