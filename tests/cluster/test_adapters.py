@@ -14,7 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import save_file
 
-from quire.cluster.edge.auth import EVERYONE, ApiKeys, Caller
+from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.edge.keys_file import EVERYONE, Caller
 from quire.cluster.serving.adapters import Adapters, Word
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import admin_pb2, admin_pb2_grpc, group_pb2

@@ -213,6 +213,22 @@ def test_a_full_queue_drops_the_last_of_who_has_most_waiting() -> None:
     assert queue.offer(heavy, loads(FULL), now_s=0) == [newcomer]
 
 
+def test_one_with_less_waiting_gets_the_place_of_another_under_way() -> None:
+    queue = admission()
+    waiting = [ticket(10, tenant=tenant) for tenant in ("fat", "thin", "fat", "fat")]
+    for each in waiting:
+        queue.offer(each, loads(FULL), now_s=0)
+
+    def displaced_for(tenant: str, num_requests: int) -> list[Ticket]:
+        newcomer = ticket(10, tenant=tenant)
+        return queue.make_way(newcomer, loads(FULL), num_requests=num_requests, now_s=0)
+
+    assert displaced_for("fat", 1) == []
+    assert displaced_for("thin", 2) == [], "the second would leave fat with less than thin"
+    assert displaced_for("new", 2) == [waiting[3], waiting[2]]
+    assert queue.queued == waiting[:2]
+
+
 def test_the_wait_of_one_within_its_share_is_not_that_of_the_whole_queue() -> None:
     queue = admission(max_queue_wait_s=3.0)
     for _ in range(100):

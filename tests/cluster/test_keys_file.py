@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from quire.cluster.cli.main import main
-from quire.cluster.edge import auth
 from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.edge.keys_file import Caller
 from quire.cluster.serving.tenants import TenantPolicy
 from quire.worker.api.errors import ConfigError
 
@@ -49,7 +49,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def caller(keys: ApiKeys, key: str) -> auth.Caller | None:
+def caller(keys: ApiKeys, key: str) -> Caller | None:
     return keys.caller(f"Bearer {key}")
 
 

@@ -19,7 +19,8 @@ from smg_grpc_proto.generated import common_pb2 as common
 from tests.cluster.test_grpc_errors import details, refusal
 
 from quire.cluster.edge import kv_events, vllm_grpc
-from quire.cluster.edge.auth import ApiKeys, Caller
+from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.edge.keys_file import Caller
 from quire.cluster.edge.kv_events import KvEventsConfig
 from quire.cluster.wire import events_from_proto
 from quire.v1 import group_pb2

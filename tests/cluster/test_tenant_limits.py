@@ -19,8 +19,10 @@ from openai import AsyncOpenAI, RateLimitError
 
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.errors import Overloaded, RateLimited
+from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.tenants import TenantPolicy, Tenants, duration
 from quire.cluster.telemetry.usage import NUM_MINUTES, Counts, UsageLedger
+from quire.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
 
@@ -83,16 +85,20 @@ async def refusal(cluster: Any, tenant: str, **more: Any) -> tuple[Any, ErrorInf
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await generate(cluster, {"x-api-key": f"{tenant}-key"}, **more)
     found: list[Any] = [ErrorInfo(), RetryInfo()]
-    status: Any = rpc_status.from_call(raised.value)  # type: ignore[arg-type]
+    status: Any = rpc_status.from_call(raised.value)
     for detail in status.details:
         for message in found:
             detail.Unpack(message)
     return raised.value, found[0], found[1]
 
 
-async def refused(cluster: Any, reason: str) -> float:
+async def metrics(cluster: Any) -> str:
     async with httpx.AsyncClient(headers={"x-api-key": "boss-key"}) as client:
-        page = (await client.get(f"{cluster.http_url}/metrics")).text
+        return (await client.get(f"{cluster.http_url}/metrics")).text
+
+
+async def refused(cluster: Any, reason: str) -> float:
+    page = await metrics(cluster)
     found = re.search(rf'quire_refused_total\{{.*reason="{reason}".*\}} (.*)', page)
     return float(found[1]) if found else 0.0
 
@@ -166,18 +172,38 @@ async def test_a_priority_that_is_not_the_tenants_is_refused(cluster: Any) -> No
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_the_last_place_under_way_is_for_the_tenant_with_less_waiting(
+    start_cluster: Any, keys: ApiKeys
+) -> None:
+    admission = AdmissionConfig(max_inflight=4)
+    async with start_cluster(
+        num_groups=1,
+        max_num_seqs=1,
+        description={"max_num_seqs": 1},
+        config={"admission": admission},
+        keys=keys,
+    ) as cluster:
+        cluster.take_steps_of(0.01)
+        greedy = [asyncio.create_task(ask(cluster, "free", max_tokens=50)) for _ in range(4)]
+        while cluster.gateway.num_inflight < 4:
+            await asyncio.sleep(0.01)
+        thin = await ask(cluster, "few")
+        codes = sorted([(await each).status_code for each in greedy])
+        assert thin.status_code == 200, thin.text
+        assert codes == [200, 200, 200, 429]
+        assert cluster.gateway.num_inflight == 0
+        assert await refused(cluster, "displaced") == 1
+
+
 async def test_embeddings_and_chats_are_limited_too(cluster: Any) -> None:
     for _ in range(2):
         assert (await ask(cluster, "few")).status_code == 200
-    chat = {"messages": [{"role": "user", "content": "hi"}], "prompt": None, "ignore_eos": None}
-    for path, body in (
-        ("/v1/chat/completions", chat),
-        ("/v1/messages", {**chat, "model": "hash"}),
-    ):
-        body = {name: value for name, value in body.items() if value is not None}
-        headers = {"x-api-key": "few-key"}
-        async with httpx.AsyncClient(headers=headers) as client:
-            answer = await client.post(f"{cluster.http_url}{path}", json={**body, "max_tokens": 2})
+    chat = {"messages": [{"role": "user", "content": "hi"}], "model": "hash", "max_tokens": 2}
+    async with httpx.AsyncClient(headers={"x-api-key": "few-key"}) as client:
+        for path in ("/v1/chat/completions", "/v1/messages"):
+            answer = await client.post(f"{cluster.http_url}{path}", json=chat)
+            assert answer.status_code == 429, answer.text
+        answer = await client.post(f"{cluster.http_url}/v1/embeddings", json={"input": "hi"})
         assert answer.status_code == 429, answer.text
 
 
@@ -218,7 +244,7 @@ async def test_usage_is_told_to_its_tenant_and_to_operators(cluster: Any) -> Non
     for _ in range(2):
         assert (await ask(cluster, "free")).status_code == 200
     await generate(cluster, {"x-api-key": "low-key"})
-    expected = {
+    expected: dict[str, Any] = {
         "tenant": "free",
         "key": "free-1",
         "requests": 2,
@@ -236,8 +262,18 @@ async def test_usage_is_told_to_its_tenant_and_to_operators(cluster: Any) -> Non
     refusal = await usage(cluster, "free", "?tenant=low")
     assert (refusal.status_code, refusal.json()["error"]["code"]) == (403, "not_an_operator")
     assert (await usage(cluster, "free", "?key=x")).status_code == 400
+    async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+        admin: Any = admin_pb2_grpc.AdminStub(channel)
+        question = admin_pb2.UsageRequest(tenant="free")
+        told = await admin.Usage(question, metadata=(("x-api-key", "boss-key"),))
+    assert {name: getattr(told.data[0], name) for name in expected} == expected
+    assert [each.start for each in told.data[0].minutes] == [m["start"] for m in row["minutes"]]
     rows = (await usage(cluster, "boss")).json()["data"]
     assert [row["tenant"] for row in rows] == ["free", "low"]
+    page = await metrics(cluster)
+    for name in ("requests", "prompt_tokens", "cached_tokens", "output_tokens"):
+        labels = '{key="free-1",tenant="free"}'
+        assert f"quire_usage_{name}_total{labels} {expected[name]:.1f}" in page
     (row,) = (await usage(cluster, "boss", "?tenant=low")).json()["data"]
     assert (row["key"], row["prompt_tokens"], row["output_tokens"]) == ("low-1", 20, 4)
 
@@ -336,7 +372,7 @@ async def test_the_usage_of_all_gateways_is_one_sum() -> None:
     second.record("b", "", counts)
 
     async def ask_others(tenant: str | None) -> Any:
-        return [second.own(tenant)], "1 of 2 other gateways did not answer"
+        return [await second.own(tenant)], "1 of 2 other gateways did not answer"
 
     first.ask_others = ask_others
     answer = await first.answer(None)
@@ -348,17 +384,17 @@ async def test_the_usage_of_all_gateways_is_one_sum() -> None:
     assert [row["tenant"] for row in (await first.answer("b"))["data"]] == ["b"]
 
 
-def test_usage_keeps_an_hour_of_minutes_and_a_bounded_number_of_keys() -> None:
+async def test_usage_keeps_an_hour_of_minutes_and_a_bounded_number_of_keys() -> None:
     clock = Clock()
     ledger = UsageLedger(wall_clock=clock)
     for _ in range(200):
         ledger.record("a", "k", Counts(requests=1))
         clock.now_s += 60
-    (row,) = ledger.own("a")["data"]
+    (row,) = (await ledger.own("a"))["data"]
     assert row["requests"] == 200
     assert len(row["minutes"]) <= NUM_MINUTES
     for number in range(5000):
         ledger.record("many", f"{number}", Counts(requests=1))
-    rows = ledger.own(None)["data"]
+    rows = (await ledger.own(None))["data"]
     assert len(rows) <= 4097
     assert sum(each["requests"] for each in rows) == 5200

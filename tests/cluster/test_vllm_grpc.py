@@ -19,7 +19,8 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from tests.cluster.test_grpc_errors import details, refusal
 
-from quire.cluster.edge.auth import ApiKeys, Caller
+from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.edge.keys_file import Caller
 from quire.v1 import inference_pb2 as pb
 from quire.worker.text.tokenizer import Tokenizer
 

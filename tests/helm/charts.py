@@ -26,6 +26,12 @@ def of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:
     return [each for each in manifests if each["kind"] == kind]
 
 
+def is_kubernetes_own(manifest: Manifest) -> bool:
+    """Whether it is of a kind that every cluster knows; others have definitions of their own."""
+    group, _, _ = manifest["apiVersion"].rpartition("/")
+    return "." not in group or (group.endswith(".k8s.io") and not group.startswith("gateway."))
+
+
 def ray_cluster(manifests: list[Manifest]) -> Manifest:
     (service,) = of_kind(manifests, "RayService")
     config: Manifest = service["spec"]["rayClusterConfig"]

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from dataclasses import fields
+from dataclasses import asdict, fields
 from importlib import import_module
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.helm.charts import (
     render,
     settings,
 )
+from tools import chart_values
 
 from quire.cluster.cli.main import _parser
 from quire.cluster.config import ClusterConfig
@@ -42,6 +43,9 @@ BOUNDS = {
     ("failover", "maxGroupDeaths"): "max_group_deaths",
     ("failover", "groupWaitSeconds"): "group_wait_s",
     ("gateway", "handoverSeconds"): "handover_s",
+    ("logs", "level"): "log_level",
+    ("logs", "format"): "log_format",
+    ("logs", "access"): "access_log",
 }
 CONNECTIONS = {
     "max": "max_connections",
@@ -74,13 +78,19 @@ def test_the_application_accepts_its_settings(
         assert config.min_groups == scaled["minGroups"]
         assert config.max_groups == scaled["maxGroups"]
         assert config.autoscaling.target_ttft_s == scaled["targetTtftSeconds"]
+    bounds = values.get("gateway", {}).get("autoscaling")
+    assert (config.gateway_autoscaling is not None) is (bounds is not None)
+    if config.gateway_autoscaling is not None:
+        assert list(asdict(config.gateway_autoscaling).values()) == list(bounds.values())[1:]
 
 
 def test_admission_and_failover_are_as_given_or_as_without_the_chart(
     manifests: list[Manifest], values: dict[str, Any]
 ) -> None:
     config = config_from(settings(manifests))
-    known = {(section, name) for section in ("admission", "failover") for name in chart(section)}
+    known = {
+        (section, name) for section in ("admission", "failover", "logs") for name in chart(section)
+    }
     assert known <= BOUNDS.keys()
     for (section, name), field in BOUNDS.items():
         wanted = values.get(section, {}).get(name, getattr(ClusterConfig, field))
@@ -98,7 +108,7 @@ def test_connections_are_bounded_as_given_or_as_without_the_chart(
 
 
 def test_what_scrapes_reaches_each_gateway_by_a_port_of_its_own(manifests: list[Manifest]) -> None:
-    (container,) = pods(manifests)["gateway"]["spec"]["containers"]
+    container, *_ = pods(manifests)["gateway"]["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports["own-metrics"] == settings(manifests)["metrics_port"]
     for monitor in of_kind(manifests, "PodMonitor"):
@@ -153,7 +163,9 @@ def test_what_is_run_by_its_name_is_there(manifests: list[Manifest]) -> None:
 def test_how_many_there_are_is_not_told_to_those_that_a_change_would_restart(
     manifests: list[Manifest], values: dict[str, Any]
 ) -> None:
-    counts = {"Gateway": values.get("gateway", {}).get("replicas", 2)}
+    of_gateways, counts = values.get("gateway", {}), {}
+    if "autoscaling" not in of_gateways:
+        counts["Gateway"] = of_gateways.get("replicas", 2)
     of_groups = values.get("groups", {})
     if "autoscaling" not in of_groups:
         counts["ReplicaGroup"] = of_groups.get("replicas", 1)
@@ -187,6 +199,17 @@ def test_how_many_there_are_is_not_told_to_those_that_a_change_would_restart(
             "groups.autoscaling.maxGroups=4 must not be below minGroups=9",
         ),
         ({"groups": {"autoscaling": {"minPods": 1}}}, "minPods"),
+        (
+            {"gateway": {"autoscaling": {"enabled": True, "minGateways": 9}}},
+            "gateway.autoscaling.maxGateways=6 must not be below minGateways=9",
+        ),
+        (
+            {
+                "gateway": {"autoscaling": {"enabled": True}},
+                "ray": {"autoscaler": {"enabled": False}},
+            },
+            "gateway.autoscaling.enabled needs ray.autoscaler.enabled",
+        ),
         (
             {"groups": {"tensorParallelSize": 8, "nodesPerGroup": 3}},
             "groups.nodesPerGroup=3 must divide groups.tensorParallelSize=8",
@@ -239,3 +262,10 @@ def test_several_models_are_served_at_one_address() -> None:
     assert small.aliases == ("small",)
     (of_small,) = applications(manifests)[2]["deployments"]
     assert of_small == {"name": "ReplicaGroup", "num_replicas": 1}
+
+
+def test_every_value_is_described_in_the_schema_and_in_the_table() -> None:
+    assert chart_values.schema() == (CHART / "values.schema.json").read_text()
+    assert chart_values.readme() == (CHART.parent / "README.md").read_text()
+    silent = [each.path for each in chart_values.values() if each.is_leaf and not each.description]
+    assert silent == []

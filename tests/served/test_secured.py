@@ -2,11 +2,13 @@
 
 import os
 import signal
+import ssl
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
+import httpx
 import psutil
 import pytest
 from ray import serve
@@ -165,6 +167,26 @@ def test_every_gateway_explains_what_any_of_them_routed(cluster: Upgraded) -> No
                 start.request_id for start in reversed(starts)
             ]
             assert not listed.incomplete
+
+
+def test_every_gateway_tells_what_any_of_them_served(cluster: Upgraded) -> None:
+    for number in (0, 1):
+        with cluster.channel(number) as channel:
+            list(generate(channel, request(), metadata=KEY))
+    trust = ssl.create_default_context(
+        cadata=cluster.certificates.authority.cert_pem.bytes().decode()
+    )
+    gateways = serve.get_deployment_handle("Gateway", app_name=APP_NAME)
+    answers = [
+        httpx.get(f"https://{http}/v1/usage", headers=dict(KEY), verify=trust, timeout=120).json()
+        for _, http in gateways.broadcast("addresses").results()
+    ]
+    assert len(answers) == 2
+    assert answers[0]["data"] == answers[1]["data"]
+    (row,) = answers[0]["data"]
+    assert row["tenant"] == "acme"
+    assert row["requests"] >= 2
+    assert "incomplete" not in answers[0]
 
 
 def test_a_gateway_that_hangs_is_told_of_and_not_waited_for(cluster: Upgraded) -> None:

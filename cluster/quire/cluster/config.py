@@ -10,6 +10,7 @@ from typing import Any, Literal
 from quire.cluster.dialects.formats import check_parsers
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.scaling.gateways import GatewayAutoscaling
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.telemetry.tracing import check_endpoint
@@ -64,13 +65,14 @@ class ModelConfig:
     without counting CPUs. On GPUs, one GPU per rank is always reserved."""
     group_resource: str | None = None
     """A custom Ray resource that each group takes one of on each of its nodes, to choose the nodes
-    that groups run on; gateways have the same below."""
+    that groups run on."""
     chat_template: str | None = None
     """A Jinja template to use instead of the checkpoint's own, as text."""
     tool_call_parser: str = "auto"
     """The format in which the model writes calls of tools; "auto" is the one that its response
-    template says or its chat template shows, "none" leaves calls as text. Likewise for the next."""
+    template says or its chat template shows, "none" leaves calls as text."""
     reasoning_parser: str = "auto"
+    """The format in which it marks reasoning, likewise."""
     max_queue_wait_s: float | None = None
     """A request is refused at once if its predicted wait exceeds this, or its own deadline.
     ``None`` lets requests wait for as long as their clients do."""
@@ -163,8 +165,12 @@ class ClusterConfig(ModelConfig):
     more_models: tuple[ModelConfig, ...] = ()
     """Models that the same gateways serve, each with groups of its own."""
     num_gateways: int = 1
-    """Gateways. Several on one node share the ports below through SO_REUSEPORT."""
+    """Gateways. Several on one node share the ports below through SO_REUSEPORT. Not used where
+    ``gateway_autoscaling`` is set: it then starts with ``min_gateways``."""
+    gateway_autoscaling: GatewayAutoscaling | None = None
+    """Starts and stops gateways as clients ask for it; ``None`` keeps ``num_gateways``."""
     gateway_resource: str | None = None
+    """A custom Ray resource that each gateway takes one of, to choose the nodes of gateways."""
     host: str = "127.0.0.1"
     """Where gateways listen for clients; "0.0.0.0" serves the network."""
     grpc_port: int = 50051
@@ -199,10 +205,13 @@ class ClusterConfig(ModelConfig):
     files in the same places are taken up within a minute. With it, groups have TLS too, each with a
     certificate that it makes for itself."""
     tls_key: Path | None = None
+    """The private key of ``tls_certificate``, PEM."""
     api_keys_file: Path | None = None
-    """One API key a line; clients must show one. Behind a key and a space may stand its tenant, or
-    ``*`` for an operator's key, which sees the routing of everyone's requests. Tenants share no
-    cached prefix; a key without one is a tenant of its own. ``None`` lets everyone in."""
+    """A file of API keys, of which clients must show one: YAML with tenants, their limits and
+    hashed keys, or one key a line. Behind such a key and a space may stand its tenant, or ``*`` for
+    an operator's key, which sees the routing of everyone's requests; a key without one is a tenant
+    of its own. Tenants share no cached prefix. A changed file is read within seconds. ``None`` lets
+    everyone in."""
     open_metrics: bool = False
     """With ``api_keys_file``: a gateway's own port for metrics answers without a key. Otherwise it
     wants an operator's there, as it always does on the clients' port."""

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig, ModelConfig
+from quire.cluster.scaling.gateways import GatewayAutoscaling
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.config import RoutingConfig
 from quire.worker.api.config import EngineConfig
@@ -19,13 +20,15 @@ _PARTS: dict[str, type[Any]] = {
     "engine": EngineConfig,
     "routing": RoutingConfig,
     "autoscaling": AutoscalingSettings,
+    "gateway_autoscaling": GatewayAutoscaling,
 }
 
 
 def config_from(settings: Mapping[str, Any]) -> ClusterConfig:
     """Reads `ClusterConfig`'s fields by name, and under ``engine`` those of `EngineConfig`, under
-    ``routing`` those of `RoutingConfig`, under ``autoscaling`` those of `AutoscalingSettings`; in
-    the list ``more_models``, the same of `ModelConfig`.
+    ``routing`` those of `RoutingConfig`, under ``autoscaling`` those of `AutoscalingSettings`,
+    under ``gateway_autoscaling`` those of `GatewayAutoscaling`; in the list ``more_models``, the
+    same of `ModelConfig`.
 
     Without ``engine.model``, it is the demo model.
 

@@ -27,17 +27,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 
 {{- define "quire.image" -}}
-{{ .Values.image.repository }}:{{ default .Chart.AppVersion .Values.image.tag }}
+{{- with .Values.image -}}
+{{- if .digest -}}
+{{ .repository }}@{{ .digest }}
+{{- else -}}
+{{ .repository }}:{{ default $.Chart.AppVersion .tag }}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* What a NetworkPolicy, a Service and a budget find one kind of pod by: (root, component). */}}
 {{- define "quire.componentSelector" -}}
 {{ include "quire.selector" (index . 0) }}
 app.kubernetes.io/component: {{ index . 1 }}
-{{- end -}}
-
-{{- define "quire.onGpu" -}}
-{{- if eq .Values.engine.device "cuda" -}}true{{- end -}}
 {{- end -}}
 
 {{/* Ranks in one pod. */}}
@@ -50,9 +52,11 @@ app.kubernetes.io/component: {{ index . 1 }}
 
 {{- define "quire.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: {{ .Values.runAsUser }}
-runAsGroup: {{ .Values.runAsUser }}
-fsGroup: {{ .Values.runAsUser }}
+{{- with .Values.runAsUser }}
+runAsUser: {{ . }}
+runAsGroup: {{ . }}
+fsGroup: {{ . }}
+{{- end }}
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile: {type: RuntimeDefault}
 {{- end -}}
@@ -95,10 +99,12 @@ capabilities: {drop: [ALL]}
 
 {{/* The claim that holds checkpoints, where there is one. */}}
 {{- define "quire.modelClaim" -}}
+{{- $pvc := .Values.model.pvc -}}
+{{- $made := ternary (default (printf "%s-models" (include "quire.fullname" .)) $pvc.claimName) "" $pvc.create -}}
 {{- if eq .Values.model.source "pvc" -}}
-{{- required "model.pvc.claimName is needed where model.source is pvc" .Values.model.pvc.claimName -}}
+{{- required "model.pvc.claimName is needed where model.source is pvc" (default $pvc.claimName $made) -}}
 {{- else if eq .Values.model.source "hub" -}}
-{{- .Values.model.hub.cacheClaimName -}}
+{{- default $made .Values.model.hub.cacheClaimName -}}
 {{- end -}}
 {{- end -}}
 
@@ -161,6 +167,9 @@ capabilities: {drop: [ALL]}
   "step_deadline_s" $failover.stepDeadlineSeconds
   "max_group_deaths" $failover.maxGroupDeaths
   "group_wait_s" $failover.groupWaitSeconds
+  "log_level" .Values.logs.level
+  "log_format" .Values.logs.format
+  "access_log" .Values.logs.access
   "drain_timeout_s" $gateway.drainSeconds
   "handover_s" $gateway.handoverSeconds
   "start_first" .Values.upgrade.startFirst -}}
@@ -173,6 +182,13 @@ capabilities: {drop: [ALL]}
   "down_delay_s" .downDelaySeconds
   "idle_delay_s" .idleDelaySeconds
   "start_wait_s" .startWaitSeconds) -}}
+{{- end }}{{ end -}}
+{{- with $gateway.autoscaling }}{{ if .enabled -}}
+{{- $_ := set $settings "gateway_autoscaling" (dict
+  "min_gateways" .minGateways
+  "max_gateways" .maxGateways
+  "target_inflight" .targetInflight
+  "down_delay_s" .downDelaySeconds) -}}
 {{- end }}{{ end -}}
 {{- with $gateway.connections.maxPerAddress }}{{ $_ := set $settings "max_connections_per_address" (int .) }}{{ end -}}
 {{- $_ := set $settings "served_model_name" (include "quire.modelName" .) -}}
@@ -189,7 +205,8 @@ capabilities: {drop: [ALL]}
 {{- $common := pick $settings "routing" "nodes_per_group" "cpus_per_group" "group_resource" "tool_call_parser" "reasoning_parser" "max_queue_wait_s" "max_queued_requests" "max_queued_bytes" "max_inflight" -}}
 {{- $models := list -}}
 {{- range .Values.moreModels -}}
-{{- $own := merge (dict "engine" (merge (deepCopy .engine) (omit $engine "model"))) (omit . "num_groups" "engine") $common -}}
+{{- $own := merge (dict "engine" (merge (deepCopy .engine) (omit $engine "model"))) (omit . "num_groups" "engine" "pod") $common -}}
+{{- if .pod }}{{ $_ := set $own "group_resource" (include "quire.ownResource" .) }}{{ end -}}
 {{- $models = append $models $own -}}
 {{- end -}}
 {{- with $models }}{{ $_ := set $settings "more_models" . }}{{ end -}}

@@ -131,3 +131,51 @@ class UnloadAdapterResponse(_message.Message):
     INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
     incomplete: str
     def __init__(self, incomplete: _Optional[str] = ...) -> None: ...
+
+class UsageRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class UsageResponse(_message.Message):
+    __slots__ = ("since", "data", "incomplete")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    since: int
+    data: _containers.RepeatedCompositeFieldContainer[KeyUsage]
+    incomplete: str
+    def __init__(self, since: _Optional[int] = ..., data: _Optional[_Iterable[_Union[KeyUsage, _Mapping]]] = ..., incomplete: _Optional[str] = ...) -> None: ...
+
+class KeyUsage(_message.Message):
+    __slots__ = ("tenant", "key", "requests", "prompt_tokens", "cached_tokens", "output_tokens", "minutes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MINUTES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    key: str
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    minutes: _containers.RepeatedCompositeFieldContainer[MinuteUsage]
+    def __init__(self, tenant: _Optional[str] = ..., key: _Optional[str] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., minutes: _Optional[_Iterable[_Union[MinuteUsage, _Mapping]]] = ...) -> None: ...
+
+class MinuteUsage(_message.Message):
+    __slots__ = ("start", "requests", "prompt_tokens", "cached_tokens", "output_tokens")
+    START_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    start: int
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    def __init__(self, start: _Optional[int] = ..., requests: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...

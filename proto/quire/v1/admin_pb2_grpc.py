@@ -66,6 +66,11 @@ class AdminStub(object):
                 request_serializer=quire_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
                 response_deserializer=quire_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
                 _registered_method=True)
+        self.Usage = channel.unary_unary(
+                '/quire.v1.Admin/Usage',
+                request_serializer=quire_dot_v1_dot_admin__pb2.UsageRequest.SerializeToString,
+                response_deserializer=quire_dot_v1_dot_admin__pb2.UsageResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -121,6 +126,13 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Usage(self, request, context):
+        """What tenants have used, at all gateways together: as GET /v1/usage.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -153,6 +165,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.UnloadAdapter,
                     request_deserializer=quire_dot_v1_dot_admin__pb2.UnloadAdapterRequest.FromString,
                     response_serializer=quire_dot_v1_dot_admin__pb2.UnloadAdapterResponse.SerializeToString,
+            ),
+            'Usage': grpc.unary_unary_rpc_method_handler(
+                    servicer.Usage,
+                    request_deserializer=quire_dot_v1_dot_admin__pb2.UsageRequest.FromString,
+                    response_serializer=quire_dot_v1_dot_admin__pb2.UsageResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -319,6 +336,33 @@ class Admin(object):
             '/quire.v1.Admin/UnloadAdapter',
             quire_dot_v1_dot_admin__pb2.UnloadAdapterRequest.SerializeToString,
             quire_dot_v1_dot_admin__pb2.UnloadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Usage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Admin/Usage',
+            quire_dot_v1_dot_admin__pb2.UsageRequest.SerializeToString,
+            quire_dot_v1_dot_admin__pb2.UsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -121,7 +121,23 @@ _AdminUnloadAdapterType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminListGroupsType, _AdminDrainType, _AdminUndrainType, _AdminListAdaptersType, _AdminLoadAdapterType, _AdminUnloadAdapterType]):
+_AdminUsageType = typing_extensions.TypeVar(
+    '_AdminUsageType',
+    grpc.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.UsageRequest,
+        quire.v1.admin_pb2.UsageResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.UsageRequest,
+        quire.v1.admin_pb2.UsageResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.UsageRequest,
+        quire.v1.admin_pb2.UsageResponse,
+    ],
+)
+
+class AdminStub(typing.Generic[_AdminListGroupsType, _AdminDrainType, _AdminUndrainType, _AdminListAdaptersType, _AdminLoadAdapterType, _AdminUnloadAdapterType, _AdminUsageType]):
     """Errors: PERMISSION_DENIED (the key is no operator's), NOT_FOUND (no such group is attached to this
     gateway), UNAVAILABLE (the group or the gateway has gone meanwhile).
     """
@@ -152,6 +168,10 @@ class AdminStub(typing.Generic[_AdminListGroupsType, _AdminDrainType, _AdminUndr
             quire.v1.admin_pb2.UnloadAdapterRequest,
             quire.v1.admin_pb2.UnloadAdapterResponse,
         ],
+        grpc.UnaryUnaryMultiCallable[
+            quire.v1.admin_pb2.UsageRequest,
+            quire.v1.admin_pb2.UsageResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -179,6 +199,10 @@ class AdminStub(typing.Generic[_AdminListGroupsType, _AdminDrainType, _AdminUndr
         grpc.aio.UnaryUnaryMultiCallable[
             quire.v1.admin_pb2.UnloadAdapterRequest,
             quire.v1.admin_pb2.UnloadAdapterResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            quire.v1.admin_pb2.UsageRequest,
+            quire.v1.admin_pb2.UsageResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -209,6 +233,9 @@ class AdminStub(typing.Generic[_AdminListGroupsType, _AdminDrainType, _AdminUndr
     UnloadAdapter: _AdminUnloadAdapterType
     """No new request can name it. Errors: NOT_FOUND."""
 
+    Usage: _AdminUsageType
+    """What tenants have used, at all gateways together: as GET /v1/usage."""
+
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         quire.v1.admin_pb2.ListGroupsRequest,
@@ -233,6 +260,10 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         quire.v1.admin_pb2.UnloadAdapterRequest,
         quire.v1.admin_pb2.UnloadAdapterResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        quire.v1.admin_pb2.UsageRequest,
+        quire.v1.admin_pb2.UsageResponse,
     ],
 ]
 
@@ -297,5 +328,13 @@ class AdminServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[quire.v1.admin_pb2.UnloadAdapterResponse, collections.abc.Awaitable[quire.v1.admin_pb2.UnloadAdapterResponse]]:
         """No new request can name it. Errors: NOT_FOUND."""
+
+    @abc.abstractmethod
+    def Usage(
+        self,
+        request: quire.v1.admin_pb2.UsageRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[quire.v1.admin_pb2.UsageResponse, collections.abc.Awaitable[quire.v1.admin_pb2.UsageResponse]]:
+        """What tenants have used, at all gateways together: as GET /v1/usage."""
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -39,7 +39,8 @@ _NETWORK = {
     "absent 127.0.0.1, with --ray-address auto",
     "tls_certificate": "the gateways' certificate chain, PEM; with --tls-key",
     "tls_key": "its private key, PEM",
-    "api_keys_file": "one API key a line, followed by its tenant: clients must then show a key",
+    "api_keys_file": "tenants and hashed API keys (see 'quire keys'), or one key a line, followed "
+    "by its tenant: clients must then show a key",
     "open_metrics": "with --api-keys-file: /metrics of --metrics-port needs no operator's key; "
     "keep clients away from that port",
     "ignore_unknown_fields": "ignore fields of HTTP bodies that are not known, rather than refuse "

@@ -20,7 +20,7 @@ from quire.worker.model.hub import model_name
 
 Settings = dict[str, Any]
 
-_SECTIONS = ("engine", "routing", "autoscaling")
+_SECTIONS = ("engine", "routing", "autoscaling", "gateway_autoscaling")
 _FIELDS = {field.name for field in fields(ClusterConfig)} - {"served_model_name", "lora_modules"}
 _OF_ENGINE = {field.name for field in fields(EngineConfig)} - {"model"}
 _ROUTING = {

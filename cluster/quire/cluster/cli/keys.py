@@ -177,7 +177,7 @@ def _section(text: str, name: str) -> Any:
     """The node of a section; ``None`` where it is not there."""
     import yaml
 
-    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
     return next((value for key, value in root.value if key.value == name), None)
 
 

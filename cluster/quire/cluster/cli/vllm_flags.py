@@ -22,6 +22,8 @@ SPELLED: Mapping[str, str] = {
     "--shutdown-timeout": "--drain-timeout-s",
     "--ssl-certfile": "--tls-certificate",
     "--ssl-keyfile": "--tls-key",
+    "--uvicorn-log-level": "--log-level",
+    "--disable-uvicorn-access-log": "--no-access-log",
 }
 """vLLM's name, and ours, for one value."""
 
@@ -29,6 +31,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "--dtype": {"half": "float16", "float": "float32"},
     "--kv-cache-dtype": {"fp8_e4m3": "fp8", "bfloat16": "auto", "float16": "auto"},
     "--model-impl": {"vllm": "quire"},
+    "--log-level": {"trace": "debug", "critical": "error"},
     "--scheduling-policy": {"priority": "fcfs"},
 }
 """Values that we call otherwise. Requests of all policies have priorities."""
@@ -39,8 +42,8 @@ ALWAYS: Mapping[str, str] = {
     "--enable-prompt-tokens-details": "usage always tells cached tokens",
     "--enable-request-id-headers": "answers always have X-Request-Id",
     "--enable-ssl-refresh": "new certificates are always taken up",
-    "--disable-uvicorn-access-log": "requests are not logged",
-    "--disable-log-requests": "requests are not logged",
+    "--disable-log-requests": "prompts are never logged",
+    "--enable-log-requests": "each call is logged at its end, but its text never",
     "--enable-offline-docs": "/docs needs no network",
 }
 """Flags without a value, and why they change nothing."""
@@ -53,7 +56,7 @@ _STATE = "models with recurrent layers are not served"
 _GUESSES = "guesses need no model and no settings: see --speculation"
 _LOADING = "safetensors and GGUF files are mapped as they are"
 _OFFLOADED = "weights stay where they are computed with"
-_LOGS = "there is no setting of logs"
+_LOGS = "logs have --log-level, --log-format and --no-access-log, and no text of requests"
 _WATCHED = "groups and gateways are always watched: see --silence-timeout-s and --step-deadline-s"
 _METRICS = "/metrics has all that there is"
 _CODE = "no code that comes with a model, or is named by a flag, is run"
@@ -132,9 +135,9 @@ _REFUSED_BY_REASON: Mapping[str, Iterable[str]] = {
     ),
     _LOGS: (
         *("--aggregate-engine-logging", "--disable-log-stats", "--enable-log-deltas"),
-        *("--enable-log-outputs", "--enable-log-requests", "--enable-logging-iteration-details"),
-        *("--log-config-file", "--log-error-stack", "--log-level", "--logging-config"),
-        *("--max-log-len", "--uvicorn-log-level", "--disable-access-log-for-endpoints"),
+        *("--enable-log-outputs", "--enable-logging-iteration-details"),
+        *("--log-config-file", "--log-error-stack", "--logging-config"),
+        *("--max-log-len", "--disable-access-log-for-endpoints"),
     ),
     _WATCHED: ("--enable-fault-tolerance", "--fault-tolerance-config", "--watchdog-config"),
     _METRICS: (

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.deploy.listed import Listed, to_json
 from quire.cluster.deploy.serve_options import (
+    gateway_count,
     gateway_version,
     group_count,
     group_version,
@@ -61,7 +62,7 @@ def build_gateways(
 
     gateways = with_version(
         serve.deployment(
-            num_replicas=config.num_gateways,
+            **gateway_count(config),
             ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},
             graceful_shutdown_timeout_s=GRPC_LEAVE_S + config.drain_timeout_s + STOP_MARGIN_S,
             # There is room for one more, unless places are counted. A single one leaves no gap.

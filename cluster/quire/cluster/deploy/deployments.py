@@ -37,6 +37,7 @@ from quire.cluster.deploy.watched import be_watched
 from quire.cluster.edge.models_api import state_of
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
+from quire.cluster.scaling.gateways import INFLIGHT
 from quire.cluster.scaling.serve import report
 from quire.cluster.serving.adapters import Adapters, Word
 from quire.cluster.supervise import end_if_cancelled
@@ -289,7 +290,7 @@ class Gateway:
         question it answers nothing."""
         if asker == serve.get_replica_context().replica_id.unique_id:
             return None
-        return self._server.models.usage.own(tenant)
+        return await self._server.models.usage.own(tenant)
 
     async def _ask_for_usage(self, tenant: str | None) -> tuple[list[dict[str, Any]], str]:
         said, silence = await self._broadcast("recall_usage", tenant)
@@ -334,6 +335,10 @@ class Gateway:
         num_silent = len(said) - len(answers)
         silence = f"{num_silent} of {len(said) - 1} other gateways did not answer"
         return answers, silence if num_silent else ""
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve's controller hears once a second, for `quire.cluster.scaling.gateways`."""
+        return {INFLIGHT: float(self._server.models.num_inflight)}
 
     async def addresses(self) -> tuple[str, str]:
         """``host:port`` of the gRPC server and of the HTTP server."""

@@ -17,22 +17,47 @@ import quire.kernels
 import quire.router
 import quire.worker
 from quire.cluster.config import ClusterConfig, ModelConfig
+from quire.cluster.scaling.gateways import GatewayAutoscaling, GatewayPolicy
 from quire.cluster.scaling.serve import ServePolicy
-from quire.cluster.scaling.settings import LOOK_BACK_S, METRICS_INTERVAL_S
+from quire.cluster.scaling.settings import (
+    LOOK_BACK_S,
+    METRICS_INTERVAL_S,
+    AutoscalingSettings,
+)
 from quire.worker.model.hub import is_hub_name
 
 _NOT_A_GROUPS = (
-    *("aliases", "autoscaling", "lora_modules", "more_models", "num_gateways", "num_groups"),
-    "start_first",
+    *("aliases", "autoscaling", "gateway_autoscaling", "lora_modules", "more_models"),
+    *("num_gateways", "num_groups", "start_first"),
+    # Those of gateways alone.
+    *("allow_origins", "api_keys_file", "gateway_resource", "grpc_port", "host", "http_port"),
+    *("access_log", "ignore_unknown_fields", "metrics_port", "open_metrics", "max_connections"),
+    *("max_connections_per_address", "shut_out_s", "head_timeout_s", "body_timeout_s"),
+    *("idle_timeout_s", "group_wait_s", "max_group_deaths"),
 )
 """Settings that change nothing within a group."""
 
 
 def group_count(config: ClusterConfig) -> dict[str, Any]:
     """How many groups there are, or what Serve asks for that."""
-    settings = config.autoscaling
-    if settings is None:
+    if (settings := config.autoscaling) is None:
         return {"num_replicas": config.num_groups}
+    return _scaled(settings, ServePolicy, settings.min_groups, settings.max_groups)
+
+
+def gateway_count(config: ClusterConfig) -> dict[str, Any]:
+    """How many gateways there are, or what Serve asks for that."""
+    if (settings := config.gateway_autoscaling) is None:
+        return {"num_replicas": config.num_gateways}
+    return _scaled(settings, GatewayPolicy, settings.min_gateways, settings.max_gateways)
+
+
+def _scaled(
+    settings: AutoscalingSettings | GatewayAutoscaling,
+    policy: type[ServePolicy | GatewayPolicy],
+    fewest: int,
+    most: int,
+) -> dict[str, Any]:
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 
     with warnings.catch_warnings():
@@ -40,15 +65,15 @@ def group_count(config: ClusterConfig) -> dict[str, Any]:
         # reads the interval from nowhere else.
         warnings.simplefilter("ignore", DeprecationWarning)
         autoscaling = AutoscalingConfig(
-            min_replicas=settings.min_groups,
-            max_replicas=settings.max_groups,
+            min_replicas=fewest,
+            max_replicas=most,
             metrics_interval_s=METRICS_INTERVAL_S,
             look_back_period_s=LOOK_BACK_S,
             # The policy's delays are its own.
             upscale_delay_s=0,
             downscale_delay_s=0,
             policy=AutoscalingPolicy(
-                policy_function=f"{ServePolicy.__module__}:{ServePolicy.__name__}",
+                policy_function=f"{policy.__module__}:{policy.__name__}",
                 policy_kwargs=asdict(settings),
             ),
         )
@@ -68,7 +93,8 @@ def group_version(config: ClusterConfig) -> str:
 
 def gateway_version(config: ClusterConfig) -> str:
     """The version of the gateways covers the settings that are no model's, and this software."""
-    of_models = {field.name for field in fields(ModelConfig)} | {"more_models", "num_gateways"}
+    others = {"gateway_autoscaling", "more_models", "num_gateways"}
+    of_models = {field.name for field in fields(ModelConfig)} | others
     settings = [
         (field.name, getattr(config, field.name))
         for field in fields(config)

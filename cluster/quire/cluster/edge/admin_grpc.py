@@ -1,4 +1,4 @@
-"""The `Admin` service that operators call: groups, which of them take requests, and adapters.
+"""The `Admin` service that operators call: groups, which of them take requests, adapters, usage.
 
 A group itself drains, and tells every gateway so; this gateway only passes the word on.
 """
@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Iterator
 
 import grpc
+from google.protobuf.json_format import ParseDict
 
 from quire.cluster.edge.auth import ApiKeys, check_operator
 from quire.cluster.edge.error_kinds import kind_of
@@ -99,6 +100,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         await self._check_operator(context)
         async with statuses(context, request):
             response.incomplete = await self._models.adapters.unload(request.name)
+        return response
+
+    async def Usage(self, request: pb.UsageRequest, context: Context) -> pb.UsageResponse:
+        await self._check_operator(context)
+        answer = await self._models.usage.answer(request.tenant or None)
+        response = pb.UsageResponse()
+        await asyncio.to_thread(ParseDict, answer, response, ignore_unknown_fields=True)
         return response
 
     async def _check_operator(self, context: Context) -> None:

@@ -45,6 +45,7 @@ _USAGE = {
     "total_tokens": 21,
     "prompt_tokens_details": {"cached_tokens": 0},
 }
+_USED = {"requests": 2, "prompt_tokens": 40, "cached_tokens": 16, "output_tokens": 8}
 _HEADER = {"created": 1767225600, "model": "NAME", "system_fingerprint": "fp_273a2d7d86d4"}
 _SUM = {"prompt_tokens": 11, "total_tokens": 11}
 _MODEL = {
@@ -252,11 +253,21 @@ CALLS: Mapping[str, Call] = {
         answer={"object": "list", "data": []},
     ),
     "/v1/usage": Call(
-        "Tokens used since the gateways began, in all and by minute: the tenant's own, or for an "
-        "operator's key everyone's.",
+        "What the API key's tenant has used, by key.",
         _SERVER,
-        query={"tenant": "For operators: this tenant's alone."},
-        answer={"object": "list", "since": 1767225600, "data": []},
+        query={"tenant": "Another tenant, for operators; without it, they are told of all."},
+        answer={
+            "object": "list",
+            "since": 1_790_000_000,
+            "data": [
+                {
+                    "tenant": "acme",
+                    "key": "ci",
+                    **_USED,
+                    "minutes": [{"start": 1_790_000_040, **_USED}],
+                }
+            ],
+        },
     ),
     "/version": Call("The version of this software.", _SERVER, answer={"version": "0.1.0"}),
     "/load": Call("Completions under way in this gateway.", _SERVER, answer={"server_load": 0}),

@@ -7,6 +7,8 @@ sums since the gateways began, and ``minutes``, those of the last hour. Times ar
 1970.
 """
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -21,7 +23,7 @@ PATH = "/v1/usage"
 
 def usage_route(usage: UsageLedger) -> Route:
     async def answer(request: Request) -> Response:
-        return JSONResponse(await usage.answer(_tenant(request)))
+        return await asyncio.to_thread(JSONResponse, await usage.answer(_tenant(request)))
 
     return Route(PATH, answer, methods=["GET"])
 

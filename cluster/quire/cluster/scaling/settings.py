@@ -21,6 +21,7 @@ class AutoscalingSettings:
     min_groups: int = 1
     """0 lets the last group go too. Requests that come then wait until one is there again."""
     max_groups: int = 1
+    """The most groups that may run at a time."""
     target_ttft_s: float = 2.0
     """Prompts should not wait longer than this for their turn."""
     max_kv_use: float = 0.8

@@ -95,6 +95,27 @@ class Admission:
             least = Ticket(num_prompt_tokens=0, priority=priority, tenant=tenant, weight=weight)
             self._make_room(least, loads, now_s)
 
+    def make_way(
+        self, ticket: Ticket, loads: Loads, *, num_requests: int, now_s: float
+    ) -> list[Ticket]:
+        """Displaces waiting requests of ``num_requests`` or more completions, as `offer` of
+        ``ticket`` might, and returns them; none where too few wait that yield to it.
+
+        Raises:
+            Overloaded: `offer` would refuse it all the same; nothing has changed.
+        """
+        self._set_work(ticket)
+        self._make_room(ticket, loads, now_s)
+        victims, num_left = [], num_requests
+        for victim in self._queue.victims(ticket):
+            victims.append(victim)
+            num_left -= victim.num_requests
+            if num_left <= 0:
+                for each in victims:
+                    self.leave(each)
+                return victims
+        return []
+
     def release(self, loads: Loads) -> list[Ticket]:
         """Releases those whose turn has come. To be called when the groups' load has changed."""
         released = []
@@ -234,9 +255,8 @@ class Admission:
 
     def _set_work(self, ticket: Ticket) -> None:
         num_output = min(self._capacity.mean_output, ticket.max_tokens or inf)
-        each = round(
-            OUTPUT_WORK * num_output
-        )  # Sums of whole numbers do not depend on their order.
+        # In whole numbers, whose sums do not depend on their order.
+        each = round(OUTPUT_WORK * num_output)
         ticket.work = float(ticket.num_prompt_tokens + each * ticket.num_requests)
 
     def _release(self, ticket: Ticket) -> None:

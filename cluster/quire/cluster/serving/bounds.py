@@ -2,10 +2,29 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from quire.cluster.errors import Overloaded
+
+
+class Hold:
+    """Bytes or places that were taken. They are given back once: by `release` or at the end of
+    ``with``."""
+
+    def __init__(self, give_back: Callable[[], None], num_bytes: int = 0) -> None:
+        self.num_bytes = num_bytes
+        self._give_back: Callable[[], None] | None = give_back
+
+    def release(self) -> None:
+        if self._give_back is not None:
+            give_back, self._give_back = self._give_back, None
+            give_back()
+
+    def __enter__(self) -> "Hold":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class Inflight:
@@ -30,33 +49,14 @@ class Inflight:
     def leave(self, number: int = 1) -> None:
         self.num -= number
 
-    @contextmanager
-    def entered(self, more: int = 1) -> Iterator[None]:
-        """The same while the block runs."""
+    def missing(self, more: int) -> int:
+        """How many would have to leave for ``more`` to enter."""
+        return max(0, self.num + more - self._limit)
+
+    def entered(self, more: int = 1) -> Hold:
+        """The same until the hold is released."""
         self.enter(more)
-        try:
-            yield
-        finally:
-            self.leave(more)
-
-
-class Hold:
-    """Bytes that were taken. They are given back once: by `release` or at the end of ``with``."""
-
-    def __init__(self, give_back: Callable[[], None], num_bytes: int = 0) -> None:
-        self.num_bytes = num_bytes
-        self._give_back: Callable[[], None] | None = give_back
-
-    def release(self) -> None:
-        if self._give_back is not None:
-            give_back, self._give_back = self._give_back, None
-            give_back()
-
-    def __enter__(self) -> "Hold":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+        return Hold(lambda: self.leave(more))
 
 
 class ByteBudget:

@@ -11,8 +11,8 @@ Work is prompt tokens plus output tokens times `OUTPUT_WORK`. The cost of a requ
 when it is released. Its tenant is therefore charged what is expected, more when the output outgrows
 that, and at its end exactly what it was. So requests that run count in their tenant's share.
 
-Calls take O(log n), but for `FairQueue.victims` and `FairQueue.ahead_of`, which look once at each
-tenant that waits, and for the iteration over all.
+Calls take O(log n). Three look once at each tenant that waits: `FairQueue.ahead_of`, which only a
+bound of the wait needs, `FairQueue.victims` for more than one victim, and the iteration over all.
 """
 
 from collections import OrderedDict
@@ -47,6 +47,10 @@ class _Flow:
         return next(iter(self.queued))
 
     @property
+    def last(self) -> Ticket:
+        return next(reversed(self.queued))
+
+    @property
     def share(self) -> float:
         """The work that waits, over the weight."""
         return self.work / self.weight
@@ -55,11 +59,12 @@ class _Flow:
 class _Class:
     """The requests of one priority."""
 
-    __slots__ = ("flows", "load", "virtual", "waiting")
+    __slots__ = ("fattest", "flows", "load", "virtual", "waiting")
 
     def __init__(self) -> None:
         self.flows: dict[str, _Flow] = {}
         self.waiting: LazyHeap[str] = LazyHeap()  # Tenants, by virtual time and arrival.
+        self.fattest: LazyHeap[str] = LazyHeap()  # The same, by waiting work over weight.
         self.load = WaitingLoad()
         self.virtual = 0.0  # That of the request released last.
 
@@ -69,11 +74,13 @@ class _Class:
         return self.virtual if flow is None else max(flow.virtual, self.virtual)
 
     def place(self, flow: _Flow) -> None:
-        """Puts it where its virtual time says."""
+        """Puts it where its virtual time and its waiting work say."""
         if flow.queued:
             self.waiting.put(flow.tenant, (flow.virtual, flow.first.number))
+            self.fattest.put(flow.tenant, (-flow.share, -flow.last.number))
         else:
             self.waiting.discard(flow.tenant)
+            self.fattest.discard(flow.tenant)
 
 
 class FairQueue:
@@ -191,29 +198,20 @@ class FairQueue:
         for priority in sorted(self._waiting, reverse=True):
             if priority < ticket.priority:
                 return
-            class_ = self._classes[priority]
-            least_share = 0.0
+            class_, least_share, own = self._classes[priority], 0.0, None
             if priority == ticket.priority:
                 own = class_.flows.get(ticket.tenant)
                 least_share = ((own.work if own else 0.0) + ticket.work) / ticket.weight
-            fattest = [
-                (-flow.share, -next(reversed(flow.queued)).number, tenant)
-                for tenant, flow in ((each, class_.flows[each]) for each in class_.waiting)
-                if priority != ticket.priority or tenant != ticket.tenant
-            ]
-            heapify(fattest)
-            lasts = {tenant: reversed(class_.flows[tenant].queued) for _, _, tenant in fattest}
-            while fattest:
-                share, _, tenant = fattest[0]
-                if priority == ticket.priority and -share <= least_share:
-                    return
-                victim = next(lasts[tenant])
-                yield victim
-                following = share + victim.work / class_.flows[tenant].weight
-                if victim is class_.flows[tenant].first:
-                    heappop(fattest)
-                else:
-                    heapreplace(fattest, (following, -victim.number + 1, tenant))
+            found = class_.fattest.least()
+            assert found is not None, "a waiting priority has a waiting tenant"
+            flow = class_.flows[found[1]]
+            if flow is own or flow.share <= least_share:
+                return
+            # Nearly always one is enough. The tenants are gone through for further ones only.
+            yield flow.last
+            further = _fattest_first(class_, least_share, own)
+            next(further)
+            yield from further
 
     def _charge(self, class_: _Class, flow: _Flow, ticket: Ticket, work: float) -> None:
         ticket.charged += work
@@ -240,6 +238,27 @@ class FairQueue:
             del class_.flows[flow.tenant]
         if not class_.flows:
             del self._classes[priority]
+
+
+def _fattest_first(class_: _Class, least_share: float, spared: _Flow | None) -> Iterator[Ticket]:
+    """The last ticket of the tenant with the most waiting work over its weight, again and again,
+    as long as that is more than ``least_share``; none of ``spared``."""
+    shares = [
+        (-flow.share, -flow.last.number, tenant)
+        for tenant, flow in ((each, class_.flows[each]) for each in class_.waiting)
+        if flow is not spared and flow.share > least_share
+    ]
+    heapify(shares)
+    rests = {tenant: list(class_.flows[tenant].queued) for _, _, tenant in shares}
+    while shares and -shares[0][0] > least_share:
+        share, _, tenant = shares[0]
+        victim = rests[tenant].pop()
+        yield victim
+        if rests[tenant]:
+            then = share + victim.work / class_.flows[tenant].weight
+            heapreplace(shares, (then, -rests[tenant][-1].number, tenant))
+        else:
+            heappop(shares)
 
 
 def _in_turn(class_: _Class) -> Iterator[Ticket]:

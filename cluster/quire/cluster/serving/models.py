@@ -57,6 +57,7 @@ class Models:
         self.bodies = ByteBudget(max_body_bytes)
         """For the transports, of what they read before `ModelService.prepare` has returned."""
         self.telemetry = GatewayTelemetry()
+        self.telemetry.register(self.usage)
         self.telemetry.body_bytes.set_function(lambda: self.bodies.held)
         self.on_finished: list[Callable[[Timeline], object]] = [self.telemetry.count]
         """What hears of each client's call that has ended. It must not wait."""

@@ -23,6 +23,7 @@ from quire.cluster.errors import (
 from quire.cluster.links.groups import Groups
 from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.serving.bounds import Hold, Inflight
 from quire.cluster.serving.capacity import Capacity
 from quire.cluster.serving.ticket import Queued, Stage, Ticket
 from quire.cluster.telemetry.metrics import refused_counter
@@ -91,6 +92,24 @@ class AdmissionQueue:
         except Overloaded as error:
             self.refused(error.reason)
             raise
+
+    def place_of(self, ticket: Ticket, inflight: Inflight) -> Hold:
+        """The ticket's places among the requests under way; where these are too many, those of
+        requests that wait and yield to it. Raises Overloaded: there are none."""
+        missing = inflight.missing(ticket.num_requests)
+        if missing:
+            loads, now_s = self._table.loads(), self._clock()
+            try:
+                displaced = self._admission.make_way(
+                    ticket, loads, num_requests=missing, now_s=now_s
+                )
+            except Overloaded as error:
+                self.refused(error.reason)
+                raise
+            for each in displaced:
+                self._displace(each)
+        ticket.place = inflight.entered(ticket.num_requests)
+        return ticket.place
 
     @contextmanager
     def starting(self, num_prompt_tokens: int) -> Iterator[None]:
@@ -211,6 +230,8 @@ class AdmissionQueue:
             f"requests of a higher priority than {ticket.priority}, or of tenants of which less "
             "waits, took its place in the queue",
         )
+        if ticket.place is not None:
+            ticket.place.release()
         waiter = self._waiters.get(ticket)
         if waiter is not None and not waiter.future.done():
             waiter.future.set_exception(error)

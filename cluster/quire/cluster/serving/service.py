@@ -364,7 +364,7 @@ class ModelService:
             self._metering.metered(
                 first, num_completions=num_completions, num_prompt_tokens=num_prompt_tokens
             ) as used,
-            self._inflight.entered(num_completions),
+            self.admission.place_of(ticket, self._inflight),
         ):
             async with self.admission.admit(ticket):
                 timeline.current().admitted()

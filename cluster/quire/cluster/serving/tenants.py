@@ -39,15 +39,15 @@ class TenantPolicy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    weight: float = Field(1.0, gt=0, le=1e6, allow_inf_nan=False)
+    weight: float = Field(default=1.0, gt=0, le=1e6, allow_inf_nan=False)
     """Its share of the groups' work against other tenants', where requests wait."""
-    requests_per_minute: int | None = Field(None, ge=1, le=10**9)
-    tokens_per_minute: int | None = Field(None, ge=1, le=10**12)
+    requests_per_minute: int | None = Field(default=None, ge=1, le=10**9)
+    tokens_per_minute: int | None = Field(default=None, ge=1, le=10**12)
     """Prompt tokens, cached ones too, and output tokens."""
-    max_concurrent: int | None = Field(None, ge=1, le=10**6)
+    max_concurrent: int | None = Field(default=None, ge=1, le=10**6)
     """Completions under way, those that wait among them."""
-    min_priority: int = Field(_MIN_PRIORITY, ge=_MIN_PRIORITY, le=_MAX_PRIORITY)
-    max_priority: int = Field(_MAX_PRIORITY, ge=_MIN_PRIORITY, le=_MAX_PRIORITY)
+    min_priority: int = Field(default=_MIN_PRIORITY, ge=_MIN_PRIORITY, le=_MAX_PRIORITY)
+    max_priority: int = Field(default=_MAX_PRIORITY, ge=_MIN_PRIORITY, le=_MAX_PRIORITY)
     """Its requests' priorities lie between the two; less is sooner."""
     operator: bool = False
     """Its keys may see and change what belongs to all tenants."""

@@ -5,6 +5,8 @@ from enum import Enum, auto
 from math import inf
 from typing import NamedTuple
 
+from quire.cluster.serving.bounds import Hold
+
 
 class Queued(NamedTuple):
     """Requests that wait."""
@@ -42,6 +44,8 @@ class Ticket:
     number: int = 0
     num_bytes: int = 0
     """Memory that it takes up while it waits, beyond what each request does."""
+    place: Hold | None = None
+    """Its places among the requests under way, which it gives up when it is displaced."""
     tenant: str = ""
     weight: float = 1.0
     """The tenant's share against others'."""

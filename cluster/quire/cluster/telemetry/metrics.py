@@ -28,7 +28,6 @@ from quire.router.table import RoutingTable
 
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TPOT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
-_MAX_TENANTS = 1000
 _LENGTHS = tuple(4**power for power in range(10))
 _TOTAL_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -132,7 +131,6 @@ class GatewayTelemetry:
         self.requests = counter(
             "quire_requests", "Calls of clients, by endpoint and status.", ["endpoint", "status"]
         )
-        self._of_tenants = _TenantCounters(registry)
         self.keys_read = gauge(
             "quire_api_keys_read_timestamp_seconds",
             "When the file of API keys that is in use was read, since 1970; 0 without one.",
@@ -143,12 +141,16 @@ class GatewayTelemetry:
         )
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=registry)
+        self._registry = registry
         self._page = _Page(registry)
 
     def count(self, call: Timeline) -> None:
         """Counts a call that has ended."""
         self.requests.labels(call.endpoint, call.status).inc()
-        self._of_tenants.count(call)
+
+    def register(self, collector: Collector) -> None:
+        """Shows what ``collector`` tells, which is of no one model."""
+        self._registry.register(collector)
 
     def add(self, model: str, registry: CollectorRegistry) -> None:
         """Shows a model's metrics; with another registry of its, their sums."""
@@ -167,30 +169,6 @@ class GatewayTelemetry:
     def render(self) -> bytes:
         """All metrics in Prometheus' text format."""
         return generate_latest(self._page)
-
-
-class _TenantCounters:
-    """What tenants use, where there are any; those past `_MAX_TENANTS` are one, "other"."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._known: set[str] = set()
-        labels = ["tenant", "model"]
-        made = partial(Counter, labelnames=labels, registry=registry)
-        self._requests = made("quire_tenant_requests", "Calls of a tenant for a model.")
-        self._prompt = made("quire_tenant_prompt_tokens", "Prompt tokens of these.")
-        self._cached = made("quire_tenant_cached_prompt_tokens", "Those that were cached.")
-        self._output = made("quire_tenant_output_tokens", "Tokens that they got.")
-
-    def count(self, call: Timeline) -> None:
-        if not (call.tenant and call.model):
-            return
-        is_known = call.tenant in self._known or len(self._known) < _MAX_TENANTS
-        tenant = call.tenant if is_known else "other"
-        self._known.add(tenant)
-        self._requests.labels(tenant, call.model).inc()
-        self._prompt.labels(tenant, call.model).inc(call.num_prompt_tokens)
-        self._cached.labels(tenant, call.model).inc(call.num_cached_tokens)
-        self._output.labels(tenant, call.model).inc(call.num_output_tokens)
 
 
 class _GroupCollector(Collector):

@@ -6,14 +6,24 @@ A request is counted when it ends, however it does, with the tokens that came un
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 NUM_MINUTES = 60
 _MAX_ROWS = 4096
 _OTHERS = ("", "")
 """Where what is past `_MAX_ROWS` is counted."""
+_METRICS = {
+    "requests": "Requests that ended, by tenant and API key.",
+    "prompt_tokens": "Prompt tokens of these.",
+    "cached_tokens": "Those among them whose KV was cached.",
+    "output_tokens": "Tokens that were generated for them.",
+}
 _MAX_ASKING = 4
 """Questions at one time: each is one to every gateway."""
 
@@ -52,8 +62,9 @@ class _Row:
         self.minutes[-1][1].add(counts)
 
 
-class UsageLedger:
-    """The rows of one gateway, one for each tenant and key; and, asked, those of all gateways."""
+class UsageLedger(Collector):
+    """The rows of one gateway, one for each tenant and key, also as metrics; and, asked, those of
+    all gateways."""
 
     def __init__(self, *, wall_clock: Callable[[], float] = time.time) -> None:
         self.ask_others: AskOthers = _no_others
@@ -70,8 +81,13 @@ class UsageLedger:
         now_s = int(self._wall_clock())
         self._rows.setdefault(name, _Row()).add(counts, now_s - now_s % 60)
 
-    def own(self, tenant: str | None) -> dict[str, Any]:
+    async def own(self, tenant: str | None) -> dict[str, Any]:
         """This gateway's answer: what ``tenant`` has used, or everyone where it is ``None``."""
+        # In a thread: thousands of keys take a while, in which no stream would go on.
+        return await asyncio.to_thread(self._own, tenant)
+
+    def _own(self, tenant: str | None) -> dict[str, Any]:
+        rows = list(self._rows.items())  # New ones may come meanwhile.
         first_s = int(self._wall_clock()) - NUM_MINUTES * 60
         return {
             "object": "list",
@@ -83,21 +99,29 @@ class UsageLedger:
                     **asdict(row.total),
                     "minutes": [
                         {"start": start_s, **asdict(counts)}
-                        for start_s, counts in row.minutes
+                        for start_s, counts in tuple(row.minutes)
                         if start_s > first_s
                     ],
                 }
-                for (name, key_name), row in sorted(self._rows.items())
+                for (name, key_name), row in sorted(rows, key=itemgetter(0))
                 if tenant is None or tenant == name
             ],
         }
+
+    def collect(self) -> Iterator[Metric]:
+        for name, help_text in _METRICS.items():
+            metric = CounterMetricFamily(f"quire_usage_{name}", help_text, labels=["tenant", "key"])
+            for labels, row in list(self._rows.items()):
+                metric.add_metric(labels, getattr(row.total, name))
+            yield metric
 
     async def answer(self, tenant: str | None) -> dict[str, Any]:
         """All gateways' answers as one. ``since`` is when the first of them began;
         ``incomplete``, where it is there, says which did not answer."""
         async with self._asking:
-            others, incomplete = await self.ask_others(tenant)
-        answer = self.own(tenant)
+            answer, (others, incomplete) = await asyncio.gather(
+                self.own(tenant), self.ask_others(tenant)
+            )
         if others:
             answer = await asyncio.to_thread(_merged, [answer, *others])
         return {**answer, "incomplete": incomplete} if incomplete else answer

@@ -1,0 +1,204 @@
+"""What nine tenants get of a gateway beside a tenth one that asks for a hundred times as much.
+
+    python -m bench.tenants
+
+One gateway and two replica groups in this process, with the demo model. Each step of a group takes
+at least ``--step-s``, so that the groups are the limit and not this machine. A first phase
+saturates the groups; the requests that end per second are the *capacity*. Each small tenant then
+asks for 0.8 of its share, which is a tenth of that, in an open loop. Its arrivals are the same in
+each phase:
+
+    without   the nine small tenants alone
+    beside    with the greedy one
+    as one    the same, but all keys are of one tenant, as if there were no shares
+
+The throughput of a tenant is the output tokens that it was sent per second.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import random
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from bench.report import command, markdown
+from bench.serving.gateways import Gateways
+from bench.serving.load import Request, Stream, run
+
+from quire import demo_model
+from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.gateway_server import GatewayServer
+from quire.cluster.group.server import GroupServer
+from quire.worker.api.config import EngineConfig
+
+SMALL = [f"small{number}" for number in range(9)]
+GREEDY = "greedy"
+_SHARE = 0.8
+_TIMES = 100
+_WARM_UP = 0.2
+"""Which part of a phase is not counted."""
+
+
+_SHARED = "all"
+"""A tenant whose key all use in the last phase."""
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> None:
+    async with _server(options, folder) as address:
+        per_s = await _capacity_per_s(address, options)
+        print(f"capacity: {per_s:.1f} requests/s", flush=True)
+        rate = _SHARE * per_s / (len(SMALL) + 1)
+        small = dict.fromkeys(SMALL, rate)
+        both = small | {GREEDY: _TIMES * rate}
+        without = await _phase(address, small, options)
+        beside = await _phase(address, both, options)
+        as_one = await _phase(address, both, options, as_one=True)
+    rows = []
+    for tenant, per_s in both.items():
+        phases = [each.get(tenant, 0.0) for each in (without, beside, as_one)]
+        kept = [f"{each / phases[0]:.3f}" if phases[0] else "" for each in phases[1:]]
+        rows.append([tenant, f"{per_s:.2f}", *(f"{each:.1f}" for each in phases), *kept])
+    head = ["tenant", "requests/s", "tokens/s without", "beside", "as one"]
+    head += ["kept beside", "kept as one"]
+    print(markdown(head, rows))
+    for name, phase in (("beside", beside), ("as one", as_one)):
+        kept_of_all = [phase[tenant] / without[tenant] for tenant in SMALL]
+        mean = sum(kept_of_all) / len(kept_of_all)
+        print(f"{name}: kept at least {min(kept_of_all):.3f}, on average {mean:.3f}")
+
+
+async def _capacity_per_s(address: str, options: argparse.Namespace) -> float:
+    """Completions per second while there is always more to do."""
+    streams: list[Stream] = []
+    seconds = options.duration_s / 2
+    begin_s = time.monotonic()
+
+    async def client(gateways: Gateways) -> None:
+        while time.monotonic() < begin_s + seconds:
+            streams.append(stream := Stream(request=_request(random.Random(1), 0.0, options)))
+            await gateways.send(stream)
+
+    async with _clients(address, GREEDY) as gateways:
+        await asyncio.gather(*(client(gateways) for _ in range(8 * options.max_num_seqs)))
+    errors = {each.error for each in streams if each.error}
+    if errors:
+        raise SystemExit(f"no capacity was measured: {errors}")
+    first_s = begin_s + _WARM_UP * seconds
+    ends = [first_s < each.ended_s <= begin_s + seconds for each in streams]
+    return float(sum(ends) / ((1 - _WARM_UP) * seconds))
+
+
+async def _phase(
+    address: str, rates: Mapping[str, float], options: argparse.Namespace, *, as_one: bool = False
+) -> dict[str, float]:
+    """Each tenant's output tokens per second."""
+    begin_s = time.monotonic()
+    found = await asyncio.gather(
+        *(
+            _load(address, tenant, per_s, options, shown_as=_SHARED if as_one else tenant)
+            for tenant, per_s in rates.items()
+        )
+    )
+    first_s, last_s = begin_s + _WARM_UP * options.duration_s, begin_s + options.duration_s
+    return {
+        tenant: sum(first_s < at_s <= last_s for each in streams for at_s in each.times)
+        / (last_s - first_s)
+        for tenant, streams in zip(rates, found, strict=True)
+    }
+
+
+async def _load(
+    address: str, tenant: str, per_s: float, options: argparse.Namespace, *, shown_as: str
+) -> list[Stream]:
+    rng, at_s, requests = random.Random(tenant), 0.0, []
+    while (at_s := at_s + rng.expovariate(per_s)) < options.duration_s:
+        requests.append(_request(rng, at_s, options))
+    async with _clients(address, shown_as) as gateways:
+        return await run(requests, gateways, limit_s=options.duration_s)
+
+
+def _request(rng: random.Random, at_s: float, options: argparse.Namespace) -> Request:
+    token_ids = [rng.randrange(100, 1000) for _ in range(options.prompt_tokens)]
+    return Request(name="", token_ids=token_ids, max_tokens=options.output_tokens, at_s=at_s)
+
+
+def _clients(address: str, tenant: str) -> Gateways:
+    return Gateways([address], metadata=[("authorization", f"Bearer {_key(tenant)}")])
+
+
+@contextlib.asynccontextmanager
+async def _server(options: argparse.Namespace, folder: Path) -> AsyncIterator[str]:
+    """The gateway's address."""
+    tenants = [*SMALL, GREEDY, _SHARED]
+    keys = [
+        f'- {{name: {each}, tenant: {each}, hash: "sha256:{_hash(_key(each))}"}}'
+        for each in tenants
+    ]
+    file = folder / "keys.yaml"
+    file.write_text("\n".join(["tenants:", *(f"  {each}:" for each in tenants), "keys:", *keys]))
+    config = ClusterConfig(
+        engine=EngineConfig(
+            model=demo_model.PATH, max_num_seqs=options.max_num_seqs, num_threads=1
+        ),
+        grpc_port=0,
+        http_port=0,
+        metrics_port=0,
+        api_keys_file=file,
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        groups = []
+        for number in range(2):
+            group = await GroupServer.start(config, group_id=f"g{number}")
+            stack.push_async_callback(group.stop, drain_timeout_s=0)
+            _pace(group, options.step_s)
+            groups.append(group)
+        gateway = await GatewayServer.start(config)
+        stack.push_async_callback(gateway.stop, drain_timeout_s=0)
+        gateway.set_groups([group.contact for group in groups])
+        known = gateway.models.named(None).groups
+        while known.num_ready < len(groups):
+            await known.wait_for_change(timeout_s=1)
+        yield gateway.grpc_address
+
+
+def _pace(group: GroupServer, step_s: float) -> None:
+    """Makes each step take at least so long."""
+    engine = group._engine
+    step = engine.step
+
+    def paced_step():  # type: ignore[no-untyped-def]
+        begin_s = time.monotonic()
+        made = step()
+        time.sleep(max(0.0, begin_s + step_s - time.monotonic()))
+        return made
+
+    engine.step = paced_step  # type: ignore[method-assign]
+
+
+def _key(tenant: str) -> str:
+    return f"key-of-{tenant}"
+
+
+def _hash(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def main() -> None:
+    parser = command("bench.tenants", __doc__)
+    add = parser.add_argument
+    add("--duration-s", type=float, default=40.0, help="of a phase")
+    add("--step-s", type=float, default=0.025)
+    add("--max-num-seqs", type=int, default=4, help="of each group")
+    add("--prompt-tokens", type=int, default=40)
+    add("--output-tokens", type=int, default=16)
+    options = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        asyncio.run(measure(options, Path(folder)))
+
+
+if __name__ == "__main__":
+    main()

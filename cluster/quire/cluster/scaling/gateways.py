@@ -1,0 +1,98 @@
+"""How many gateways there are, by the completions that they have under way.
+
+A gateway is added where the others have more than their share, and one goes where the others have
+been enough for some time. Clients of one that goes are drained as at any stop.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+from quire.worker.api.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+INFLIGHT = "num_inflight"
+"""The name under which a gateway tells Serve's controller of its completions."""
+_STATE = "quire"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayAutoscaling:
+    """When gateways are started and stopped.
+
+    Raises:
+        ConfigError: A value cannot work; the message names it and what would be right.
+    """
+
+    min_gateways: int = 1
+    """The fewest gateways, with which it starts."""
+    max_gateways: int
+    """The most gateways that may run at a time."""
+    target_inflight: int = 512
+    """Completions that each gateway should have under way at most."""
+    down_delay_s: float = 300.0
+    """For how long fewer gateways must have been enough before one goes."""
+
+    def __post_init__(self) -> None:
+        if self.min_gateways < 1:
+            raise ConfigError(f"min_gateways={self.min_gateways!r}: must be 1 or more")
+        if self.max_gateways < self.min_gateways:
+            raise ConfigError(
+                f"max_gateways={self.max_gateways!r}: must not be below "
+                f"min_gateways={self.min_gateways!r}"
+            )
+        if self.target_inflight < 1:
+            raise ConfigError(f"target_inflight={self.target_inflight!r}: must be 1 or more")
+        if not 0 <= self.down_delay_s < inf:
+            raise ConfigError(
+                f"down_delay_s={self.down_delay_s!r}: must be 0 or more seconds, and finite"
+            )
+
+
+def decide(
+    num_inflight: Sequence[float],
+    *,
+    num_gateways: int,
+    enough_since_s: float | None,
+    now_s: float,
+    settings: GatewayAutoscaling,
+) -> tuple[int, float | None]:
+    """How many gateways there should be, and since when fewer than now have been enough.
+
+    ``num_inflight`` are the completions of each gateway that tells of them. They count as a sum:
+    new connections are spread over all gateways, and old ones end.
+    """
+    wanted = math.ceil(sum(num_inflight) / settings.target_inflight)
+    wanted = min(max(wanted, settings.min_gateways), settings.max_gateways)
+    if wanted >= num_gateways:
+        return wanted, None
+    since_s = now_s if enough_since_s is None else enough_since_s
+    if now_s - since_s < settings.down_delay_s:
+        return min(num_gateways, settings.max_gateways), since_s
+    return num_gateways - 1, now_s  # The next one after another delay.
+
+
+class GatewayPolicy:
+    """`decide` as Ray Serve calls it: made once in Serve's controller, asked every 0.1 s."""
+
+    def __init__(self, **settings: Any) -> None:
+        """``settings`` are the fields of `GatewayAutoscaling`."""
+        self._settings = GatewayAutoscaling(**settings)
+
+    def __call__(self, context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
+        assert context.current_time is not None
+        told = (context.raw_metrics or {}).get(INFLIGHT, {})
+        running = set(context.running_replicas)
+        newest = [series[-1].value for name, series in told.items() if name in running and series]
+        number, since_s = decide(
+            newest,
+            num_gateways=context.target_num_replicas,
+            enough_since_s=context.policy_state.get(_STATE),
+            now_s=context.current_time,
+            settings=self._settings,
+        )
+        return number, {_STATE: since_s}
