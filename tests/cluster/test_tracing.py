@@ -1,5 +1,10 @@
 """One trace of each sampled call, from the client to the groups' steps, over OTLP."""
 
+import asyncio
+import logging
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,9 +21,10 @@ from tests.cluster.collector import Collector, Received, collecting
 from tests.cluster.test_failover import FAST_S, PROMPT, SLOW_S, begin, generate, read_rest
 
 from quire.cluster.group.session import TracesTo
-from quire.cluster.telemetry.span_export import SpanExport
-from quire.cluster.telemetry.tracing import start_tracing
+from quire.cluster.telemetry.span_export import MAX_QUEUED, SpanExport
+from quire.cluster.telemetry.tracing import Span, new_span_id, start_tracing
 from quire.v1 import inference_pb2 as pb
+from quire.worker.api.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 
@@ -214,3 +220,126 @@ async def test_a_client_that_does_not_sample_has_no_spans_sent(
         await collector.wait(4)
         await traces.close()
     assert CLIENT_TRACE not in {each.span.trace_id.hex() for each in collector.spans}
+
+
+class Lines(logging.Handler):
+    """What is logged as a warning."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
+def some_span() -> Span:
+    return Span(name="a", trace_id=CLIENT_TRACE, span_id=new_span_id(), begin_s=1.0, end_s=2.0)
+
+
+async def test_a_collector_that_is_away_costs_bounded_memory_and_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "5")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.05")
+    traces = start_tracing("http://127.0.0.1:1", role="gateway", instance="it")
+    assert traces is not None
+    counts: Counter[str] = Counter()
+    traces.count = lambda outcome, num: counts.update({outcome: num})
+    lines = Lines()
+    logging.getLogger().addHandler(lines)
+    traces.add([some_span() for _ in range(3 * MAX_QUEUED)])
+    while counts["failed"] < 1024:
+        await asyncio.sleep(0.01)
+    logging.getLogger().removeHandler(lines)
+    assert counts["dropped"] >= MAX_QUEUED
+    assert counts["sent"] == 0
+    assert len(lines.told) == 1
+    assert lines.told[0].startswith("spans cannot be sent to http://127.0.0.1:1: ")
+    await traces.close()
+
+
+async def test_metrics_count_the_spans_that_are_sent(
+    start_cluster: Any, collector: Collector
+) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        traces = traces_to(collector)
+        cluster.models.trace_to(traces)
+        await ask(cluster.http_url)
+        await collector.wait(4)
+        await traces.close()
+        page = cluster.models.telemetry.render().decode()
+    assert 'quire_spans_total{outcome="sent"} 4.0' in page
+
+
+async def test_an_endpoint_of_the_environment_and_the_service_name_count(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert start_tracing(None, role="group", instance="g") is None
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=prod")
+    traces = start_tracing(None, role="group", instance="g")
+    assert traces is not None
+    traces.add([some_span()])
+    await collector.wait(1)
+    await traces.close()
+    resource = collector.spans[0].resource
+    assert resource["service.name"] == "mine"
+    assert resource["deployment.environment.name"] == "prod"
+    assert resource["service.instance.id"] == "g"
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+    assert start_tracing(collector.endpoint, role="group", instance="g") is None
+
+
+async def test_the_sampler_of_the_environment_decides(
+    start_cluster: Any, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+    async with start_cluster(num_groups=1) as cluster:
+        traces = traces_to(collector)
+        cluster.models.trace_to(traces)
+        assert (await ask(cluster.http_url)).headers["traceresponse"].endswith("-00")
+        await ask(cluster.http_url, traceparent=TRACEPARENT)
+        await collector.wait(4)
+        await traces.close()
+    assert {each.span.trace_id.hex() for each in collector.spans} == {CLIENT_TRACE}
+
+
+def test_what_cannot_be_sent_to_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="otlp_traces_endpoint='collector:4317'"):
+        start_tracing("collector:4317", role="gateway", instance="it")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/json")
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL='http/json'"):
+        start_tracing("http://a:4317", role="gateway", instance="it")
+
+
+def run(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_the_package_an_error_names_the_extra() -> None:
+    script = (
+        "import sys; sys.modules['opentelemetry'] = None\n"
+        "from quire.cluster.telemetry.tracing import start_tracing\n"
+        "try: start_tracing('http://a:4317', role='group', instance='g')\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    said = run(script)
+    assert said.startswith("ConfigError")
+    assert "install quire[otel]" in said
+
+
+@pytest.mark.slow
+def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
+    script = (
+        "import sys\n"
+        "import quire.cluster.edge.grpc_server, quire.cluster.edge.openai_http\n"
+        "import quire.cluster.serving.models, quire.cluster.group.service\n"
+        "from quire.cluster.telemetry.tracing import start_tracing\n"
+        "assert start_tracing(None, role='gateway', instance='it') is None\n"
+        "print([name for name in sys.modules if name.startswith('opentelemetry')])"
+    )
+    assert run(script).strip() == "[]"
