@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
     SpanContext,
@@ -90,7 +91,7 @@ class SpanExport:
         call.trace_id, call.span_id = f"{trace_id:032x}", new_span_id()
         call.parent_span_id = f"{client.span_id:016x}" if client.is_valid else ""
         call.trace_state = (result.trace_state or TraceState()).to_header()
-        call.is_sampled = result.decision.is_sampled()
+        call.is_sampled = result.decision is Decision.RECORD_AND_SAMPLE
 
     def add(self, spans: Iterable[Span]) -> None:
         """Sends ``spans`` later, or drops those that find no room. Never waits."""
