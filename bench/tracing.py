@@ -40,8 +40,8 @@ _SENT_S = 2.0
 
 
 class Part:
-    """A process that runs an async context until it is closed, which gives what to tell at first and
-    a function of further commands."""
+    """A process that runs an async context until it is closed. That gives what to tell at first,
+    and a function of further commands."""
 
     def __init__(self, start: Callable[..., Any], *arguments: object) -> None:
         self._pipe, theirs = _SPAWN.Pipe()
@@ -156,10 +156,12 @@ def measure(options: argparse.Namespace) -> str:
     ways = ("without", "with")
     taken: dict[str, dict[str, list[float]]] = {part: {way: [] for way in ways} for part in parts}
     for number in range(options.rounds + 1):
-        for way in ways if number % 2 else reversed(ways):
+        for turn, way in enumerate(ways if number % 2 else reversed(ways)):
             gateway.do(way)
             before = [part.do("cpu") for part in parts.values()]
-            num = asyncio.run(_load(gateway.told, options.streams, options.tokens, number))
+            num = asyncio.run(
+                _load(gateway.told, options.streams, options.tokens, 2 * number + turn)
+            )
             time.sleep(_SENT_S)
             for (name, part), begin_s in zip(parts.items(), before, strict=True):
                 if number:  # The first round warms up.
