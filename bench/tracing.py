@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import multiprocessing
+import random
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable
@@ -114,14 +115,14 @@ async def _collector() -> AsyncIterator[Any]:
 
 async def _load(address: str, num_streams: int, num_tokens: int, seed: int) -> int:
     """Returns how many tokens came."""
+    draw = random.Random(seed)
     async with grpc.aio.insecure_channel(address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
 
-        async def stream(number: int) -> int:
+        async def stream() -> int:
             num = 0
-            for turn in range(_CALLS_PER_STREAM):
-                first = (seed * num_streams + number) * _CALLS_PER_STREAM + turn
-                ids = [3 + (first * 7919 + place) % 200 for place in range(_PROMPT_TOKENS)]
+            for _ in range(_CALLS_PER_STREAM):
+                ids = draw.choices(range(3, 200), k=_PROMPT_TOKENS)
                 params = inference_pb2.SamplingParams(
                     temperature=0, max_tokens=num_tokens, ignore_eos=True
                 )
@@ -132,7 +133,7 @@ async def _load(address: str, num_streams: int, num_tokens: int, seed: int) -> i
                     num += len(chunk.token_ids)
             return num
 
-        return sum(await asyncio.gather(*map(stream, range(num_streams))))
+        return sum(await asyncio.gather(*(stream() for _ in range(num_streams))))
 
 
 def _cpu_s(_: str) -> float:
@@ -159,9 +160,8 @@ def measure(options: argparse.Namespace) -> str:
         for turn, way in enumerate(ways if number % 2 else reversed(ways)):
             gateway.do(way)
             before = [part.do("cpu") for part in parts.values()]
-            num = asyncio.run(
-                _load(gateway.told, options.streams, options.tokens, 2 * number + turn)
-            )
+            seed = 2 * number + turn
+            num = asyncio.run(_load(gateway.told, options.streams, options.tokens, seed))
             time.sleep(_SENT_S)
             for (name, part), begin_s in zip(parts.items(), before, strict=True):
                 if number:  # The first round warms up.
