@@ -1,8 +1,11 @@
-"""A collector of OTLP over gRPC, within the test."""
+"""A collector of OTLP over gRPC or HTTP, within the test."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import gzip
+import http.server
+import threading
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +34,9 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     spans: list[Received] = field(default_factory=list)
 
     async def Export(self, request: pb.ExportTraceServiceRequest, context: Any) -> Any:
+        return self.take(request)
+
+    def take(self, request: pb.ExportTraceServiceRequest) -> pb.ExportTraceServiceResponse:
         for each in request.resource_spans:
             resource = _plain(each.resource.attributes)
             self.spans += [Received(span, resource) for of in each.scope_spans for span in of.spans]
@@ -58,6 +64,32 @@ async def collecting() -> AsyncIterator[Collector]:
         yield collector
     finally:
         await server.stop(None)
+
+
+@contextlib.contextmanager
+def collecting_over_http() -> Iterator[Collector]:
+    collector = Collector()
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers["Content-Encoding"] == "gzip":
+                body = gzip.decompress(body)
+            answer = collector.take(pb.ExportTraceServiceRequest.FromString(body))
+            self.send_response(200 if self.path == "/v1/traces" else 404)
+            self.end_headers()
+            self.wfile.write(answer.SerializeToString())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        collector.endpoint = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield collector
+        server.shutdown()
+        thread.join()
 
 
 def _plain(attributes: Any) -> dict[str, Any]:

@@ -17,11 +17,17 @@ from opentelemetry.semconv.attributes import (
     http_attributes,
     server_attributes,
 )
-from tests.cluster.collector import Collector, Received, collecting
+from tests.cluster.collector import (
+    Collector,
+    Received,
+    collecting,
+    collecting_over_http,
+)
 from tests.cluster.test_failover import FAST_S, PROMPT, SLOW_S, begin, generate, read_rest
 
 from quire.cluster.group.session import TracesTo
 from quire.cluster.telemetry.span_export import MAX_QUEUED, SpanExport
+from quire.cluster.telemetry.timeline import MAX_TRACED
 from quire.cluster.telemetry.tracing import Span, new_span_id, start_tracing
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import ConfigError
@@ -290,6 +296,40 @@ async def test_an_endpoint_of_the_environment_and_the_service_name_count(
     assert resource["service.instance.id"] == "g"
     monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
     assert start_tracing(collector.endpoint, role="group", instance="g") is None
+
+
+async def test_spans_go_over_http_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    with collecting_over_http() as collector:
+        given = start_tracing(f"{collector.endpoint}/v1/traces", role="group", instance="a")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+        known = start_tracing(None, role="group", instance="b")
+        assert given is not None
+        assert known is not None
+        given.add([some_span()])
+        known.add([some_span()])
+        await collector.wait(2)
+        await given.close()
+        await known.close()
+    assert {each.resource["service.instance.id"] for each in collector.spans} == {"a", "b"}
+
+
+async def test_a_call_of_many_completions_leaves_room_for_others(
+    start_cluster: Any, collector: Collector
+) -> None:
+    async with start_cluster(num_groups=1, num_blocks=600) as cluster:
+        traces = traces_to(collector)
+        cluster.models.trace_to(traces)
+        body = {"prompt": SECRET, "max_tokens": 1, "n": 2 * MAX_TRACED}
+        async with httpx.AsyncClient(base_url=cluster.http_url, timeout=None) as client:
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+        await ask(cluster.http_url)
+        await collector.wait(3 + MAX_TRACED + 4)
+        await traces.close()
+    (call,) = [each for each in collector.spans if each.span.name.startswith("text_completion ")]
+    assert call.attributes[gen_ai.GEN_AI_REQUEST_CHOICE_COUNT] == 2 * MAX_TRACED
+    assert len(collector.spans) == 3 + MAX_TRACED + 4
 
 
 async def test_the_sampler_of_the_environment_decides(

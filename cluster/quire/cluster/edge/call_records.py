@@ -61,6 +61,7 @@ class HttpCalls:
         async def send_noting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.status = str(message["status"])
+                message.setdefault("headers", [])
                 headers = MutableHeaders(scope=message)
                 call.is_stream = headers.get("content-type", "").startswith("text/event-stream")
                 if call.trace_id:  # As the drafts of Trace Context's second level have it.

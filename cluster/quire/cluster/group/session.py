@@ -247,7 +247,7 @@ class GatewaySession:
             return  # Aborted meanwhile.
         if self._engine_loop.failed.done():
             error = self._failed_before()
-            self._forget(key, error.message, error_type=_name_of(error))
+            self._forget(key, error.message)
             self._refuse(key, error)
             return
         self._engine_loop.submit(submitted.request, lambda output: self._take(key, work, output))
@@ -298,9 +298,11 @@ class GatewaySession:
             self.num_unsent_tokens -= len(delta.token_ids)
             self._refusals.append(delta)
         name = _name_of(error)
-        # Errors of a request may quote it.
-        is_ours = error.code in (pb.GroupError.GROUP_FAILED, pb.GroupError.DRAINING)
-        self._forget(key, error.message if is_ours else name, error_type=name)
+        if error.code == pb.GroupError.DRAINING:
+            self._forget(key, error.message)
+        else:  # Errors of a request may quote it.
+            is_ours = error.code == pb.GroupError.GROUP_FAILED
+            self._forget(key, error.message if is_ours else name, error_type=name)
         self._refuse(key, error)
 
     def _forget(self, key: Key, why: str, *, error_type: str = "") -> None:

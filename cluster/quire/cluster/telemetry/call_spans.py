@@ -33,7 +33,8 @@ def spans_of(call: Timeline) -> list[Span]:
         spans.append(_part(call, "queue", call.prepared_s, admitted_s))
     for completion in call.completions:
         for number, attempt in enumerate(completion.attempts, 1):
-            spans.append(_of_attempt(call, completion, attempt, number))
+            if attempt.traceparent:
+                spans.append(_of_attempt(call, completion, attempt, number))
     return spans
 
 

@@ -14,6 +14,9 @@ from quire.cluster.telemetry.tracing import new_span_id, traceparent
 from quire.router.policies.policy import Decision
 from quire.worker.api.sampling_params import SamplingParams
 
+MAX_TRACED = 32
+"""Completions of a call whose attempts have spans: one call leaves room for those of others."""
+
 
 @dataclass(slots=True, eq=False)
 class Attempt:
@@ -28,7 +31,7 @@ class Attempt:
     """Output tokens that earlier attempts had brought."""
     routed_s: float
     traceparent: str = ""
-    """Its span, for the group; empty where the call is not sampled."""
+    """Its span, for the group; empty where it has none."""
     begun_s: float | None = None
     """When its first tokens came."""
     num_cached_tokens: int = 0
@@ -59,7 +62,7 @@ class CompletionRecord:
     is_first_of_prompt: bool
     """Of a prompt's completions, the first one computes it."""
     trace_id: str = ""
-    """Of the trace that has its attempts; empty where the call is not sampled."""
+    """Of the trace that has its attempts; empty where none has."""
     attempts: list[Attempt] = field(default_factory=list)
     first_token_s: float | None = None
     ended_s: float | None = None
@@ -150,7 +153,7 @@ class Timeline:
         self, request_id: str, *, index: int, is_first_of_prompt: bool
     ) -> CompletionRecord:
         """The record of one more completion."""
-        trace_id = self.trace_id if self.is_sampled else ""
+        trace_id = self.trace_id if self.is_sampled and index < MAX_TRACED else ""
         made = CompletionRecord(index, request_id, is_first_of_prompt, trace_id)
         self.completions.append(made)
         return made
