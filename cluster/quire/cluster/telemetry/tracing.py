@@ -67,7 +67,19 @@ def start_tracing(endpoint: str | None, *, role: Role, instance: str) -> "SpanEx
     """Begins to send this process's spans to ``endpoint``, or to that of the environment, in
     OpenTelemetry's own variables. ``None`` where neither names one.
 
-    ``instance``: the name of this gateway or group.
+    ``instance``: the name of this gateway or group. Raises ConfigError as `protocol_to`.
+    """
+    protocol = protocol_to(endpoint)
+    if protocol is None:
+        return None
+    from quire.cluster.telemetry.span_export import SpanExport  # Imports OpenTelemetry.
+
+    return SpanExport(endpoint, protocol=protocol, role=role, instance=instance)
+
+
+def protocol_to(endpoint: str | None) -> str | None:
+    """By which protocol spans are sent there, or to the endpoint of the environment; ``None`` where
+    none are to be sent.
 
     Raises:
         ConfigError: The endpoint or protocol cannot be used, or the package that speaks it is not
@@ -90,9 +102,7 @@ def start_tracing(endpoint: str | None, *, role: Role, instance: str) -> "SpanEx
             f"{_PACKAGES[protocol]} is not installed: install quire[otel], or set "
             "OTEL_SDK_DISABLED=true"
         )
-    from quire.cluster.telemetry.span_export import SpanExport  # Imports OpenTelemetry.
-
-    return SpanExport(endpoint, protocol=protocol, role=role, instance=instance)
+    return protocol
 
 
 def check_endpoint(endpoint: str) -> None:
