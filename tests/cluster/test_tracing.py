@@ -26,8 +26,9 @@ from tests.cluster.collector import (
 from tests.cluster.test_failover import FAST_S, PROMPT, SLOW_S, begin, generate, read_rest
 
 from quire.cluster.group.session import TracesTo
+from quire.cluster.telemetry.access_log import fields_of
 from quire.cluster.telemetry.span_export import MAX_QUEUED, SpanExport
-from quire.cluster.telemetry.timeline import MAX_TRACED
+from quire.cluster.telemetry.timeline import MAX_TRACED, Timeline
 from quire.cluster.telemetry.tracing import Span, new_span_id, start_tracing
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import ConfigError
@@ -77,6 +78,8 @@ async def test_a_calls_span_has_the_conventions_names_and_the_clients_parent(
     async with start_cluster(num_groups=1) as cluster:
         traces = traces_to(collector)
         cluster.models.trace_to(traces)
+        ended: list[Timeline] = []
+        cluster.models.on_finished.append(ended.append)
         answer = await ask(cluster.http_url, traceparent=TRACEPARENT, tracestate="a=1,b=2")
         await collector.wait(4)
         await traces.close()
@@ -87,6 +90,7 @@ async def test_a_calls_span_has_the_conventions_names_and_the_clients_parent(
     assert call.span.kind == call.span.SPAN_KIND_SERVER
     assert answer.headers["traceresponse"] == f"00-{CLIENT_TRACE}-{call.span.span_id.hex()}-01"
     assert call.resource["service.name"] == "quire-gateway"
+    assert fields_of(ended[0])["trace_id"] == CLIENT_TRACE  # The access line's.
     told, usage = call.attributes, answer.json()["usage"]
     assert {each for each in told if not each.startswith("quire.")} <= CONVENTIONS | VLLM
     assert told[gen_ai.GEN_AI_OPERATION_NAME] == gen_ai.GenAiOperationNameValues.CHAT.value
