@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import random
 import statistics
 import time
@@ -141,6 +142,7 @@ def _cpu_s(_: str) -> float:
 
 
 def measure(options: argparse.Namespace) -> str:
+    os.environ["OTEL_BSP_SCHEDULE_DELAY"] = "500"  # In ms; else spans count for the next run.
     collector = Part(_collector)
     config = ClusterConfig(
         engine=EngineConfig(

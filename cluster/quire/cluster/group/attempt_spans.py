@@ -16,38 +16,49 @@ from quire.worker.api.progress import Progress
 class AttemptSpans:
     """One attempt, from now on. Used in the event loop."""
 
-    def __init__(self, traceparent: str, *, group_id: str) -> None:
-        """``traceparent``: the gateway's span. Raises ValueError: it is none."""
+    def __init__(self, traceparent: str, *, group_id: str, num_resumed_tokens: int) -> None:
+        """``traceparent``: the gateway's span."""
         self.progress = Progress()
         """For the engine to write to."""
+        self.has_begun = False
+        """The engine has given its first output."""
         self._trace_id, self._parent_id = ids_in(traceparent)
         self._group_id = group_id
+        self._num_resumed_tokens = num_resumed_tokens
         self._begun_at, self._begin_s = time.time(), time.monotonic()
         self._first_s: float | None = None
         self._last_s: float | None = None
-        self._num_outputs = self._num_tokens = self._num_cached_tokens = 0
+        self._first_step = self._last_step = 0
+        self._num_cached_tokens = 0
         self._fetched = Fetched()
 
-    def took(self, output: TokenDelta) -> None:
-        """The engine has given ``output``."""
-        self._last_s = time.monotonic()
-        if self._first_s is None:
-            self._first_s = self._last_s
+    def took(self, output: TokenDelta, *, num_steps: int) -> None:
+        """The engine has given its first or its last ``output``, after so many steps since its
+        start. Others need not be told, so that tokens cost nothing."""
+        now_s = time.monotonic()
+        if not self.has_begun:
+            self.has_begun = True
+            self._first_s, self._first_step = now_s, num_steps
             self._num_cached_tokens = output.num_cached_tokens
-        self._fetched = output.fetched or self._fetched
-        self._num_outputs += 1
-        self._num_tokens += len(output.token_ids)
+            self._fetched = output.fetched or self._fetched
+        if output.finish_reason is not None:
+            self._last_s, self._last_step = now_s, num_steps
 
-    def ended(self, outcome: str, *, error_type: str = "") -> list[Span]:
-        """``outcome`` is text of our own: a finish reason, or why there is none."""
+    def ended(
+        self, outcome: str, *, num_tokens: int, num_steps: int, error_type: str = ""
+    ) -> list[Span]:
+        """``outcome`` is text of our own: a finish reason, or why there is none. ``num_tokens``: of
+        output, those of earlier attempts among them."""
         end_s, progress = time.monotonic(), self.progress
-        scheduled_s, first_s = progress.scheduled_s, self._first_s
+        if self._last_s is None:
+            self._last_s, self._last_step = end_s, num_steps
+        scheduled_s, first_s, last_s = progress.scheduled_s, self._first_s, self._last_s
+        num_tokens = max(0, num_tokens - self._num_resumed_tokens)
         own_id = new_span_id()
         told: dict[str, Value] = {
             "quire.group": self._group_id,
             "quire.outcome": outcome,
-            "quire.tokens.output": self._num_tokens,
-            "quire.preemptions": progress.num_preemptions,
+            "quire.tokens.output": num_tokens,
         }
         if error_type:
             told["error.type"] = error_type
@@ -59,14 +70,15 @@ class AttemptSpans:
             prefilled_s = end_s if first_s is None else first_s
             told["gen_ai.latency.time_in_model_prefill"] = prefilled_s - scheduled_s
             parts.append(self._span("prefill", own_id, scheduled_s, prefilled_s, self._prefill()))
-        if scheduled_s is not None and first_s is not None and self._last_s is not None:
-            told["gen_ai.latency.time_in_model_decode"] = self._last_s - first_s
-            told["gen_ai.latency.time_in_model_inference"] = self._last_s - scheduled_s
-            steps: dict[str, Value] = {
-                "quire.steps": self._num_outputs - 1,
-                "quire.tokens.output": self._num_tokens,
+        if scheduled_s is not None and first_s is not None:
+            told["gen_ai.latency.time_in_model_decode"] = last_s - first_s
+            told["gen_ai.latency.time_in_model_inference"] = last_s - scheduled_s
+            decode: dict[str, Value] = {
+                "quire.steps": self._last_step - self._first_step,
+                "quire.tokens.output": num_tokens,
+                "quire.preemptions": progress.num_preemptions,
             }
-            parts.append(self._span("decode", own_id, first_s, self._last_s, steps))
+            parts.append(self._span("decode", own_id, first_s, last_s, decode))
         group = Span(
             name="group",
             kind="server",

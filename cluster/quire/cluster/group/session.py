@@ -231,7 +231,11 @@ class GatewaySession:
             self._door.isolated = work
             work.cleared_at = len(request.resumed_token_ids) + submit.isolated_tokens
         if submit.traceparent and self._door.traces is not None:
-            work.spans = AttemptSpans(submit.traceparent, group_id=self._door.traces.group_id)
+            work.spans = AttemptSpans(
+                submit.traceparent,
+                group_id=self._door.traces.group_id,
+                num_resumed_tokens=len(request.resumed_token_ids),
+            )
             request = replace(request, progress=work.spans.progress)
         self._works[key] = work
         submitted = _Submitted(key, work, request, self._num_submits)
@@ -274,8 +278,9 @@ class GatewaySession:
         if isinstance(output, QuireError):
             self._end(key, _group_error(output))
             return
-        if work.spans is not None:
-            work.spans.took(output)
+        spans = work.spans
+        if spans is not None and (output.finish_reason or not spans.has_begun):
+            spans.took(output, num_steps=self._engine_loop.num_steps)
         work.add(key, output)
         self.num_unsent_tokens += len(output.token_ids)
         self._offer(key, work)
@@ -318,7 +323,13 @@ class GatewaySession:
     def _tell(self, work: OutputBuffer, outcome: str, *, error_type: str = "") -> None:
         """Sends the spans of one that has ended."""
         if work.spans is not None and self._door.traces is not None:
-            self._door.traces.add(work.spans.ended(outcome, error_type=error_type))
+            spans = work.spans.ended(
+                outcome,
+                num_tokens=work.num_output,
+                num_steps=self._engine_loop.num_steps,
+                error_type=error_type,
+            )
+            self._door.traces.add(spans)
 
     def _clear(self, work: OutputBuffer) -> None:
         if self._door.isolated is work:

@@ -101,7 +101,8 @@ def _of_model(call: Timeline) -> dict[str, Value]:
         told["gen_ai.request.max_tokens"] = sampling.max_tokens or 0
         told["gen_ai.request.temperature"] = float(sampling.temperature)
         told["gen_ai.request.top_p"] = float(sampling.top_p)
-        told["gen_ai.request.choice.count"] = sampling.n
+        if sampling.n > 1:
+            told["gen_ai.request.choice.count"] = sampling.n
     reasons = [each.outcome for each in call.completions if each.outcome]
     if reasons:
         told["gen_ai.response.finish_reasons"] = reasons
@@ -110,7 +111,6 @@ def _of_model(call: Timeline) -> dict[str, Value]:
     first_s = call.first_token_s
     if first_s is not None:
         told["gen_ai.latency.time_to_first_token"] = first_s - call.arrival_s
-        told["gen_ai.response.time_to_first_chunk"] = first_s - call.arrival_s
     return told
 
 
@@ -145,11 +145,13 @@ def _of_attempt(
         "quire.completion": completion.index,
         "quire.attempt": number,
         "quire.routing.reason": attempt.reason,
-        "quire.tokens.resumed": attempt.num_resumed_tokens,
         "quire.tokens.output": num_tokens - attempt.num_resumed_tokens,
         "quire.tokens.cached": attempt.num_cached_tokens,
-        "quire.tokens.fetched": attempt.num_fetched_tokens,
     }
+    if attempt.num_resumed_tokens:
+        told["quire.tokens.resumed"] = attempt.num_resumed_tokens
+    if attempt.num_fetched_tokens:
+        told["quire.tokens.fetched"] = attempt.num_fetched_tokens
     if attempt.error_type in _LOSSES:
         told["quire.outcome"] = attempt.outcome
     if attempt.error_type:
