@@ -14,7 +14,7 @@ COPY . /src
 # With the CPU kernels compiled, for any x86-64 node.
 RUN QUIRE_BUILD_NATIVE=1 uv pip install --no-cache --python /opt/quire/bin/python \
     --constraints /src/requirements.lock --build-constraints /src/requirements.lock \
-    '/src[cluster,vllm-grpc]'
+    '/src[cluster,otel,vllm-grpc]'
 
 FROM python:3.11-slim-bookworm
 # Ray's start script wants bash and ps; Triton, on a node with a GPU, a C compiler.

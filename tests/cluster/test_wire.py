@@ -112,7 +112,7 @@ TRAVELS: dict[str, st.SearchStrategy[Any]] = {
 STAYS = {
     "key_name",
     *("client_id", "explain_routing", "shown_token_ids", "hashes", "model", "is_checked"),
-    *("cache_key", "source"),
+    *("cache_key", "source", "progress"),
     *("arrival_s", "deadline_s", "outputs"),
 }
 

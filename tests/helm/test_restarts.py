@@ -43,6 +43,7 @@ CHANGES: dict[str, Any] = {
     "failover.silenceSeconds": 9,
     "logs.level": "debug",
     "logs.access": False,
+    "telemetry.otlpTracesEndpoint": "http://collector:4317",
     "groups.replicas": 3,
     "groups.autoscaling.maxGroups": 9,
     "groups.maxPods": 20,

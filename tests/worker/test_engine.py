@@ -1,9 +1,12 @@
 """Prefix caching, scheduling and what the engine says of itself."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.worker.engine_requests import Generate, MakeEngine, range_prompt, request, run
 
+from quire.worker.api.progress import Progress
 from quire.worker.step.messages import StepInput
 
 # Prefix caching
@@ -121,6 +124,27 @@ def test_the_newest_is_preempted_and_finds_its_own_blocks_again(
     assert ended["new"].num_cached_tokens == 0
     for key, prompt in prompts.items():
         assert list(ended[key].token_ids) == generate(prompt, max_tokens=14, stop=())[0]
+
+
+def test_a_requests_progress_tells_its_chunks_and_its_preemptions(make_engine: MakeEngine) -> None:
+    engine, _ = make_engine(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=5)
+    told = {"old": Progress(), "new": Progress()}
+    first = {"old": 0, "new": 20}
+    run(
+        engine,
+        *(
+            replace(request(key, range_prompt(7, first=first[key]), max_tokens=14), progress=each)
+            for key, each in told.items()
+        ),
+    )
+    old, new = told["old"], told["new"]
+    assert engine.stats().num_preemptions == 1
+    assert (old.num_preemptions, new.num_preemptions) == (0, 1)
+    assert (old.num_chunks, old.num_prefilled_tokens) == (2, 7)
+    assert new.num_prefilled_tokens > 7
+    assert old.scheduled_s is not None
+    assert new.scheduled_s is not None
+    assert old.scheduled_s <= new.scheduled_s
 
 
 def test_a_preempted_request_goes_on_before_those_that_came_after_it(

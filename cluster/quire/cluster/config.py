@@ -13,6 +13,7 @@ from quire.cluster.failover.resume import CompletionConfig
 from quire.cluster.scaling.gateways import GatewayAutoscaling
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.cluster.serving.admission_config import AdmissionConfig
+from quire.cluster.telemetry.tracing import check_endpoint
 from quire.router.config import RoutingConfig
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
@@ -226,6 +227,10 @@ class ClusterConfig(ModelConfig):
     """"json" makes each line of their logs an object with the ids of its request and trace."""
     access_log: bool = True
     """Gateways log a line for each call at its end, without any text of it."""
+    otlp_traces_endpoint: str | None = None
+    """Where gateways and groups send spans of requests, over OTLP: such as
+    "http://collector:4317". ``None`` is that of ``OTEL_EXPORTER_OTLP_ENDPOINT``, if any. Needs the
+    extra ``otel``."""
     group_wait_s: float = CompletionConfig.group_wait_s
     """How long requests and streams wait for a group, where all were lost and others start. Longer
     than a group takes to start. Where autoscaling may stop the last group, the
@@ -282,6 +287,8 @@ class ClusterConfig(ModelConfig):
                     f"allow_origins={origin!r}: must be '*' or scheme://host[:port], with no path"
                 )
         self.connections()  # Checks its own part.
+        if self.otlp_traces_endpoint:
+            check_endpoint(self.otlp_traces_endpoint)
         if self.grpc_port == self.http_port != 0:
             raise ConfigError(
                 f"grpc_port and http_port are both {self.grpc_port}: they must differ"

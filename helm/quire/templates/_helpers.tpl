@@ -196,6 +196,7 @@ capabilities: {drop: [ALL]}
 {{- $_ := set $settings "tls_certificate" "/etc/quire/tls/tls.crt" -}}
 {{- $_ := set $settings "tls_key" "/etc/quire/tls/tls.key" -}}
 {{- end -}}
+{{- with .Values.telemetry.otlpTracesEndpoint }}{{ $_ := set $settings "otlp_traces_endpoint" . }}{{ end -}}
 {{- with $gateway.chatTemplate }}{{ $_ := set $settings "chat_template" . }}{{ end -}}
 {{- with $gateway.allowOrigins }}{{ $_ := set $settings "allow_origins" . }}{{ end -}}
 {{- if $gateway.apiKeys.enabled -}}

@@ -173,7 +173,7 @@ class GroupCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., drain: bool = ..., is_draining: bool = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "work", "completion", "resumed_token_ids", "token_limit", "isolated_tokens", "source", "hand_over_after")
+    __slots__ = ("request_id", "attempt", "work", "completion", "resumed_token_ids", "token_limit", "isolated_tokens", "source", "hand_over_after", "traceparent")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     WORK_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +183,7 @@ class Submit(_message.Message):
     ISOLATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     HAND_OVER_AFTER_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     work: bytes
@@ -192,7 +193,8 @@ class Submit(_message.Message):
     isolated_tokens: int
     source: BlockSource
     hand_over_after: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[bytes] = ..., completion: _Optional[int] = ..., resumed_token_ids: _Optional[bytes] = ..., token_limit: _Optional[int] = ..., isolated_tokens: _Optional[int] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ..., hand_over_after: _Optional[int] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[bytes] = ..., completion: _Optional[int] = ..., resumed_token_ids: _Optional[bytes] = ..., token_limit: _Optional[int] = ..., isolated_tokens: _Optional[int] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ..., hand_over_after: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class Work(_message.Message):
     __slots__ = ("segments", "sampling", "adapter", "cache_salt", "priority", "tenant", "task", "keep_s")

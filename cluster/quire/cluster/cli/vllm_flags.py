@@ -141,10 +141,10 @@ _REFUSED_BY_REASON: Mapping[str, Iterable[str]] = {
     ),
     _WATCHED: ("--enable-fault-tolerance", "--fault-tolerance-config", "--watchdog-config"),
     _METRICS: (
-        *("--collect-detailed-traces", "--custom-histogram-buckets", "--enable-mfu-metrics"),
+        *("--custom-histogram-buckets", "--enable-mfu-metrics"),
         *("--enable-layerwise-nvtx-tracing", "--enable-per-request-metrics"),
         *("--enable-server-load-tracking", "--kv-cache-metrics", "--kv-cache-metrics-sample"),
-        *("--otlp-traces-endpoint", "--profiler-config", "--ray-workers-use-nsight"),
+        *("--profiler-config", "--ray-workers-use-nsight"),
         *("--show-hidden-metrics-for-version", "--enable-trace-replay"),
     ),
     _CODE: (
@@ -187,6 +187,7 @@ _REFUSED_ALONE: Mapping[str, str] = {
     "--allow-deprecated-quantization": "kinds of quantised weights are read or refused by name",
     "--anthropic-disabled-thinking-effort": "thinking of type disabled means no thinking",
     "--aux-output-config": "there is no such output",
+    "--collect-detailed-traces": "spans tell of queue, prefill and decode, and of no modules",
     "--chat-template-content-format": "a chat's content reaches its template as text",
     "--cohere-format": "the format follows from the model's chat template",
     "--cohere-is-reasoning-model": "the format follows from the model's chat template",

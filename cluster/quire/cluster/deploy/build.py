@@ -18,6 +18,7 @@ from quire.cluster.deploy.stop import STOP_MARGIN_S
 from quire.cluster.edge.limits import GRPC_LEAVE_S
 from quire.cluster.group.placement import placement_options
 from quire.cluster.node_adapters import NodeAdapters
+from quire.cluster.telemetry.tracing import protocol_to
 from quire.worker.api.errors import (
     AdapterError,
     CheckpointError,
@@ -134,9 +135,11 @@ def checked(config: ClusterConfig) -> tuple[ClusterConfig, dict[str, QuireError]
     elsewhere only.
 
     Raises:
-        ConfigError: The settings cannot work for any of the models.
+        ConfigError: The settings cannot work for any of the models, or spans cannot be sent as is
+            asked for.
         CheckpointError: None of them can be read.
     """
+    protocol_to(config.otlp_traces_endpoint)
     models: list[ModelConfig] = []
     failed: dict[str, QuireError] = {}
     for each in config.each_model:

@@ -22,6 +22,7 @@ from quire.cluster.links.group_link import GroupContact
 from quire.cluster.serving.adapters import AskOthers, nobody_knows
 from quire.cluster.serving.models import Models
 from quire.cluster.telemetry.access_log import log_access
+from quire.cluster.telemetry.tracing import new_span_id, start_tracing
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConfigError
@@ -37,13 +38,19 @@ class GatewayServer:
     """Made by `start`; belongs to the event loop that made it."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        """It has no models and does not listen yet. Raises ConfigError: a file cannot be used."""
+        """It has no models and does not listen yet. Raises ConfigError: a file cannot be used, or
+        spans cannot be sent as is asked for."""
         self.keys = ApiKeys.load(config.api_keys_file) if config.api_keys_file else None
         self.tls: ServerTls | None = None
         if config.tls_certificate is not None and config.tls_key is not None:
             self.tls = ServerTls(certificate=config.tls_certificate, key=config.tls_key)
         self.models = Models()
         self.models.on_finished.append(log_access)
+        self._traces = start_tracing(
+            config.otlp_traces_endpoint, role="gateway", instance=f"gateway-{new_span_id()}"
+        )
+        if self._traces is not None:
+            self.models.trace_to(self._traces)
         if self.keys is not None:
             tell_of_tenants(self.models, self.keys)
         self.grpc_address = ""
@@ -159,6 +166,8 @@ class GatewayServer:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.models.close()
+        if self._traces is not None:
+            await self._traces.close()
         _log.info("stopped; %d completions were cut off", self.models.num_inflight)
 
     async def _stop_grpc(self, drain_timeout_s: float) -> None:

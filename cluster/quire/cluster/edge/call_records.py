@@ -5,13 +5,13 @@ Health checks and scrapes of metrics have none.
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster.edge import grpc_calls
@@ -19,8 +19,12 @@ from quire.cluster.edge.grpc_errors import Context
 from quire.cluster.edge.streams import client_id
 from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.timeline import Timeline
+from quire.cluster.telemetry.tracing import traceparent
 
 Handler = Any  # A grpc.RpcMethodHandler, which is generic for type checkers only.
+Begin = Callable[[Timeline, Sequence[str], Sequence[str]], object]
+"""Hears of a call that has arrived, with the values of its headers ``traceparent`` and
+``tracestate``."""
 Finish = Callable[[Timeline], object]
 
 _UNTOLD_PATHS = ("/health", "/ping", "/metrics")
@@ -30,9 +34,12 @@ _STATUSES = {code.value[0]: code.name for code in grpc.StatusCode}
 class HttpCalls:
     """An ASGI application around another one, outside of what refuses calls."""
 
-    def __init__(self, app: ASGIApp, *, finish: Finish, paths: Iterable[str] = ()) -> None:
+    def __init__(
+        self, app: ASGIApp, *, begin: Begin, finish: Finish, paths: Iterable[str] = ()
+    ) -> None:
         """``paths``: those that there are, as routes have them."""
         self._app = app
+        self._begin = begin
         self._finish = finish
         self._paths = frozenset(paths)
 
@@ -40,19 +47,27 @@ class HttpCalls:
         if scope["type"] != "http" or scope["path"] in _UNTOLD_PATHS:
             await self._app(scope, receive, send)
             return
+        headers = Headers(scope=scope)
         call = Timeline(
             method=scope["method"],
             path=scope["path"],
             endpoint=scope["path"] if scope["path"] in self._paths else "other",
             client=(scope.get("client") or ("",))[0],
-            client_id=client_id(Headers(scope=scope)),
+            client_id=client_id(headers),
+            server=scope.get("server"),
         )
+        self._begin(call, headers.getlist("traceparent"), headers.getlist("tracestate"))
 
         async def send_noting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 call.status = str(message["status"])
-                headers = Headers(raw=message.get("headers", []))
+                message.setdefault("headers", [])
+                headers = MutableHeaders(scope=message)
                 call.is_stream = headers.get("content-type", "").startswith("text/event-stream")
+                if call.trace_id:  # As the drafts of Trace Context's second level have it.
+                    headers["traceresponse"] = traceparent(
+                        call.trace_id, call.span_id, is_sampled=call.is_sampled
+                    )
             await send(message)
 
         with _ended(call, self._finish):
@@ -68,7 +83,10 @@ class HttpCalls:
 class GrpcCalls(grpc.aio.ServerInterceptor):
     """The same for gRPC. It comes before what refuses calls."""
 
-    def __init__(self, *, finish: Finish, untold_services: Iterable[str] = ()) -> None:
+    def __init__(
+        self, *, begin: Begin, finish: Finish, untold_services: Iterable[str] = ()
+    ) -> None:
+        self._begin = begin
         self._finish = finish
         self._untold = tuple(f"/{service}/" for service in untold_services)
 
@@ -114,6 +132,11 @@ class GrpcCalls(grpc.aio.ServerInterceptor):
             client=_host(context.peer()),
             client_id=grpc_calls.client_id(context),
             is_stream=is_stream,
+        )
+        self._begin(
+            call,
+            grpc_calls.header(context, "traceparent"),
+            grpc_calls.header(context, "tracestate"),
         )
         with _ended(call, self._finish):
             try:

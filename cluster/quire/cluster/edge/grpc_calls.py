@@ -18,10 +18,13 @@ _MAX_ITEMS = 1024
 
 def client_id(context: Context) -> str:
     """The client's name for the request, in ``x-request-id`` as over HTTP."""
-    for name, value in context.invocation_metadata() or ():
-        if name == "x-request-id" and isinstance(value, str):
-            return sane_client_id(value)
-    return ""
+    return next((sane_client_id(value) for value in header(context, "x-request-id")), "")
+
+
+def header(context: Context, name: str) -> list[str]:
+    """The values of a call's metadata by that name, those of text."""
+    metadata = context.invocation_metadata() or ()
+    return [value for key, value in metadata if key == name and isinstance(value, str)]
 
 
 def remaining_s(context: Context) -> float | None:

@@ -180,7 +180,8 @@ def build_grpc_server(
             keys, open_services=_OPEN, refused=lambda peer: account_of(peer).not_let_in()
         )
         interceptors.insert(0, auth)
-    interceptors.insert(0, GrpcCalls(finish=models.finished, untold_services=_OPEN))
+    calls = GrpcCalls(begin=models.began, finish=models.finished, untold_services=_OPEN)
+    interceptors.insert(0, calls)
     server = grpc.aio.server(
         interceptors=interceptors,
         options=_options(limits, models.max_inflight),

@@ -131,13 +131,13 @@ def build_http_app(
                 "X-Ignored-Fields",
                 "Retry-After",
                 "Server-Timing",
+                "traceresponse",
                 *LIMIT_HEADERS,
             ],
         )
     # Outermost, so that internal errors carry the id too.
-    return HttpCalls(
-        RequestIds(app), finish=models.finished, paths=[route.path for route in routes]
-    )
+    paths = [route.path for route in routes]
+    return HttpCalls(RequestIds(app), begin=models.began, finish=models.finished, paths=paths)
 
 
 def build_metrics_app(models: Models, *, keys: ApiKeys | None) -> ASGIApp:

@@ -20,6 +20,7 @@ from quire.cluster.failover.resume import Blame, CompletionConfig, Losses, Resum
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry.metrics import Telemetry
+from quire.cluster.telemetry.timeline import Attempt, CompletionRecord
 from quire.cluster.wire import tokens_to_bytes
 from quire.router.errors import NoGroupAvailable
 from quire.router.lenders import Source
@@ -57,9 +58,10 @@ class Attempts:
         config: CompletionConfig,
         resumes: Resumes,
         clock: Callable[[], float],
+        record: CompletionRecord | None = None,
     ) -> None:
         """``work`` is the request as groups get it. It and ``blame`` are shared by all completions
-        of the prompt."""
+        of the prompt. ``record`` gets each attempt that was sent."""
         self._request = request
         self._work = work
         self._model = request.model
@@ -69,6 +71,7 @@ class Attempts:
         self._config = config
         self._resumes = resumes
         self._clock = clock
+        self._record = record or CompletionRecord(0, request.request_id, True)
         self.blame = blame
         self.num_attempts = 0
         self._losses = Losses(config, blame)
@@ -243,9 +246,10 @@ class Attempts:
                     has_tokens=len(token_ids) > 0,
                 )
                 self.num_attempts += 1
+                attempt = self._record.attempt(self._decision, num_resumed_tokens=len(token_ids))
                 self._stream = self._groups.submit(
                     self._decision.group,
-                    self._submission(token_ids, former),
+                    self._submission(token_ids, former, attempt),
                     on_cleared=self._end_turn,
                 )
             except NoGroupAvailable as error:
@@ -257,6 +261,7 @@ class Attempts:
                 self._error = error
                 self._avoided.add(self.decision.group)
             else:
+                self._record.attempts.append(attempt)
                 return self._stream
 
     async def _hold(self, deadline_s: float) -> None:
@@ -302,7 +307,9 @@ class Attempts:
             return None
         return Source(self.decision.group, (num_tokens - 1) // self._table.block_size)
 
-    def _submission(self, token_ids: Sequence[int], former: Source | None) -> pb.Submit:
+    def _submission(
+        self, token_ids: Sequence[int], former: Source | None, attempt: Attempt
+    ) -> pb.Submit:
         decision, source = self.decision, None
         known = [former] if former is not None else []
         if decision.source is not None:
@@ -320,6 +327,7 @@ class Attempts:
             isolated_tokens=isolated_tokens,
             source=source,
             hand_over_after=int(self.hands_over),
+            traceparent=attempt.traceparent,
         )
 
     @property

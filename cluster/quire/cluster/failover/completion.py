@@ -69,6 +69,9 @@ class Completion:
         self._request = request
         self._model = model
         self._index = index
+        self._record = timeline.current().completion(
+            request.request_id, index=index, is_first_of_prompt=request.completion == 0
+        )
         self._attempts = Attempts(
             request,
             work=work,
@@ -79,6 +82,7 @@ class Completion:
             config=config,
             resumes=resumes or Resumes(config, clock=clock),
             clock=clock,
+            record=self._record,
         )
         self._ending = ending or Ending()
         self._table = table
@@ -96,9 +100,6 @@ class Completion:
         self._num_cached_tokens: int | None = None
         self._first_token_s: float | None = None
         self._finish_reason: FinishReason | None = None
-        self._record = timeline.current().completion(
-            request.request_id, index=index, is_first_of_prompt=request.completion == 0
-        )
 
     async def run(self, take: Take) -> None:
         """Hands chunks to ``take`` until one has a finish reason.
@@ -118,9 +119,7 @@ class Completion:
         try:
             while self._finish_reason is None:
                 stream = await self._attempts.begin(self._token_ids)
-                attempt = self._record.attempt(
-                    self._attempts.decision, num_resumed_tokens=len(self._token_ids)
-                )
+                attempt = self._record.attempts[-1]
                 self._is_started, self._error = False, None
                 try:
                     while self._finish_reason is None and self._error is None:
@@ -131,7 +130,11 @@ class Completion:
                 except GroupLost as error:
                     self._error = error
                 finally:
-                    attempt.end(str(self._error or self._finish_reason or "cancelled"))
+                    has_failed = self._error and not isinstance(self._error, HandedOver)
+                    attempt.end(
+                        str(self._error or self._finish_reason or "cancelled"),
+                        error_type=type(self._error).__name__ if has_failed else "",
+                    )
                     self._attempts.end()
                 if self._error is not None:
                     self._attempts.lose(self._error)
@@ -210,11 +213,13 @@ class Completion:
 
     def _start(self, delta: group_pb.TokenDelta, chunk: Chunk) -> None:
         self._is_started = True
-        self._record.attempts[-1].begin(num_cached_tokens=delta.num_cached_tokens)
-        self._table.started(
-            self._request.request_id,
+        fetched = fetched_from_proto(delta.fetched) if delta.HasField("fetched") else None
+        self._record.attempts[-1].begin(
             num_cached_tokens=delta.num_cached_tokens,
-            fetched=fetched_from_proto(delta.fetched) if delta.HasField("fetched") else None,
+            num_fetched_tokens=fetched.num_tokens if fetched else 0,
+        )
+        self._table.started(
+            self._request.request_id, num_cached_tokens=delta.num_cached_tokens, fetched=fetched
         )
         if self._num_cached_tokens is not None:
             return  # Resumed: the client knows all this from the first attempt.

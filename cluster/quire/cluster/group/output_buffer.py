@@ -1,6 +1,7 @@
 """Tokens that a group has generated for one request and not yet sent, and its credit to send
 them."""
 
+from quire.cluster.group.attempt_spans import AttemptSpans
 from quire.cluster.wire import (
     FINISH_REASONS,
     fetched_to_proto,
@@ -17,14 +18,21 @@ Key = tuple[str, int]
 class OutputBuffer:
     """One request, and those of its tokens that were not sent."""
 
-    __slots__ = ("_unsent", "cleared_at", "engine_id", "is_cleared", "token_limit")
+    __slots__ = (
+        *("_unsent", "cleared_at", "engine_id", "is_cleared", "num_output", "spans"),
+        "token_limit",
+    )
 
     def __init__(self, engine_id: str, token_limit: int) -> None:
         self.engine_id = engine_id
         self.token_limit = token_limit
+        self.num_output = 0
+        """Output tokens so far, resumed ones counted."""
         self.cleared_at = 0
         self.is_cleared = False
         """It has had the tokens that clear an isolated request, or has ended."""
+        self.spans: AttemptSpans | None = None
+        """What its trace will have of it, where it is sampled."""
         self._unsent: pb.TokenDelta | None = None
 
     @property
@@ -63,8 +71,8 @@ class OutputBuffer:
             delta.embedding = vector_to_bytes(output.hidden[0])
         if output.finish_reason is not None:
             delta.finish_reason = FINISH_REASONS[output.finish_reason]
-        num_output = output.token_offset + len(output.token_ids)
-        self.is_cleared = num_output >= self.cleared_at or output.finish_reason is not None
+        self.num_output = output.token_offset + len(output.token_ids)
+        self.is_cleared = self.num_output >= self.cleared_at or output.finish_reason is not None
 
     def take(self) -> pb.TokenDelta:
         """The tokens that may be sent now. The finish reason comes with the last token."""

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -20,7 +20,9 @@ from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.peers import Peers
 from quire.cluster.group.placement import OnStep, start_ranks, transfers_kv
 from quire.cluster.group.service import GroupService, build_group_server
+from quire.cluster.group.session import TracesTo
 from quire.cluster.links.group_link import GroupContact
+from quire.cluster.telemetry.tracing import start_tracing
 from quire.cluster.tls import own_tls
 from quire.cluster.wire import format_to_proto
 from quire.v1 import group_pb2 as pb
@@ -35,6 +37,9 @@ from quire.worker.engine import Engine
 from quire.worker.model.adapters.store import AdapterStore
 from quire.worker.model.facts import ModelFacts
 from quire.worker.schedule.reading import reader
+
+if TYPE_CHECKING:
+    from quire.cluster.telemetry.span_export import SpanExport
 
 _log = logging.getLogger(__name__)
 
@@ -66,9 +71,12 @@ class GroupServer:
         group_id: str,
         kv_format: KvFormat,
         borrower: Borrower | None,
+        traces: "SpanExport | None",
     ) -> None:
-        """``borrower`` is the engine's; ``None`` where it has nothing to do with other groups."""
+        """``borrower`` is the engine's; ``None`` where it has nothing to do with other groups.
+        ``traces`` is this one's to close."""
         self._engine = engine
+        self._traces = traces
         self._engine_loop = EngineLoop(engine)
         description = _describe(config, facts, engine, group_id=group_id)
         self._config = config
@@ -90,6 +98,7 @@ class GroupServer:
             gateway_timeout_s=config.silence_timeout_s * _GATEWAY_PATIENCE,
             adapters=_adapters(config) if config.engine.enable_lora else None,
             peers=self._peers,
+            traces=TracesTo(group_id, traces.add) if traces is not None else None,
         )
         token = secrets.token_urlsafe(32)
         self._server = build_group_server(self._service, token=token)
@@ -110,9 +119,11 @@ class GroupServer:
         the name of each step as it begins.
 
         Raises:
-            ConfigError, CheckpointError: The model cannot run like this.
+            ConfigError, CheckpointError: The model cannot run like this, or spans cannot be sent as
+                is asked for.
             RankFailure: A rank died on the way.
         """
+        traces = start_tracing(config.otlp_traces_endpoint, role="group", instance=group_id)
         # The executor's own deadline first: it knows which rank it is that does not answer.
         step_timeout_s = min(config.engine.step_timeout_s, config.step_deadline_s)
         config = replace(config, engine=replace(config.engine, step_timeout_s=step_timeout_s))
@@ -137,6 +148,7 @@ class GroupServer:
             group_id=group_id,
             kv_format=executor.kv_format,
             borrower=borrower,
+            traces=traces,
         )
         try:
             # This step reveals a broken model and pays for the slow first step.
@@ -211,6 +223,8 @@ class GroupServer:
             await self._peers.close()
         await self._engine_loop.close()
         await asyncio.to_thread(self._engine.close)
+        if self._traces is not None:
+            await self._traces.close()
 
 
 def _adapters(config: ClusterConfig) -> GroupAdapters:

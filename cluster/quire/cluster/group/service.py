@@ -21,7 +21,7 @@ from quire.cluster.group.contents import with_contents
 from quire.cluster.group.engine_loop import EngineLoop, StepResult
 from quire.cluster.group.event_feed import EventFeed
 from quire.cluster.group.peers import Peers
-from quire.cluster.group.session import Door, GatewaySession
+from quire.cluster.group.session import Door, GatewaySession, TracesTo
 from quire.cluster.wire import events_to_proto
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
@@ -59,7 +59,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
 
     ``gateway_timeout_s``: a gateway that says nothing for so long has its requests aborted.
     ``adapters``: those that it can run; ``None`` where it takes none. ``peers``: the same of its
-    dealings with other groups.
+    dealings with other groups. ``traces``: where spans go.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         buffer_events: int = 16_384,
         adapters: GroupAdapters | None = None,
         peers: Peers | None = None,
+        traces: TracesTo | None = None,
     ) -> None:
         self._engine_loop = engine_loop
         self._description = description
@@ -85,7 +86,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         self._names = itertools.count()
         self._adapters = adapters
         self._peers = peers
-        self._door = Door(on_drain=self._on_drain, adapters=adapters)
+        self._door = Door(on_drain=self._on_drain, adapters=adapters, traces=traces)
         self._attachments: list[GatewaySession] = []
         self._is_stopping = False
         self._is_closing = False

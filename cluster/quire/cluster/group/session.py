@@ -13,13 +13,15 @@ have killed it.
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass, replace
 
 from quire.cluster.group.adapters import GroupAdapters
+from quire.cluster.group.attempt_spans import AttemptSpans
 from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.output_buffer import Key, OutputBuffer
-from quire.cluster.wire import prepared_of, stats_to_proto
+from quire.cluster.telemetry.tracing import Span
+from quire.cluster.wire import FINISH_REASON_OF, prepared_of, stats_to_proto
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.errors import (
     BrokenLogits,
@@ -34,6 +36,14 @@ from quire.worker.api.request import Prepared
 _LISTENS_IN = 4  # Times in a gateway's timeout that it is listened for.
 
 
+@dataclass(frozen=True, slots=True)
+class TracesTo:
+    """Takes the spans of a group."""
+
+    group_id: str
+    add: Callable[[Iterable[Span]], None]
+
+
 @dataclass(slots=True, eq=False)
 class Door:
     """State shared by a group's attachments."""
@@ -43,6 +53,8 @@ class Door:
     """Called when a gateway asks the group to drain, or to take requests again."""
     adapters: GroupAdapters | None = None
     """Those that the group can run; ``None`` where it takes none."""
+    traces: TracesTo | None = None
+    """Where spans of sampled attempts go; ``None`` where nobody wants them."""
     isolated: OutputBuffer | None = None
     """The one isolated request that is not cleared yet, of whichever gateway."""
 
@@ -104,7 +116,8 @@ class GatewaySession:
             if kind == "submit":
                 self._submit(command.submit)
             elif kind == "abort":
-                self._forget((command.abort.request_id, command.abort.attempt))
+                key = (command.abort.request_id, command.abort.attempt)
+                self._forget(key, "its gateway ended it")
             elif kind == "credit":
                 self._extend(command.credit)
             elif kind == "drain":
@@ -153,6 +166,7 @@ class GatewaySession:
             deltas.append(delta)
             if delta.finish_reason:
                 del self._works[key]
+                self._tell(work, FINISH_REASON_OF[delta.finish_reason])
             if work is self._door.isolated and work.is_cleared:
                 self._cleared = work
                 self._changed.set()
@@ -180,7 +194,7 @@ class GatewaySession:
     def close(self) -> None:
         self.is_closed = True
         for key in list(self._works):
-            self._forget(key)
+            self._forget(key, "the connection to its gateway ended")
         self.wake()
 
     def _submit(self, submit: pb.Submit) -> None:
@@ -216,6 +230,13 @@ class GatewaySession:
         if submit.isolated_tokens:
             self._door.isolated = work
             work.cleared_at = len(request.resumed_token_ids) + submit.isolated_tokens
+        if submit.traceparent and self._door.traces is not None:
+            work.spans = AttemptSpans(
+                submit.traceparent,
+                group_id=self._door.traces.group_id,
+                num_resumed_tokens=len(request.resumed_token_ids),
+            )
+            request = replace(request, progress=work.spans.progress)
         self._works[key] = work
         submitted = _Submitted(key, work, request, self._num_submits)
         if submit.attempt > 1:
@@ -229,8 +250,9 @@ class GatewaySession:
         if self._works.get(key) is not work:
             return  # Aborted meanwhile.
         if self._engine_loop.failed.done():
-            self._forget(key)
-            self._refuse(key, self._failed_before())
+            error = self._failed_before()
+            self._forget(key, error.message)
+            self._refuse(key, error)
             return
         self._engine_loop.submit(submitted.request, lambda output: self._take(key, work, output))
         self._unshown.append((self._engine_loop.num_submitted, submitted.number))
@@ -256,6 +278,9 @@ class GatewaySession:
         if isinstance(output, QuireError):
             self._end(key, _group_error(output))
             return
+        spans = work.spans
+        if spans is not None and (output.finish_reason or not spans.has_begun):
+            spans.took(output, num_steps=self._engine_loop.num_steps)
         work.add(key, output)
         self.num_unsent_tokens += len(output.token_ids)
         self._offer(key, work)
@@ -277,10 +302,15 @@ class GatewaySession:
             delta = work.take()
             self.num_unsent_tokens -= len(delta.token_ids)
             self._refusals.append(delta)
-        self._forget(key)
+        name = _name_of(error)
+        if error.code == pb.GroupError.DRAINING:
+            self._forget(key, error.message)
+        else:  # Errors of a request may quote it.
+            is_ours = error.code == pb.GroupError.GROUP_FAILED
+            self._forget(key, error.message if is_ours else name, error_type=name)
         self._refuse(key, error)
 
-    def _forget(self, key: Key) -> None:
+    def _forget(self, key: Key, why: str, *, error_type: str = "") -> None:
         work = self._works.pop(key, None)
         if work is None:
             return
@@ -288,6 +318,18 @@ class GatewaySession:
         self.num_unsent_tokens -= work.num_unsent
         self._clear(work)
         self._engine_loop.abort(work.engine_id)
+        self._tell(work, why, error_type=error_type)
+
+    def _tell(self, work: OutputBuffer, outcome: str, *, error_type: str = "") -> None:
+        """Sends the spans of one that has ended."""
+        if work.spans is not None and self._door.traces is not None:
+            spans = work.spans.ended(
+                outcome,
+                num_tokens=work.num_output,
+                num_steps=self._engine_loop.num_steps,
+                error_type=error_type,
+            )
+            self._door.traces.add(spans)
 
     def _clear(self, work: OutputBuffer) -> None:
         if self._door.isolated is work:
@@ -302,6 +344,10 @@ def _acknowledgement(submitted: _Submitted) -> pb.TokenDelta:
     request_id, attempt = submitted.key
     num_resumed = len(submitted.request.resumed_token_ids)
     return pb.TokenDelta(request_id=request_id, attempt=attempt, token_offset=num_resumed)
+
+
+def _name_of(error: pb.GroupError) -> str:
+    return pb.GroupError.Code.Name(error.code).lower()
 
 
 def _draining(message: str) -> pb.GroupError:

@@ -7,6 +7,7 @@ known yet, and the page of metrics.
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from quire.cluster.errors import ModelNotFound, Unavailable
 from quire.cluster.serving.adapters import Adapters
@@ -14,12 +15,16 @@ from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import ByteBudget
 from quire.cluster.serving.service import ModelService
 from quire.cluster.serving.tenants import Tenants
+from quire.cluster.telemetry.call_spans import spans_of
 from quire.cluster.telemetry.explanations import Explanations
 from quire.cluster.telemetry.live import Live, Watched
 from quire.cluster.telemetry.metrics import GatewayTelemetry
 from quire.cluster.telemetry.timeline import Timeline
 from quire.cluster.telemetry.usage import UsageLedger
 from quire.worker.api.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from quire.cluster.telemetry.span_export import SpanExport
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +63,8 @@ class Models:
         self.telemetry.body_bytes.set_function(lambda: self.bodies.held)
         self.on_finished: list[Callable[[Timeline], object]] = [self.telemetry.count]
         """What hears of each client's call that has ended. It must not wait."""
+        self.traces: SpanExport | None = None
+        """Where the spans of calls go; ``None`` where nobody wants them."""
         self.is_draining = False
         self._watchers: list[Callable[[], None]] = []
         for service in services:
@@ -183,6 +190,24 @@ class Models:
     @property
     def _all(self) -> list[ModelService]:
         return [*self.by_name.values(), *self._leaving]
+
+    def trace_to(self, traces: "SpanExport") -> None:
+        """Sends the spans of calls there from now on. They stay the caller's to close."""
+        self.traces = traces
+        traces.count = lambda outcome, num: self.telemetry.spans.labels(outcome).inc(num)
+        self.on_finished.append(lambda call: traces.add(spans_of(call)))
+
+    def began(
+        self, call: Timeline, traceparents: Sequence[str], tracestates: Sequence[str]
+    ) -> None:
+        """Makes a call that has arrived part of a trace, where spans are wanted. The last two are
+        the values of its headers."""
+        if self.traces is None:
+            return
+        try:
+            self.traces.begin(call, traceparents=traceparents, tracestates=tracestates)
+        except Exception:
+            _log.exception("a call could not be made part of a trace")
 
     def finished(self, call: Timeline) -> None:
         """Tells all of ``on_finished`` of a call that has ended."""

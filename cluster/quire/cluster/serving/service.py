@@ -40,7 +40,7 @@ from quire.worker.api.errors import ConstraintRefused, InvalidRequest
 from quire.worker.api.hashing import BlockHashes, as_token_ids
 from quire.worker.api.limits import RequestLimits, check_embedding, check_request
 from quire.worker.api.model_card import ModelCard
-from quire.worker.api.request import Prepared, Request, Text
+from quire.worker.api.request import Chat, Prepared, Request, Text
 from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
 from quire.worker.api.scoring import Scoring
 from quire.worker.api.spelling import num_chars, spell_out, takes_any_length
@@ -272,7 +272,8 @@ class ModelService:
         call = timeline.current()
         call.request_id = call.request_id or hashed.request_id
         call.model, call.operation = self.model, request.task
-        call.priority = priority
+        call.is_chat = any(isinstance(span, Chat) for span in request.prompt)
+        call.priority, call.sampling = priority, call.sampling or sampling
         call.num_prompt_tokens += len(token_ids)
         call.prepared()
         return hashed

@@ -110,6 +110,12 @@ class GatewayTelemetry:
         gauge = partial(Gauge, registry=registry)
         self.refused = refused_counter(registry)
         """Requests whose model is not known yet."""
+        self.spans = counter(
+            "quire_spans",
+            "Spans of traces, by outcome: sent, failed (the collector did not take them), dropped "
+            "(too many waited to be sent).",
+            ["outcome"],
+        )
         self.connections = gauge("quire_http_connections", "HTTP connections that are open.")
         self.max_connections = gauge(
             "quire_http_max_connections", "Up to how many HTTP connections there may be."

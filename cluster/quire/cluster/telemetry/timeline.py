@@ -10,7 +10,12 @@ import time
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 
+from quire.cluster.telemetry.tracing import new_span_id, traceparent
 from quire.router.policies.policy import Decision
+from quire.worker.api.sampling_params import SamplingParams
+
+MAX_TRACED = 32
+"""Completions of a call whose attempts have spans: one call leaves room for those of others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -25,19 +30,26 @@ class Attempt:
     num_resumed_tokens: int
     """Output tokens that earlier attempts had brought."""
     routed_s: float
+    traceparent: str = ""
+    """Its span, for the group; empty where it has none."""
     begun_s: float | None = None
     """When its first tokens came."""
     num_cached_tokens: int = 0
+    num_fetched_tokens: int = 0
+    """Those of them that came from another tier or group."""
     ended_s: float | None = None
     outcome: str = ""
     """How it ended: a finish reason, or why the completion went elsewhere or failed."""
+    error_type: str = ""
+    """The exception that it failed with. A group that gives it back has not failed."""
 
-    def begin(self, *, num_cached_tokens: int) -> None:
+    def begin(self, *, num_cached_tokens: int, num_fetched_tokens: int = 0) -> None:
         self.begun_s = time.monotonic()
         self.num_cached_tokens = num_cached_tokens
+        self.num_fetched_tokens = num_fetched_tokens
 
-    def end(self, outcome: str) -> None:
-        self.ended_s, self.outcome = time.monotonic(), outcome
+    def end(self, outcome: str, *, error_type: str = "") -> None:
+        self.ended_s, self.outcome, self.error_type = time.monotonic(), outcome, error_type
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +61,8 @@ class CompletionRecord:
     request_id: str
     is_first_of_prompt: bool
     """Of a prompt's completions, the first one computes it."""
+    trace_id: str = ""
+    """Of the trace that has its attempts; empty where none has."""
     attempts: list[Attempt] = field(default_factory=list)
     first_token_s: float | None = None
     ended_s: float | None = None
@@ -57,15 +71,15 @@ class CompletionRecord:
     num_output_tokens: int = 0
 
     def attempt(self, decision: Decision, *, num_resumed_tokens: int) -> Attempt:
-        made = Attempt(
+        """One that is about to be sent; it counts once it is among ``attempts``."""
+        return Attempt(
             decision.group,
             decision.reason,
             decision.forecast_s,
             num_resumed_tokens,
             time.monotonic(),
+            traceparent(self.trace_id, new_span_id()) if self.trace_id else "",
         )
-        self.attempts.append(made)
-        return made
 
     def end(self, outcome: str, *, num_output_tokens: int) -> None:
         self.ended_s, self.outcome = time.monotonic(), outcome
@@ -89,17 +103,29 @@ class Timeline:
     trace_id: str = ""
     """Of the trace that it is part of, in hexadecimal digits, where there is one."""
     span_id: str = ""
+    parent_span_id: str = ""
+    """The client's span, where it has one."""
+    trace_state: str = ""
+    """W3C's ``tracestate``."""
+    is_sampled: bool = False
+    """Its spans are sent."""
+    server: tuple[str, int] | None = None
+    """The address that it came to, where it is known."""
     tenant: str = ""
     key_name: str = ""
     model: str = ""
     """The served model or adapter; empty until it is known."""
     operation: str = ""
     """What is asked of the model: "generate" or "embed"."""
+    is_chat: bool = False
+    """Its prompt is a chat."""
     request_id: str = ""
     """Our name for it: that of its first prompt's request."""
     is_stream: bool = False
     priority: int = 0
     num_prompt_tokens: int = 0
+    sampling: SamplingParams | None = None
+    """Of its first prompt."""
     completions: list[CompletionRecord] = field(default_factory=list)
     status: str = ""
     """The HTTP status, or the name of gRPC's."""
@@ -127,7 +153,8 @@ class Timeline:
         self, request_id: str, *, index: int, is_first_of_prompt: bool
     ) -> CompletionRecord:
         """The record of one more completion."""
-        made = CompletionRecord(index, request_id, is_first_of_prompt)
+        trace_id = self.trace_id if self.is_sampled and index < MAX_TRACED else ""
+        made = CompletionRecord(index, request_id, is_first_of_prompt, trace_id)
         self.completions.append(made)
         return made
 

@@ -36,6 +36,10 @@ class Fetched(NamedTuple):
     error: str = ""
     """Why blocks that were to come from its source did not; empty where all did."""
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_host_tokens + self.num_disk_tokens + self.num_peer_tokens
+
 
 class TokenDelta(NamedTuple):
     """The output of one step for one request."""

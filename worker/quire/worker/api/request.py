@@ -18,6 +18,7 @@ from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import BlockHashes, Feature, HashChain, TokenIds, root_hash
 from quire.worker.api.kv_format import PeerSource
 from quire.worker.api.model_card import ModelCard
+from quire.worker.api.progress import Progress
 from quire.worker.api.sampling_params import SamplingParams
 
 MAX_SALT_CHARS = 1000
@@ -180,6 +181,8 @@ class Prepared(Terms):
     arrival_s: float = 0.0
     deadline_s: float = inf
     """Both on the gateway's clock."""
+    progress: Progress | None = None
+    """Where the engine notes what it does for it; ``None`` where nobody will read that."""
 
     @property
     def num_bytes(self) -> int:

@@ -275,6 +275,7 @@ class Scheduler:
                     continue
             budget -= num_tokens
             self._extend(seq, num_tokens)
+            seq.computes(num_tokens)
             chosen.append((seq, num_tokens))
 
     def _num_drafts(self, num_ready: int, num_sitting: int) -> int:
@@ -356,10 +357,9 @@ class Scheduler:
         insort(self.running, seq, key=_rank)
         self._tables.acquire(seq, prefix)
         self._pending.lost(seq.hashes[seq.num_registered : prefix.num_blocks])
-        if seq.num_cached is None:
-            seq.num_cached = min(seq.num_computed, seq.num_prompt_tokens)
+        if seq.begins():
             self.num_prompt_tokens += seq.num_prompt_tokens
-            self.num_hit_tokens += seq.num_cached
+            self.num_hit_tokens += seq.num_cached or 0
         return True
 
     def _must_wait(self) -> bool:
@@ -388,7 +388,7 @@ class Scheduler:
             self.running.pop()
             # Its full blocks stay cached: it may find them again when its turn comes.
             self._release(victim)
-            victim.status = Status.WAITING
+            victim.preempted()
             self._queue(victim)
             self.num_preemptions += 1
         return True

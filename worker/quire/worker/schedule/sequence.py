@@ -11,6 +11,7 @@ token is still in flight.
 """
 
 import enum
+import time
 from collections.abc import Sequence as Items
 from typing import Any
 
@@ -67,6 +68,7 @@ class Sequence:
         self.status = Status.WAITING
         self.num_cached: int | None = None
         """Prompt tokens found in the cache when it first ran; ``None`` until then."""
+        self.progress = request.progress
         self.fetched: Fetched | None = None
         """What of that came from beyond the KV cache; until it was told."""
         self.root = None if chain is None else chain.root
@@ -202,6 +204,27 @@ class Sequence:
     def is_slow(self) -> bool:
         """Whether the masks of its constraint take long."""
         return self.matcher is not None and self.matcher.cost.is_slow
+
+    def begins(self) -> bool:
+        """It is let in with what was found in the cache. Whether for the first time."""
+        if self.num_cached is not None:
+            return False
+        self.num_cached = min(self.num_computed, self.num_prompt_tokens)
+        if self.progress is not None:
+            self.progress.scheduled_s = time.monotonic()
+        return True
+
+    def computes(self, num_tokens: int) -> None:
+        """A chunk of so many of its tokens is in a step."""
+        if self.progress is not None:
+            self.progress.num_chunks += 1
+            self.progress.num_prefilled_tokens += num_tokens
+
+    def preempted(self) -> None:
+        """It waits again, without blocks."""
+        self.status = Status.WAITING
+        if self.progress is not None:
+            self.progress.num_preemptions += 1
 
     def take_slot(self, slot: int) -> None:
         """Its adapter is in this slot from now on; -1: in none."""

@@ -1,0 +1,201 @@
+"""Sends spans over OTLP from a thread, and joins the traces of clients.
+
+Imported only where traces are wanted, since it imports OpenTelemetry. Sampling, the resource and
+the exporter's headers, certificates and timeouts are configured by OpenTelemetry's own environment
+variables. At most `MAX_QUEUED` spans wait; what comes beyond is dropped and counted. A collector
+that cannot be reached is logged once, until it can be again.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import (
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    TraceState,
+    get_current_span,
+)
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from quire.cluster.telemetry.timeline import Timeline
+from quire.cluster.telemetry.tracing import Role, Span, new_span_id
+
+_log = logging.getLogger(__name__)
+
+MAX_QUEUED = 8192
+"""Spans that wait to be sent: some MB."""
+_MAX_BATCH = 512
+_CLOSE_S = 2.0
+_SCOPE = InstrumentationScope("quire")
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+_KINDS = {
+    "server": SpanKind.SERVER,
+    "client": SpanKind.CLIENT,
+    "internal": SpanKind.INTERNAL,
+}
+_W3C = TraceContextTextMapPropagator()
+
+
+class SpanExport:
+    """The spans of one process, on their way to a collector. Made and used in one event loop."""
+
+    def __init__(self, endpoint: str | None, *, protocol: str, role: Role, instance: str) -> None:
+        """``endpoint``: ``None`` is that of the environment."""
+        resource = Resource.create()
+        ours = {"service.instance.id": instance}
+        if str(resource.attributes["service.name"]).startswith("unknown_service"):
+            ours["service.name"] = f"quire-{role}"
+        # Reads the sampler of the environment; no span is made by it.
+        provider = TracerProvider(shutdown_on_exit=False)
+        self._sampler, self._new_ids = provider.sampler, provider.id_generator
+        self._resource = _Itself(resource.merge(Resource(ours)).attributes)
+        self._sender = _Sender(_exporter(endpoint, protocol), where=endpoint or "the collector")
+        self._processor = BatchSpanProcessor(
+            self._sender, max_queue_size=MAX_QUEUED, max_export_batch_size=_MAX_BATCH
+        )
+        self._num_added = 0
+        self.count: Callable[[str, int], object] = lambda outcome, num: None
+        """Hears how many spans were "sent", "failed" or "dropped", also in another thread."""
+        self._sender.count = lambda outcome, num: self.count(outcome, num)
+
+    def begin(
+        self, call: Timeline, *, traceparents: Sequence[str], tracestates: Sequence[str]
+    ) -> None:
+        """Makes ``call`` part of the client's trace, or of a new one, and decides whether it is
+        sampled. The arguments are the values of the client's headers; malformed ones count as
+        absent."""
+        headers: dict[str, list[str]] = {}
+        if len(traceparents) == 1:
+            headers = {"traceparent": [*traceparents], "tracestate": [*tracestates]}
+        context = _W3C.extract(headers)
+        client = get_current_span(context).get_span_context()
+        trace_id = client.trace_id if client.is_valid else self._new_ids.generate_trace_id()
+        result = self._sampler.should_sample(
+            context,
+            trace_id,
+            call.endpoint,
+            SpanKind.SERVER,
+            {"url.path": call.endpoint},
+            trace_state=client.trace_state,
+        )
+        call.trace_id, call.span_id = f"{trace_id:032x}", new_span_id()
+        call.parent_span_id = f"{client.span_id:016x}" if client.is_valid else ""
+        call.trace_state = (result.trace_state or TraceState()).to_header()
+        call.is_sampled = result.decision is Decision.RECORD_AND_SAMPLE
+
+    def add(self, spans: Iterable[Span]) -> None:
+        """Sends ``spans`` later, or drops those that find no room. Never waits."""
+        for span in spans:
+            # What the sender's thread has taken can only rise meanwhile, so that there is room.
+            if self._num_added - self._sender.num_taken >= MAX_QUEUED:
+                self.count("dropped", 1)
+            else:
+                self._num_added += 1
+                self._processor.on_end(self._readable(span))
+
+    async def close(self) -> None:
+        """Sends what waits, if that can be done in time."""
+        # Not in the loop's pool of threads, for which a process waits when it ends.
+        closing = threading.Thread(target=self._processor.shutdown, daemon=True)
+        closing.start()
+        await asyncio.to_thread(closing.join, _CLOSE_S)
+
+    def _readable(self, span: Span) -> ReadableSpan:
+        trace_id = int(span.trace_id, 16)
+        state = TraceState.from_header([span.trace_state]) if span.trace_state else None
+        parent = None
+        if span.parent_span_id:
+            parent = SpanContext(trace_id, int(span.parent_span_id, 16), False, _SAMPLED, state)
+        return ReadableSpan(
+            span.name,
+            context=SpanContext(trace_id, int(span.span_id, 16), False, _SAMPLED, state),
+            parent=parent,
+            resource=self._resource,
+            attributes=dict(span.attributes),
+            kind=_KINDS[span.kind],
+            status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
+            start_time=int(span.begin_s * 1e9),
+            end_time=int(max(span.begin_s, span.end_s) * 1e9),
+            instrumentation_scope=_SCOPE,
+        )
+
+
+class _Itself(Resource):
+    """A resource that equals no other one. The exporters hash that of every span, and to hash all
+    its attributes costs a seventh of what a span does."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+class _Sender(SpanExporter):
+    """Another exporter, which tells what becomes of the spans. Called from a thread."""
+
+    def __init__(self, exporter: SpanExporter, *, where: str) -> None:
+        self.num_taken = 0
+        self.count: Callable[[str, int], object] = lambda outcome, num: None
+        self._exporter = exporter
+        self._where = where
+        self._is_failing = False
+        self._reasons = _Reasons()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.num_taken += len(spans)
+        result = self._exporter.export(spans)
+        is_failing = result is not SpanExportResult.SUCCESS
+        self.count("failed" if is_failing else "sent", len(spans))
+        if is_failing and not self._is_failing:
+            _log.warning("spans cannot be sent to %s: %s", self._where, self._reasons.last)
+        elif self._is_failing and not is_failing:
+            _log.info("spans are sent to %s again", self._where)
+        self._is_failing = is_failing
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+        self._reasons.close()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+
+class _Reasons(logging.Handler):
+    """Keeps the last line that OpenTelemetry's exporters logged, of which there is one for each
+    attempt to send, and has none of them written."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.last = "no reason is known"
+        self._theirs = logging.getLogger("opentelemetry.exporter.otlp")
+        self._theirs.propagate = False
+        self._theirs.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.last = record.getMessage()
+
+    def close(self) -> None:
+        self._theirs.removeHandler(self)
+        super().close()
+
+
+def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
+    if protocol == "grpc":
+        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc_exporter
+
+        return grpc_exporter.OTLPSpanExporter(endpoint=endpoint)
+    from opentelemetry.exporter.otlp.proto.http import trace_exporter as http_exporter
+
+    return http_exporter.OTLPSpanExporter(endpoint=endpoint)
