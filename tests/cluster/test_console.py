@@ -14,8 +14,9 @@ import pytest
 
 from quire.cluster.cli import top
 from quire.cluster.cli.main import main
-from quire.cluster.deploy import kept_logs, local, status_line
+from quire.cluster.deploy import kept_logs, local
 from quire.cluster.deploy.status_line import StatusLine
+from quire.cluster.deploy.ticker import ERASE
 from quire.cluster.edge.admin_grpc import overview_of
 from quire.cluster.telemetry.rates import Rates, first_token_s, is_busy
 from quire.v1 import admin_pb2 as pb
@@ -24,7 +25,7 @@ from quire.worker.api.errors import ConfigError
 pytestmark = pytest.mark.anyio
 
 
-def group(name: str, **counts: int) -> pb.Group:
+def group(name: str, **counts: Any) -> pb.Group:
     return pb.Group(id=name, state=pb.Group.SERVING, num_blocks=100, **counts)
 
 
@@ -101,7 +102,7 @@ def test_the_status_is_one_line_of_a_terminal_and_lines_elsewhere(
     monkeypatch: pytest.MonkeyPatch, is_live: bool
 ) -> None:
     screen = Terminal(is_live=is_live)
-    monkeypatch.setattr(status_line.sys, "stdout", screen)
+    monkeypatch.setattr("sys.stdout", screen)
     looks = 0
 
     def look() -> pb.ListGroupsResponse:
@@ -118,7 +119,7 @@ def test_the_status_is_one_line_of_a_terminal_and_lines_elsewhere(
     shown = screen.getvalue()
     if is_live:
         assert "\n" not in shown
-        assert shown.endswith(status_line.ERASE)
+        assert shown.endswith(ERASE)
     else:
         # Nothing ran from the fourth look on.
         assert all("1 of 1 groups" in line for line in shown.splitlines())
@@ -183,7 +184,7 @@ def test_the_newest_cluster_that_runs_here_is_found(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(local.tempfile, "gettempdir", lambda: str(state))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(state))
     with pytest.raises(ConfigError, match="no `quire serve` runs on this machine"):
         local.found_address("auto")
     logs = state / "some"
@@ -200,7 +201,7 @@ def test_nothing_runs_is_told_with_a_status_of_its_own(
     state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(local.tempfile, "gettempdir", lambda: str(state))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(state))
     assert main(["status"]) == 2
     assert capsys.readouterr().out.startswith("Nothing runs: ")
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -100,7 +101,8 @@ def test_a_misspelt_variable_is_told_of_and_others_are_not(
 
 
 def test_no_two_flags_have_one_variable() -> None:
-    serve = _parser()._subparsers._group_actions[0].choices["serve"]  # type: ignore[union-attr]
+    commands: Any = _parser()._subparsers
+    serve = commands._group_actions[0].choices["serve"]
     variables = [name for action in serve._actions if (name := variable_of(action))]
     assert len(variables) == len(set(variables))
     assert not OTHERS & set(variables)

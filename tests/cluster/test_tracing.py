@@ -373,7 +373,7 @@ def test_without_the_package_an_error_names_the_extra() -> None:
     )
     said = run(script)
     assert said.startswith("ConfigError")
-    assert "install quire[otel]" in said
+    assert "install quire-serve[otel]" in said
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ _LOGS = {
     "log_level": "the least severe lines that gateways and groups log",
     "log_format": "json: each line of their logs is an object",
     "access_log": "log a line for each call at its end, without any text of it",
-    "otlp_traces_endpoint": "where to send spans of requests, over OTLP; needs quire[otel]",
+    "otlp_traces_endpoint": "where to send spans of requests, over OTLP; needs quire-serve[otel]",
 }
 _FAILOVER = {
     "silence_timeout_s": "a group that is silent for this long is lost",

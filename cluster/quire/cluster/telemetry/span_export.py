@@ -10,6 +10,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from urllib.parse import urlsplit
 
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -195,7 +196,11 @@ def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
     if protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc_exporter
 
-        return grpc_exporter.OTLPSpanExporter(endpoint=endpoint)
+        # "grpc" is what vLLM's guides write; "https" asks for TLS.
+        is_plain = True if endpoint and endpoint.startswith("grpc:") else None
+        return grpc_exporter.OTLPSpanExporter(endpoint=endpoint, insecure=is_plain)
+    if endpoint and not urlsplit(endpoint).path.strip("/"):
+        endpoint = f"{endpoint.rstrip('/')}/v1/traces"
     from opentelemetry.exporter.otlp.proto.http import trace_exporter as http_exporter
 
     return http_exporter.OTLPSpanExporter(endpoint=endpoint)

@@ -99,7 +99,7 @@ def protocol_to(endpoint: str | None) -> str | None:
     if not _is_installed(_PACKAGES[protocol]):
         raise ConfigError(
             f"traces are to be sent to {endpoint or _of_environment(_ENDPOINTS)}, and "
-            f"{_PACKAGES[protocol]} is not installed: install quire[otel], or set "
+            f"{_PACKAGES[protocol]} is not installed: install quire-serve[otel], or set "
             "OTEL_SDK_DISABLED=true"
         )
     return protocol
