@@ -306,7 +306,7 @@ async def test_spans_go_over_http_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
     with collecting_over_http() as collector:
-        given = start_tracing(f"{collector.endpoint}/v1/traces", role="group", instance="a")
+        given = start_tracing(collector.endpoint, role="group", instance="a")
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
         known = start_tracing(None, role="group", instance="b")
         assert given is not None
