@@ -135,7 +135,7 @@ class ToolFormat:
     """A chat template that contains all texts of one entry belongs to models that write this."""
     id_prefix: str = "call_"
     id_chars: int = 24
-    """Of a call's id, behind its prefix."""
+    """The length of a call's id, behind its prefix."""
     around: Around | None = None
     frame: Frame | None = None
     """Where there is one, the parser reads by it, and the grammar writes ``shapes``."""

@@ -11,7 +11,7 @@ from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import MAX_TOOLS
 
 NAME_CHARS = "A-Za-z0-9_.-"
-"""Of a tool's name, as in a regular expression's class."""
+"""The characters of a tool's name, as in a regular expression's class."""
 MAX_NAME_CHARS = 128
 
 _NAME = re.compile(f"[{NAME_CHARS}]{{1,{MAX_NAME_CHARS}}}")

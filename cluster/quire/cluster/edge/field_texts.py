@@ -130,4 +130,4 @@ _DEFAULTS = {
     )
     if isinstance(value, (bool, int, float)) and name != "max_tokens"
 }
-"""Of sampling parameters, where neither the request nor the model's generation_config says more."""
+"""What sampling parameters are where neither the request nor the model's generation_config says."""

@@ -74,7 +74,7 @@ class Live:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.name = ""
-        """Of this gateway, as the page shows it."""
+        """This gateway's, as the page shows it."""
         self.num_viewers = 0
         self.num_ticks = 0
         """Ticks that were computed for viewers."""

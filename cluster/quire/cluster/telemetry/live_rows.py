@@ -11,7 +11,7 @@ from quire.v1 import group_pb2 as pb
 Row = dict[str, Any]
 
 _NAME_BYTES = 6
-"""Of a block's name; as much as tells it from the others on the page."""
+"""Characters of a block's name that tell it from the others on the page."""
 _MAX_CHARS = 200
 
 

@@ -10,7 +10,7 @@ from quire.v1 import admin_pb2 as pb
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Of one group, or of all together."""
+    """How fast one group works, or all together."""
 
     prompt_per_s: float = 0.0
     """Prompt tokens that began to run."""

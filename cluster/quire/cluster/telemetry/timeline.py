@@ -1,8 +1,8 @@
 """What happened when to one call of a client, from its arrival at a gateway to its end.
 
 The edge begins a `Timeline` for each call and ends it. What the call passes on its way notes there
-what it does. All that tells of finished calls reads the same record: access lines, metrics, spans
-and the live page. It has no text of prompts or answers, and costs some attributes for a call and
+what it does. All that tells of finished calls reads the same record: access lines, metrics and
+spans. It has no text of prompts or answers, and costs some attributes for a call and
 for an attempt, none for a token. Times are in seconds on `time.monotonic`.
 """
 
@@ -60,9 +60,9 @@ class CompletionRecord:
     """Which of the call's completions it is."""
     request_id: str
     is_first_of_prompt: bool
-    """Of a prompt's completions, the first one computes it."""
+    """It is its prompt's first completion, which computes the prompt."""
     trace_id: str = ""
-    """Of the trace that has its attempts; empty where none has."""
+    """The trace that has its attempts; empty where none has."""
     attempts: list[Attempt] = field(default_factory=list)
     first_token_s: float | None = None
     ended_s: float | None = None
@@ -101,7 +101,7 @@ class Timeline:
     client_id: str = ""
     """The client's own name for the call, where it is a sane one."""
     trace_id: str = ""
-    """Of the trace that it is part of, in hexadecimal digits, where there is one."""
+    """The trace that it is part of, in hexadecimal digits, where there is one."""
     span_id: str = ""
     parent_span_id: str = ""
     """The client's span, where it has one."""
@@ -125,7 +125,7 @@ class Timeline:
     priority: int = 0
     num_prompt_tokens: int = 0
     sampling: SamplingParams | None = None
-    """Of its first prompt."""
+    """Those of its first prompt."""
     completions: list[CompletionRecord] = field(default_factory=list)
     status: str = ""
     """The HTTP status, or the name of gRPC's."""
@@ -196,7 +196,7 @@ class Timeline:
 
     @property
     def outcomes(self) -> list[str]:
-        """Of its completions, each once."""
+        """How its completions ended, each way once."""
         return list(dict.fromkeys(each.outcome for each in self.completions if each.outcome))
 
 
