@@ -176,6 +176,24 @@ async def test_a_failover_names_both_groups(start_cluster: Any, lines: Lines) ->
     assert second["end_s"] <= timing["total_s"]
 
 
+@pytest.mark.parametrize("keys", [None, ApiKeys.of_token("right key for all")])
+async def test_a_refusal_has_the_id_of_its_line(
+    start_cluster: Any, lines: Lines, keys: ApiKeys | None
+) -> None:
+    body = {"prompt": SECRET, "max_tokens": -1}
+    async with start_cluster(num_groups=1, keys=keys) as cluster:
+        cluster.models.on_finished.append(log_access)
+        async with httpx.AsyncClient(base_url=cluster.http_url, timeout=None) as client:
+            unnamed = await client.post("/v1/completions", json=body)
+            headers = {"X-Request-Id": "mine"}
+            named = await client.post("/v1/completions", json=body, headers=headers)
+        await lines.wait(2)
+    first, second = lines.of("/v1/completions")
+    assert unnamed.status_code == (400 if keys is None else 401)
+    assert unnamed.headers.get_list("X-Request-Id") == [first["request_id"]]
+    assert named.headers.get_list("X-Request-Id") == ["mine"] == [second["client_request_id"]]
+
+
 def busy(cluster: Any) -> Any:
     (group,) = (each for each in cluster.groups.values() if each.engine_loop.num_requests)
     return group

@@ -5,6 +5,7 @@ Health checks and scrapes of metrics have none.
 
 import asyncio
 import inspect
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
@@ -64,6 +65,9 @@ class HttpCalls:
                 message.setdefault("headers", [])
                 headers = MutableHeaders(scope=message)
                 call.is_stream = headers.get("content-type", "").startswith("text/event-stream")
+                # A refused client, too, can name its call to those who read the log.
+                call.request_id = call.request_id or secrets.token_hex(12)
+                headers.setdefault("X-Request-Id", call.request_id)
                 if call.trace_id:  # As the drafts of Trace Context's second level have it.
                     headers["traceresponse"] = traceparent(
                         call.trace_id, call.span_id, is_sampled=call.is_sampled

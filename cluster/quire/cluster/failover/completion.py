@@ -206,6 +206,8 @@ class Completion:
             self._record.first_token_s = time.monotonic()
             self._first_token_s = self._clock() - self._request.arrival_s
             self._telemetry.time_to_first_token.observe(self._first_token_s)
+            sent_s = self._record.attempts[0].routed_s
+            self._telemetry.prefill_time.observe(self._record.first_token_s - sent_s)
         if delta.embedding:
             chunk.embedding = vector_from_bytes(delta.embedding)
         if self._finish_reason is not None:
@@ -263,6 +265,7 @@ class Completion:
             total_time_s=total_s,
         )
         self._telemetry.total_time.observe(total_s)
+        self._telemetry.decode_time.observe(total_s - first_token_s)
         self._telemetry.prompt_lengths.observe(chunk.usage.num_prompt_tokens)
         self._telemetry.output_lengths.observe(num_output)
         if num_output > 1:

@@ -78,6 +78,16 @@ class Telemetry:
             "Mean time between a completion's tokens, behind the first.",
             buckets=TPOT_BUCKETS,
         )
+        self.prefill_time = histogram(
+            "quire_prefill_seconds",
+            "From a completion's leave to go to a group to its first token.",
+            buckets=TTFT_BUCKETS,
+        )
+        self.decode_time = histogram(
+            "quire_decode_seconds",
+            "From a completion's first token to its last.",
+            buckets=_TOTAL_BUCKETS,
+        )
         self.total_time = histogram(
             "quire_completion_seconds",
             "From a request's arrival to its last token.",

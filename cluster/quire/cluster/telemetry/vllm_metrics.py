@@ -24,11 +24,16 @@ SUMS: Mapping[str, tuple[str, ...]] = {
     "vllm:request_time_per_output_token_seconds": ("quire_time_per_output_token_seconds",),
     "vllm:inter_token_latency_seconds": ("quire_time_per_output_token_seconds",),
     "vllm:e2e_request_latency_seconds": ("quire_completion_seconds",),
+    "vllm:request_queue_time_seconds": ("quire_queue_wait_seconds",),
+    "vllm:request_prefill_time_seconds": ("quire_prefill_seconds",),
+    "vllm:request_decode_time_seconds": ("quire_decode_seconds",),
     "vllm:request_prompt_tokens": ("quire_completion_prompt_tokens",),
     "vllm:request_generation_tokens": ("quire_completion_output_tokens",),
+    "vllm:request_max_num_generation_tokens": ("quire_completion_output_tokens",),
 }
 """Sums over groups of the values of ours. Of the latency between tokens we know each completion's
-mean."""
+mean. vLLM's time in prefill begins in the engine's queue's end, ours when the request is sent to
+its group. Completions of one prompt count one by one."""
 
 _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort"}
 """vLLM's reasons by our outcomes; requests that fail have none there."""
