@@ -25,14 +25,16 @@ import httpx
 import yaml
 
 _PORT = 9099
+_JOB = "quire"
 _LOAD_S = 25.0
 _VARIABLES = {
     "__rate_interval": "15s",
     "__interval": "15s",
     "__range": "1m",
     "__auto": "15s",
+    "job": _JOB,
 }
-"""Grafana's own; others are replaced by a model's name."""
+"""Grafana's own, and ours; others are replaced by a model's name."""
 
 
 def main() -> int:
@@ -62,7 +64,7 @@ def _prometheus(program: str, server: str, folder: Path) -> "subprocess.Popen[by
     config = {
         "global": {"scrape_interval": "1s"},
         "scrape_configs": [
-            {"job_name": "quire", "static_configs": [{"targets": [urlsplit(server).netloc]}]}
+            {"job_name": _JOB, "static_configs": [{"targets": [urlsplit(server).netloc]}]}
         ],
     }
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -97,25 +99,23 @@ def _queries(file: Path) -> Iterator[str]:
     """The ``expr`` of each of a dashboard's targets, and the ``query`` of each of KEDA's triggers,
     each once."""
     text = file.read_text()
-    documents = [json.loads(text)] if file.suffix == ".json" else yaml.safe_load_all(text)
-    yield from dict.fromkeys(query for each in documents for query in _within(each))
+    is_dashboard = file.suffix == ".json"
+    documents = [json.loads(text)] if is_dashboard else yaml.safe_load_all(text)
+    wanted = "expr" if is_dashboard else "query"
+    yield from dict.fromkeys(query for each in documents for query in _named(wanted, each))
 
 
-def _within(value: Any) -> Iterator[str]:
+def _named(wanted: str, value: Any) -> Iterator[str]:
+    """The texts of this name, at any depth."""
     if isinstance(value, dict):
         for name, below in value.items():
-            if name in ("expr", "query") and isinstance(below, str) and _is_query(below):
+            if name == wanted and isinstance(below, str):
                 yield below
             else:
-                yield from _within(below)
+                yield from _named(wanted, below)
     elif isinstance(value, list):
         for below in value:
-            yield from _within(below)
-
-
-def _is_query(text: str) -> bool:
-    """Not what fills a variable's menu."""
-    return ":" in text and not text.startswith("label_values")
+            yield from _named(wanted, below)
 
 
 def _filled_in(query: str, model: str) -> str:
@@ -132,9 +132,11 @@ def _num_series(query: str) -> int:
 
 
 def _check_metrics(program: str, server: str) -> int:
-    metrics = httpx.get(f"{server}/metrics").content
+    """Those with names of vLLM's are left out: promtool objects to the colon in each."""
+    lines = httpx.get(f"{server}/metrics").text.splitlines(keepends=True)
+    ours = "".join(line for line in lines if not re.match(r"(# (HELP|TYPE) )?vllm:", line))
     promtool = str(Path(program).with_name("promtool"))
-    told = subprocess.run([promtool, "check", "metrics"], input=metrics, check=False)
+    told = subprocess.run([promtool, "check", "metrics"], input=ours.encode(), check=False)
     print("promtool check metrics:", "clean" if told.returncode == 0 else "see above")
     return told.returncode
 
