@@ -118,6 +118,12 @@ class FakeHandle:
         return FakeCall()
 
 
+@pytest.fixture(autouse=True)
+def loggers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As other tests of this process expect them."""
+    monkeypatch.setattr(deployments, "log_beside_serve", lambda config: None)
+
+
 @pytest.fixture
 async def server(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeServer]:
     server = FakeServer()

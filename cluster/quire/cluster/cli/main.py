@@ -28,6 +28,7 @@ from quire.cluster.cli.info import add_info_parsers
 from quire.cluster.cli.keys import add_keys_parser
 from quire.cluster.cli.logs import add_logs_parser
 from quire.cluster.cli.model import add_model_parser
+from quire.cluster.cli.run_batch import add_run_batch_parser
 from quire.cluster.cli.simulate import add_simulate_parser
 from quire.cluster.cli.status import add_status_parser
 from quire.cluster.cli.stop import add_stop_parser
@@ -41,6 +42,7 @@ from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
 _BAD_USAGE = (ConfigError, CheckpointError, InvalidRequest)
 """Errors that the user of the command can fix: printed like argparse's, with its exit status."""
 _EXTRA = {
+    "aiohttp": "aiohttp",
     "google": "protobuf",
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
@@ -156,6 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     add_adapter_parser(commands)
     add_keys_parser(commands)
     add_doctor_parser(commands)
+    add_run_batch_parser(commands)
     add_bench_parser(commands)
     add_simulate_parser(commands)
     add_info_parsers(commands, parser)

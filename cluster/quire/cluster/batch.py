@@ -1,0 +1,236 @@
+"""Files of requests in OpenAI's batch format, asked of a server and answered into another file.
+
+A line of the input is ``{"custom_id", "method", "url", "body"}``; a line of the output ``{"id",
+"custom_id", "response": {"status_code", "request_id", "body"}, "error"}``, in the order in which
+answers come. A request that no answer came to has an ``error`` and no ``response``.
+
+Answers are written as they come, to a file beside the output that takes its place at the end. An
+input of any length takes the memory of its longest lines and of a digest of each custom_id.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from quire.worker.api.errors import ConfigError
+
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
+    *("/v1/rerank", "/v1/score", "/rerank", "/score"),
+)
+_FIELDS = {"custom_id", "method", "url", "body"}
+_MAX_TOLD = 10
+_MAX_ID_CHARS = 512
+_ATTEMPTS = 6
+_AGAIN = (429, 502, 503, 504)
+"""Statuses with which a server has done nothing, and may later."""
+_MAX_PAUSE_S = 60.0
+
+Json = dict[str, Any]
+
+
+class Item(NamedTuple):
+    """One request of a file."""
+
+    custom_id: str
+    url: str
+    body: Json
+
+
+class Ended(NamedTuple):
+    """How a file ended."""
+
+    num_done: int
+    num_failed: int
+    num_skipped: int
+    """Those that were answered before."""
+
+
+def check_file(path: Path) -> int:
+    """Reads all of ``path``; returns how many requests it has.
+
+    Raises:
+        ConfigError: It cannot be read, or lines are no requests: the first ones are named.
+    """
+    wrong: list[str] = []
+    known: dict[bytes, int] = {}
+    num_wrong = number = 0
+    for number, line in _lines(path):
+        told = _trouble(line)
+        if not told:
+            digest = _digest(json.loads(line)["custom_id"])
+            first = known.setdefault(digest, number)
+            told = f"line {first} has this custom_id too" if first != number else ""
+        if told:
+            num_wrong += 1
+            if len(wrong) < _MAX_TOLD:
+                wrong.append(f"line {number}: {told}")
+    if num_wrong:
+        more = f"\n  and {num_wrong - len(wrong)} more" if num_wrong > len(wrong) else ""
+        raise ConfigError(f"{path} has lines that are no requests:\n  " + "\n  ".join(wrong) + more)
+    if not known:
+        raise ConfigError(f"{path} has no requests: write one a line")
+    return len(known)
+
+
+async def run_file(
+    source: Path,
+    target: Path,
+    *,
+    server: str,
+    api_key: str | None = None,
+    max_concurrency: int = 256,
+    resumes: bool = False,
+    done: Callable[[int], object] = lambda num: None,
+) -> Ended:
+    """Asks ``server``, the beginning of its URLs, all that `check_file` has checked in ``source``.
+
+    ``resumes``: keeps what an earlier run has answered with status 200, whether it came to its end
+    or not. ``done`` hears of how many have been answered.
+    """
+    part = target.with_name(f"{target.name}.part")
+    kept = _keep_answered(target, part) if resumes else set[bytes]()
+    counts = Counter[bool]()
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
+    queue: asyncio.Queue[Item | None] = asyncio.Queue(max_concurrency)
+    with part.open("a" if resumes else "w", encoding="utf-8") as out:
+        async with aiohttp.ClientSession(
+            server, headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        ) as session:
+
+            async def work() -> None:
+                while (item := await queue.get()) is not None:
+                    answer = await _ask(session, item)
+                    # One call, so that lines never mix; it is whole or, after a crash, left out.
+                    out.write(f"{json.dumps(answer, ensure_ascii=False)}\n")
+                    counts[_is_good(answer)] += 1
+                    done(counts.total())
+
+            async with asyncio.TaskGroup() as tasks:
+                for _ in range(max_concurrency):
+                    tasks.create_task(work())
+                for _, line in _lines(source):
+                    read = json.loads(line)
+                    if _digest(read["custom_id"]) not in kept:
+                        await queue.put(Item(read["custom_id"], read["url"], read["body"]))
+                for _ in range(max_concurrency):
+                    await queue.put(None)
+    part.rename(target)
+    return Ended(counts.total() + len(kept), counts[False], len(kept))
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Those that are not blank, with their numbers. Raises ConfigError."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _trouble(line: str) -> str:
+    """Why it is no request; empty where it is one."""
+    try:
+        read = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return f"it is not JSON: {error}"
+    if not isinstance(read, dict) or not read.keys() >= _FIELDS:
+        missing = _FIELDS - read.keys() if isinstance(read, dict) else _FIELDS
+        return f"it must be an object; {', '.join(sorted(missing))} missing"
+    custom_id = read["custom_id"]
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_ID_CHARS:
+        return f"custom_id must be a text of 1 to {_MAX_ID_CHARS} characters"
+    if read["method"] != "POST":
+        return f"method={str(read['method'])[:64]!r}: must be 'POST'"
+    if read["url"] not in URLS:
+        return f"url={str(read['url'])[:64]!r}: must be one of {', '.join(URLS)}"
+    if not isinstance(read["body"], dict):
+        return "body must be an object"
+    if read["body"].get("stream"):
+        return "body.stream must be left out: answers are written whole"
+    return ""
+
+
+def _digest(custom_id: str) -> bytes:
+    return hashlib.blake2b(custom_id.encode(errors="surrogatepass"), digest_size=16).digest()
+
+
+def _is_good(answer: Json) -> bool:
+    response = answer.get("response")
+    return isinstance(response, dict) and response.get("status_code") == 200
+
+
+def _keep_answered(target: Path, part: Path) -> set[bytes]:
+    """Writes to ``part`` what it or ``target`` has of good answers; returns which these are."""
+    kept: set[bytes] = set()
+    fresh = part.with_name(f"{part.name}.{os.getpid()}")
+    with fresh.open("w", encoding="utf-8") as out:
+        for path in (part, target):
+            if not path.exists():
+                continue
+            for _, line in _lines(path):
+                with suppress(ValueError, KeyError, TypeError, AttributeError):  # Cut off, say.
+                    answer = json.loads(line)
+                    digest = _digest(answer["custom_id"])
+                    if _is_good(answer) and digest not in kept:
+                        kept.add(digest)
+                        out.write(f"{line.rstrip()}\n")
+    fresh.rename(part)
+    return kept
+
+
+async def _ask(session: aiohttp.ClientSession, item: Item) -> Json:
+    answer: Json = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": item.custom_id}
+    async for wait_s in _pauses():
+        try:
+            async with session.post(item.url, json=item.body) as response:
+                if response.status in _AGAIN and wait_s is not None:
+                    await asyncio.sleep(_retry_after_s(response, wait_s))
+                    continue
+                told = await response.text()
+                return answer | {
+                    "response": {
+                        "status_code": response.status,
+                        "request_id": response.headers.get("X-Request-Id", ""),
+                        "body": _body(told),
+                    },
+                    "error": None,
+                }
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if wait_s is None:
+                said = {"code": type(error).__name__, "message": str(error)}
+                return answer | {"response": None, "error": said}
+            await asyncio.sleep(wait_s)
+    raise AssertionError  # The last attempt returns.
+
+
+async def _pauses() -> AsyncIterator[float | None]:
+    """What to wait after each attempt; ``None`` is the last one."""
+    for attempt in range(_ATTEMPTS - 1):
+        yield 0.25 * 4**attempt
+    yield None
+
+
+def _retry_after_s(response: aiohttp.ClientResponse, otherwise_s: float) -> float:
+    given = response.headers.get("Retry-After", "")
+    return min(float(given), _MAX_PAUSE_S) if given.isdecimal() else otherwise_s
+
+
+def _body(text: str) -> Any:
+    """An answer's JSON; as text where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

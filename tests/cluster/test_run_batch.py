@@ -1,0 +1,158 @@
+"""Files of OpenAI's batch format, answered by a gateway."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from openai.types.chat import ChatCompletion
+
+from quire.cluster.batch import check_file, run_file
+from quire.cluster.cli.main import main
+from quire.worker.api.errors import ConfigError
+
+pytestmark = pytest.mark.anyio
+
+
+def request(custom_id: str, url: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
+    messages = [
+        {"role": "system", "content": "You are a helpful assistant."},
+        {"role": "user", "content": "Hello world!"},
+    ]
+    body = body or {"messages": messages, "max_tokens": 6}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def written(path: Path, *requests: Any) -> Path:
+    path.write_text("".join(f"{json.dumps(each)}\n" for each in requests))
+    return path
+
+
+def read(path: Path) -> dict[str, dict[str, Any]]:
+    answers = [json.loads(line) for line in path.read_text().splitlines()]
+    return {each["custom_id"]: each for each in answers}
+
+
+async def test_each_request_has_its_answer(start_cluster: Any, tmp_path: Path) -> None:
+    source = written(
+        tmp_path / "in.jsonl",
+        *(request(f"chat-{number}") for number in range(20)),
+        request("text", "/v1/completions", prompt="the cat", max_tokens=3, seed=5),
+        request("bad", "/v1/completions", prompt="the cat", max_tokens=-1),
+    )
+    assert check_file(source) == 22
+    target = tmp_path / "out.jsonl"
+    async with start_cluster(num_groups=2) as cluster:
+        ended = await run_file(source, target, server=cluster.http_url, max_concurrency=4)
+        alone = await cluster.openai.completions.create(
+            model="hash", prompt="the cat", max_tokens=3, seed=5
+        )
+    assert ended == (22, 1, 0)
+    answers = read(target)
+    assert len(answers) == 22
+    chat = ChatCompletion.model_validate(answers["chat-3"]["response"]["body"], strict=False)
+    assert chat.choices[0].message.content
+    assert answers["text"]["response"]["body"]["choices"][0]["text"] == alone.choices[0].text
+    assert answers["text"]["response"]["request_id"]
+    bad = answers["bad"]
+    assert bad["response"]["status_code"] == 400
+    assert bad["response"]["body"]["error"]["param"] == "max_tokens"
+    assert not list(tmp_path.glob("*.part*"))
+
+
+async def test_a_resumed_run_asks_what_has_no_good_answer(
+    start_cluster: Any, tmp_path: Path
+) -> None:
+    source = written(tmp_path / "in.jsonl", *(request(f"{number}") for number in range(6)))
+    target = tmp_path / "out.jsonl"
+    good = {"id": "x", "custom_id": "2", "response": {"status_code": 200, "body": {}}}
+    bad = {"id": "x", "custom_id": "3", "response": {"status_code": 429, "body": {}}}
+    part = written(tmp_path / "out.jsonl.part", good, bad)
+    part.write_text(part.read_text() + '{"id": "y", "custom_id": "4", "respon')
+    async with start_cluster(num_groups=1) as cluster:
+        ended = await run_file(source, target, server=cluster.http_url, resumes=True)
+    assert ended == (6, 0, 1)
+    answers = read(target)
+    assert answers.keys() == {f"{number}" for number in range(6)}
+    assert answers["2"]["id"] == "x"
+    assert all(each["response"]["status_code"] == 200 for each in answers.values())
+
+
+async def test_a_server_that_has_no_room_is_asked_again(tmp_path: Path) -> None:
+    num_asked = 0
+
+    async def busy(_: web.Request) -> web.Response:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked < 3:
+            return web.json_response({}, status=429, headers={"Retry-After": "0"})
+        return web.json_response({"ok": True})
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", busy)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    (address,) = runner.addresses
+    source = written(tmp_path / "in.jsonl", request("a", "/v1/completions", prompt="x"))
+    try:
+        url = f"http://127.0.0.1:{address[1]}"
+        ended = await run_file(source, tmp_path / "out.jsonl", server=url)
+    finally:
+        await runner.cleanup()
+    assert (num_asked, ended.num_failed) == (3, 0)
+
+
+async def test_a_server_that_is_not_there_is_an_error_of_each_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.cluster.batch._ATTEMPTS", 1)
+    source = written(tmp_path / "in.jsonl", request("a"), request("b"))
+    target = tmp_path / "out.jsonl"
+    ended = await run_file(source, target, server="http://127.0.0.1:1")
+    assert ended.num_failed == 2
+    assert all(each["response"] is None and each["error"] for each in read(target).values())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: it is not JSON"),
+        ("[]", "line 2: it must be an object"),
+        (json.dumps({"custom_id": "b"}), "body, method, url missing"),
+        (json.dumps(request("")), "custom_id must be a text"),
+        (json.dumps(request("a")), "line 2: line 1 has this custom_id too"),
+        (json.dumps(request("b") | {"method": "GET"}), "method='GET': must be 'POST'"),
+        (json.dumps(request("b", "/v1/audio")), "url='/v1/audio': must be one of"),
+        (json.dumps(request("b", stream=True)), "body.stream must be left out"),
+    ],
+)
+def test_lines_that_are_no_requests_are_named_before_anything_is_sent(
+    tmp_path: Path, line: str, message: str
+) -> None:
+    source = written(tmp_path / "in.jsonl", request("a"))
+    source.write_text(f"{source.read_text()}{line}\n")
+    with pytest.raises(ConfigError, match=message):
+        check_file(source)
+
+
+def test_an_empty_file_and_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no requests"):
+        check_file(written(tmp_path / "in.jsonl"))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check_file(tmp_path / "none.jsonl")
+
+
+async def test_the_command_says_how_it_ended(
+    start_cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = written(tmp_path / "in.jsonl", request("a"), request("b", "/v1/completions", n=1))
+    files = ["-i", str(source), "-o", str(tmp_path / "out.jsonl")]
+    async with start_cluster(num_groups=1) as cluster:
+        asked = ["run-batch", *files, "--server", cluster.http_url]
+        assert await asyncio.to_thread(main, asked) == 1
+    assert "2 requests in" in (told := capsys.readouterr().out)
+    assert "1 failed" in told
