@@ -41,6 +41,7 @@ from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
 _BAD_USAGE = (ConfigError, CheckpointError, InvalidRequest)
 """Errors that the user of the command can fix: printed like argparse's, with its exit status."""
 _EXTRA = {
+    "aiohttp": "aiohttp",
     "google": "protobuf",
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
