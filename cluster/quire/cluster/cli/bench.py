@@ -1,4 +1,5 @@
-"""The flags of ``quire bench``, which measures an engine in this process, without Ray, or a server."""
+"""The flags of ``quire bench``, which measures an engine in this process, without Ray; those of
+``serve``, which measures a server, are in `bench_serve`."""
 
 import argparse
 from collections.abc import Sequence

@@ -64,12 +64,12 @@ def _add_target(add: Callable[..., Any]) -> None:
         "--api-key",
         help="of the server; if absent that of the environment, QUIRE_API_KEY or OPENAI_API_KEY",
     )
-    add("--header", nargs="+", type=_pair, default=(), metavar="NAME=VALUE", help="more headers")
+    add("--header", nargs="+", type=_pair, metavar="NAME=VALUE", help="more headers")
     add("--insecure", action="store_true", help="take any TLS certificate")
     add("--timeout-s", type=finite, default=3600.0, help="of one request")
     add("--ignore-eos", action="store_true", help="ask for as many tokens, whatever the model ends")
     add("--temperature", type=finite, default=0.0, help="0 takes the likeliest token")
-    add("--extra-body", type=_object, default={}, metavar="JSON", help="more fields of requests")
+    add("--extra-body", type=_object, metavar="JSON", help="more fields of requests")
 
 
 def _add_dataset(add: Callable[..., Any]) -> None:
@@ -77,7 +77,7 @@ def _add_dataset(add: Callable[..., Any]) -> None:
         "--dataset-name",
         choices=_DATASETS,
         default="random",
-        help="random: lengths around a mean; prefix_repetition: a few prefixes that requests share; "
+        help="random: lengths around a mean; prefix_repetition: a few prefixes, shared; "
         "sharegpt: first messages of its JSON file; custom: one request a line, with prompt (text "
         "or token ids), messages or prompt_token_ids, and output_tokens if you like; trace: made "
         "up to share blocks as those of a trace do, at its times",
@@ -134,7 +134,6 @@ def _add_result(add: Callable[..., Any]) -> None:
         "--goodput",
         nargs="+",
         type=_objective,
-        default=(),
         metavar="NAME:MS",
         help="count requests that are within ttft:MS, tpot:MS and e2el:MS",
     )
@@ -150,7 +149,7 @@ def _add_result(add: Callable[..., Any]) -> None:
     add("--result-dir", type=Path, default=Path(), help="its folder")
     add("--result-filename", help="its name; one with rate, model and time if absent")
     add("--label", help="a name for the run, in the result")
-    add("--metadata", nargs="+", type=_pair, default=(), metavar="KEY=VALUE", help="kept in it")
+    add("--metadata", nargs="+", type=_pair, metavar="KEY=VALUE", help="kept in it")
 
 
 def bench_of(arguments: argparse.Namespace) -> "ServeBench":
@@ -167,7 +166,7 @@ def bench_of(arguments: argparse.Namespace) -> "ServeBench":
         if name.startswith(("random_", "prefix_repetition_", "trace_"))
     }
     key = arguments.api_key or os.environ.get("QUIRE_API_KEY") or os.environ.get("OPENAI_API_KEY")
-    body = {"temperature": arguments.temperature}
+    body: dict[str, Any] = {"temperature": arguments.temperature}
     if arguments.ignore_eos:
         body["ignore_eos"] = True
     return ServeBench(
@@ -176,10 +175,10 @@ def bench_of(arguments: argparse.Namespace) -> "ServeBench":
             endpoint=arguments.endpoint or _ENDPOINTS[arguments.backend],
             model=arguments.model,
             api_key=key,
-            headers=dict(arguments.header),
+            headers=dict(arguments.header or ()),
             insecure=arguments.insecure,
             timeout_s=arguments.timeout_s,
-            body=body | arguments.extra_body,
+            body=body | (arguments.extra_body or {}),
         ),
         dataset=Dataset(
             name=arguments.dataset_name,
@@ -198,9 +197,9 @@ def bench_of(arguments: argparse.Namespace) -> "ServeBench":
         tokenizer=arguments.tokenizer,
         metrics=tuple(_listed(arguments.percentile_metrics)),
         percentiles=tuple(_percentiles(arguments.metric_percentiles)),
-        goodput=dict(arguments.goodput),
+        goodput=dict(arguments.goodput or ()),
         label=arguments.label,
-        metadata=dict(arguments.metadata),
+        metadata=dict(arguments.metadata or ()),
         save_result=arguments.save_result or arguments.save_detailed,
         save_detailed=arguments.save_detailed,
         result_dir=arguments.result_dir,

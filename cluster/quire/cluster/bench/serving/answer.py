@@ -53,10 +53,9 @@ def forms(prompts: Sequence[Prompt], *, is_chat: bool) -> list[Form]:
     must_be_ids = any(not prompt.is_made_up for prompt in of_ids)
     if must_be_ids and is_chat:
         raise ConfigError("the dataset has token ids: give --endpoint /v1/completions")
-    if must_be_ids:
-        as_ids = [True]
-    else:
-        as_ids = [True, False] if of_ids and not is_chat else [False]
+    as_ids = [True] if must_be_ids else [False]
+    if of_ids and not must_be_ids and not is_chat:
+        as_ids = [True, False]
     return [Form(ids, usage) for ids in as_ids for usage in ("continuous", "end", "none")]
 
 
@@ -85,7 +84,7 @@ def encode(
         body["prompt"] = content.tolist()
     else:
         body["prompt"] = prompt.text
-    body |= {"max_tokens": prompt.max_tokens, "temperature": 0.0, "stream": True}
+    body |= {"max_tokens": prompt.max_tokens, "stream": True}
     if form.usage != "none":
         body["stream_options"] = {"include_usage": True}
         if form.usage == "continuous":
@@ -104,9 +103,9 @@ class Answer:
     """Later than ``started_s`` where the client had as many under way as it may."""
     ended_s: float = 0.0
     """When the last chunk came."""
-    times: array[float] = field(default_factory=lambda: array("d"))
+    times: "array[float]" = field(default_factory=lambda: array("d"))
     """When each chunk with tokens came."""
-    counts: array[int] = field(default_factory=lambda: array("L"))
+    counts: "array[int]" = field(default_factory=lambda: array("L"))
     """Tokens of each."""
     num_prompt: int | None = None
     num_output: int | None = None

@@ -8,7 +8,6 @@ from typing import Any
 
 from quire.worker.api.errors import ConfigError
 
-DATASETS = ("random", "prefix_repetition", "sharegpt", "custom", "trace")
 OF_FILES = ("sharegpt", "custom", "trace")
 METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time")
 OBJECTIVES = ("ttft", "tpot", "e2el")

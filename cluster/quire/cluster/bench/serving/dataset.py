@@ -26,15 +26,16 @@ _CUSTOM_OUTPUT_LEN = 256
 _LEAST_TOKENS, _MOST_PROMPT_TOKENS, _MOST_TOKENS = 4, 1024, 2048
 """Bounds on what is taken of ShareGPT; those that are usual."""
 
-WORDS = (
-    "time year people way day man thing woman life child world school state family student group "
-    "country problem hand part place case week company system program question work number night "
-    "point home water room mother area money story fact month lot right study book eye job word "
-    "business issue side kind head house service friend father power hour game line end member "
-    "law car city community name president team minute idea body information back parent face "
-    "others level office door health person art war history party result change morning reason "
-    "research girl guy moment air teacher force education"
-).split()
+_WORDS = """
+time year people way day man thing woman life child world school state family student group
+country problem hand part place case week company system program question work number night
+point home water room mother area money story fact month lot right study book eye job word
+business issue side kind head house service friend father power hour game line end member law
+car city community name president team minute idea body information back parent face others
+level office door health person art war history party result change morning reason research girl
+guy moment air teacher force education
+"""
+WORDS = tuple(_WORDS.split())
 """Each is one token of most vocabularies, with the space before it."""
 
 

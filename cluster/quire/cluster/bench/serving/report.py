@@ -11,7 +11,7 @@ from quire.cluster.bench.serving.load import Load
 from quire.worker.api.errors import ConfigError
 
 _LATE_MS = 10.0
-"""A client that is later than this has figures of its own in the server's."""
+"""A client that is later than this is told so."""
 _TITLES = {
     "ttft": "time to first token",
     "tpot": "time per output token, after the first",
@@ -122,10 +122,15 @@ def _notes(load: Load, result: Mapping[str, Any]) -> list[str]:
         )
     if any(a.is_complete and a.num_output is None for a in load.answers):
         notes.append("the server tells no usage: output tokens are chunks, input tokens unknown")
-    late_ms = max(result["p99_client_lag_ms"], result["p99_client_late_ms"])
-    if late_ms > _LATE_MS:
+    if (lag_ms := result["p99_client_lag_ms"]) > _LATE_MS:
         notes.append(
-            f"the client was late by {late_ms:,.1f} ms (p99): its figures are not the server's. "
+            f"the client was late by {lag_ms:,.1f} ms (p99): its figures are not the server's. "
             "Give it a core of its own, or share the load among several"
+        )
+    if (late_ms := result["p99_client_late_ms"]) > _LATE_MS and any(
+        a.due_s > load.begin_s for a in load.answers
+    ):
+        notes.append(
+            f"the client sent requests late by {late_ms:,.1f} ms (p99): they did not come as asked"
         )
     return notes
