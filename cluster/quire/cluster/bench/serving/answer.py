@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.cluster.bench.serving.dataset import Prompt
 from quire.worker.api.errors import ConfigError
 
 _LONGEST_LINE = 1 << 20
+_MOST_TOKENS = 100_000
+"""Tokens of one chunk: a server that tells of more is not believed."""
 _PROBE_TOKENS = 8
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 
@@ -105,7 +108,7 @@ class Answer:
     """When the last chunk came."""
     times: "array[float]" = field(default_factory=lambda: array("d"))
     """When each chunk with tokens came."""
-    counts: "array[int]" = field(default_factory=lambda: array("L"))
+    counts: "array[int]" = field(default_factory=lambda: array("I"))
     """Tokens of each."""
     num_prompt: int | None = None
     num_output: int | None = None
@@ -142,14 +145,12 @@ class Answer:
         return self.sent_s - self.started_s
 
     @property
-    def itls_s(self) -> list[float]:
+    def itls_s(self) -> NDArray[np.float64]:
         """The gap before each token but the first. Tokens of one chunk share the gap before it
         evenly; those beside the first token have none."""
-        gaps = [0.0] * (self.counts[0] - 1)
-        for i in range(1, len(self.times)):
-            count = self.counts[i]
-            gaps += [(self.times[i] - self.times[i - 1]) / count] * count
-        return gaps
+        counts = np.array(self.counts, dtype=np.int64)
+        shares = np.diff(self.times) / counts[1:]
+        return np.concatenate([np.zeros(counts[0] - 1), np.repeat(shares, counts[1:])])
 
     def feed(self, data: bytes, now_s: float) -> None:
         """Takes the next bytes of the stream.
@@ -206,6 +207,8 @@ class Answer:
                 count = 0 if total is None else total - (self.num_output or 0)
             else:
                 count = 1 if text else 0
+            if count > _MOST_TOKENS:
+                raise ValueError
             if count > 0:
                 self.times.append(now_s)
                 self.counts.append(count)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quire.cluster.bench.serving.answer import Answer
 from quire.cluster.bench.serving.load import Load
@@ -45,10 +46,10 @@ def figures(
         "max_output_tokens_per_s": _most_tokens(done),
         "max_concurrent_requests": _most_at_once(done),
     }
-    values = {
+    values: dict[str, Sequence[float] | NDArray[np.float64]] = {
         "ttft": [answer.ttft_s for answer in done],
         "tpot": [tpot for answer in done if (tpot := _tpot_s(answer)) is not None],
-        "itl": [gap for answer in done for gap in answer.itls_s] if "itl" in metrics else [],
+        "itl": np.concatenate([np.zeros(0), *(answer.itls_s for answer in done)]),
         "e2el": [answer.latency_s for answer in done],
         "client_queue_time": [answer.queued_s for answer in done],
     }
@@ -75,7 +76,7 @@ def details(load: Load) -> dict[str, list[Any]]:
         "input_lens": [answer.num_prompt or 0 for answer in answers],
         "output_lens": [answer.num_tokens if answer.is_complete else 0 for answer in answers],
         "ttfts": [answer.ttft_s if answer.times else 0.0 for answer in answers],
-        "itls": [answer.itls_s if answer.times else [] for answer in answers],
+        "itls": [answer.itls_s.tolist() if answer.times else [] for answer in answers],
         "latencies": [answer.latency_s if answer.ended_s else 0.0 for answer in answers],
         "start_times": [answer.sent_s for answer in answers],
         "queue_times": [answer.queued_s for answer in answers],
@@ -96,8 +97,10 @@ def _is_good(answer: Answer, goodput: Mapping[str, float]) -> bool:
     return all(1000 * taken_s[name] <= most_ms for name, most_ms in goodput.items())
 
 
-def _spread(name: str, values_s: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
-    values_ms = 1000 * np.array(values_s or [0.0])
+def _spread(
+    name: str, values_s: Sequence[float] | NDArray[np.float64], percentiles: Sequence[float]
+) -> dict[str, float]:
+    values_ms = 1000 * np.array(values_s if len(values_s) else [0.0])
     return {
         f"mean_{name}_ms": float(values_ms.mean()),
         f"median_{name}_ms": float(np.median(values_ms)),
