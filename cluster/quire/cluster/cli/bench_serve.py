@@ -166,12 +166,13 @@ def bench_of(arguments: argparse.Namespace) -> "ServeBench":
         if name.startswith(("random_", "prefix_repetition_", "trace_"))
     }
     key = arguments.api_key or os.environ.get("QUIRE_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     body: dict[str, Any] = {"temperature": arguments.temperature}
     if arguments.ignore_eos:
         body["ignore_eos"] = True
     return ServeBench(
         target=Target(
-            base_url=arguments.base_url or f"http://{arguments.host}:{arguments.port}",
+            base_url=arguments.base_url or f"http://{host}:{arguments.port}",
             endpoint=arguments.endpoint or _ENDPOINTS[arguments.backend],
             model=arguments.model,
             api_key=key,

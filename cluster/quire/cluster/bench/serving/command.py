@@ -1,6 +1,7 @@
 """Runs ``quire bench serve``."""
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from quire.cluster.bench.serving.dataset import Prompt, Vocabulary, arrivals, pr
 from quire.cluster.bench.serving.figures import details, figures
 from quire.cluster.bench.serving.http import Http
 from quire.cluster.bench.serving.load import Load, Progress, Transport, ask, run
-from quire.cluster.bench.serving.report import file_name, header, table, write
+from quire.cluster.bench.serving.report import file_name, header, make_folder, table
 from quire.worker.api.errors import QuireError
 
 _SHOW_EVERY_S = 0.25
@@ -34,6 +35,8 @@ def bench_serve(bench: ServeBench) -> int:
     Raises:
         QuireError: The server, the dataset or the folder of the result is of no use.
     """
+    if bench.save_result:
+        make_folder(bench.result_dir)  # Before the work that would be lost without.
     vocabulary = Vocabulary.of(bench.tokenizer) if bench.tokenizer else Vocabulary.guessed()
     prompts = prompts_of(bench.dataset, vocabulary)
     if len(prompts) < bench.dataset.num_prompts:
@@ -51,7 +54,8 @@ def bench_serve(bench: ServeBench) -> int:
     if bench.save_result:
         name = bench.result_filename or file_name(bench, model=model, now=now)
         path = bench.result_dir / name
-        write(path, result | details(load) if bench.save_detailed else result)
+        whole = result | details(load) if bench.save_detailed else result
+        path.write_text(json.dumps(whole) + "\n")
         print(f"\nwritten to {path}")
     return 0 if result["completed"] else 1
 

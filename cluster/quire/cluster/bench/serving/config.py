@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from quire.worker.api.errors import ConfigError
 
@@ -107,13 +108,16 @@ class Target:
     """Fields of every request, over those that the load sets."""
 
     def __post_init__(self) -> None:
-        if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url={self.base_url}: must begin with http:// or https://")
+        if not _is_address(self.base_url):
+            raise ConfigError(f"base_url={self.base_url}: must be http://HOST:PORT, or https")
         if not self.endpoint.endswith("/completions"):
             raise ConfigError(
                 f"endpoint={self.endpoint}: give a path that ends in /completions or "
                 "/chat/completions"
             )
+        for name, value in [("Authorization", self.api_key or ""), *self.headers.items()]:
+            if not f"{name}{value}".isprintable():
+                raise ConfigError(f"header {name}: has a line break or the like, and must not")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s={self.timeout_s}: must be above 0")
 
@@ -163,3 +167,11 @@ class ServeBench:
         for percentile in self.percentiles:
             if not 0 <= percentile <= 100:
                 raise ConfigError(f"metric_percentiles={percentile:g}: must be 0 to 100")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # The port is none.
+        return False

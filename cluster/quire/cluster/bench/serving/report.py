@@ -1,6 +1,5 @@
 """A load's result: the table in the terminal and the JSON file."""
 
-import json
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
@@ -53,14 +52,13 @@ def table(bench: ServeBench, load: Load, result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(path: Path, result: Mapping[str, Any]) -> None:
+def make_folder(path: Path) -> None:
     """
     Raises:
-        ConfigError: It cannot be written.
+        ConfigError: There can be no such folder.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result) + "\n")
+        path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; give another --result-dir") from None
 
