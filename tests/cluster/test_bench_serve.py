@@ -354,3 +354,10 @@ def test_the_probe_has_the_greatest_token_id_and_no_prompts_beginning() -> None:
     assert isinstance(probe.content, np.ndarray)
     assert set(probe.content.tolist()) == {900}
     assert probe.max_tokens == 1
+
+
+def test_what_a_server_says_does_a_terminal_no_harm() -> None:
+    failure = RequestFailed("error \x1b[2J", "line\r\n" + "x" * 10_000)
+    assert failure.kind == "error  [2J"
+    assert str(failure).isprintable()
+    assert len(str(failure)) == 300

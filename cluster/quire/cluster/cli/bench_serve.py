@@ -88,7 +88,7 @@ def _add_dataset(add: Callable[..., Any]) -> None:
     add(
         "--tokenizer",
         help="folder, file or name on the hub: which token ids there are, and the length of "
-        "texts; without, ids are below 10,000 and a token is four characters",
+        "texts; without, ids are below 4,000 and a token is four characters",
     )
     add("--random-input-len", type=int, default=1024, help="mean tokens of a prompt")
     add("--random-output-len", type=int, default=128, help="mean tokens to ask for")

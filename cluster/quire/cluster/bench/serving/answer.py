@@ -21,6 +21,7 @@ _LONGEST_LINE = 1 << 20
 _MOST_TOKENS = 100_000
 """Tokens of one chunk: a server that tells of more is not believed."""
 _PROBE_TOKENS = 8
+_LONGEST_MESSAGE = 300
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 
 
@@ -32,8 +33,8 @@ class RequestFailed(Exception):
     """A request without an answer, or with half of one. ``kind`` is the same for those alike."""
 
     def __init__(self, kind: str, message: str = "") -> None:
-        super().__init__(message or kind)
-        self.kind = kind
+        super().__init__(_shown(message or kind))
+        self.kind = _shown(kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ class Answer:
             event = json.loads(payload)
             if error := event.get("error"):
                 kind = error.get("type") or error.get("code") if isinstance(error, dict) else None
-                raise RequestFailed(f"error in the stream: {kind or 'unnamed'}", str(error)[:300])
+                raise RequestFailed(f"error in the stream: {kind or 'unnamed'}", str(error))
             self._chunk(event, now_s)
         except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
             shown = payload[:200].decode(errors="replace")
@@ -221,6 +222,11 @@ class Answer:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if cached is not None:
             self.num_cached = int(cached)
+
+
+def _shown(text: str) -> str:
+    """What a server says, as a line that does a terminal no harm."""
+    return "".join(c if c.isprintable() else " " for c in text[:_LONGEST_MESSAGE])
 
 
 def _text(choice: dict[str, Any]) -> str:

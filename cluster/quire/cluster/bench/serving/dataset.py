@@ -72,7 +72,7 @@ class Vocabulary:
     @classmethod
     def guessed(cls) -> "Vocabulary":
         """Ids that most models have as plain tokens; a token is four characters."""
-        return cls(ids=np.arange(300, 10_000), count=lambda text: ceil(len(text) / 4))
+        return cls(ids=np.arange(300, 4_000), count=lambda text: ceil(len(text) / 4))
 
     @classmethod
     def of(cls, tokenizer: str) -> "Vocabulary":

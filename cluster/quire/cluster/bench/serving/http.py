@@ -90,7 +90,7 @@ async def _refused(response: aiohttp.ClientResponse) -> RequestFailed:
     except (ValueError, AttributeError):
         pass
     kind = f"HTTP {response.status}"
-    return RequestFailed(kind, f"{kind}: {message or response.reason}"[:500])
+    return RequestFailed(kind, f"{kind}: {message or response.reason}")
 
 
 def _failed(error: Exception, timeout_s: float) -> RequestFailed:
