@@ -148,6 +148,7 @@ def _add_result(add: Callable[..., Any]) -> None:
     add("--save-detailed", action="store_true", help="with figures and texts of each request")
     add("--result-dir", type=Path, default=Path(), help="its folder")
     add("--result-filename", help="its name; one with rate, model and time if absent")
+    add("--disable-tqdm", action="store_true", help="show no progress in the terminal")
     add("--label", help="a name for the run, in the result")
     add("--metadata", nargs="+", type=_pair, metavar="KEY=VALUE", help="kept in it")
 
@@ -201,6 +202,7 @@ def bench_of(arguments: argparse.Namespace) -> "ServeBench":
         goodput=dict(arguments.goodput or ()),
         label=arguments.label,
         metadata=dict(arguments.metadata or ()),
+        shows_progress=not arguments.disable_tqdm,
         save_result=arguments.save_result or arguments.save_detailed,
         save_detailed=arguments.save_detailed,
         result_dir=arguments.result_dir,

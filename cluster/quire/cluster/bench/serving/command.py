@@ -44,8 +44,7 @@ def bench_serve(bench: ServeBench) -> int:
     model, load = asyncio.run(_measure(bench, prompts))
     now = datetime.now()
     result: dict[str, Any] = {
-        **header(bench, model=model, tokenizer=vocabulary.name, now=now),
-        "num_prompts": len(prompts),
+        **header(bench, model=model, tokenizer=vocabulary.name, num_prompts=len(prompts), now=now),
         **figures(
             load, metrics=bench.metrics, percentiles=bench.percentiles, goodput=bench.goodput
         ),
@@ -62,6 +61,7 @@ def bench_serve(bench: ServeBench) -> int:
 
 async def _measure(bench: ServeBench, prompts: Sequence[Prompt]) -> tuple[str, Load]:
     target, traffic = bench.target, bench.traffic
+    shows = bench.shows_progress and sys.stderr.isatty()
     async with Http(target) as http:
         model = target.model or await http.first_model()
 
@@ -91,9 +91,9 @@ async def _measure(bench: ServeBench, prompts: Sequence[Prompt]) -> tuple[str, L
             max_concurrency=traffic.max_concurrency,
             keeps_text=bench.save_detailed,
             clock=time.perf_counter,
-            on_progress=_shown() if sys.stderr.isatty() else lambda progress: None,
+            on_progress=_shown() if shows else lambda progress: None,
         )
-        if sys.stderr.isatty():
+        if shows:
             sys.stderr.write("\r\x1b[K")
     return model, load
 

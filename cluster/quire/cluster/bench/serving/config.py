@@ -149,6 +149,8 @@ class ServeBench:
     """Objectives in milliseconds; a request that meets all of them is good."""
     label: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
+    shows_progress: bool = True
+    """Only where there is a terminal."""
     save_result: bool = False
     save_detailed: bool = False
     """With figures of each request too."""

@@ -125,6 +125,5 @@ async def ask(
                 answer.feed(data, clock())
         answer.close()
     except RequestFailed as failure:
-        # Without its traceback, which would keep alive all that it has passed.
-        answer.failure = RequestFailed(failure.kind, str(failure)).with_traceback(None)
-        answer.failure.__context__ = None
+        # A copy has no traceback, which would keep alive all that it has passed.
+        answer.failure = RequestFailed(failure.kind, str(failure))

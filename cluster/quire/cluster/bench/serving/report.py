@@ -64,7 +64,7 @@ def make_folder(path: Path) -> None:
 
 
 def header(
-    bench: ServeBench, *, model: str, tokenizer: str | None, now: datetime
+    bench: ServeBench, *, model: str, tokenizer: str | None, num_prompts: int, now: datetime
 ) -> dict[str, Any]:
     """What a result begins with: how it was made."""
     kind = "openai-chat" if bench.target.is_chat else "openai"
@@ -76,7 +76,7 @@ def header(
         "label": bench.label,
         "model_id": model,
         "tokenizer_id": tokenizer,
-        "num_prompts": bench.dataset.num_prompts,
+        "num_prompts": num_prompts,
         **bench.metadata,
         "request_rate": "inf" if rate is None or rate == float("inf") else rate,
         "burstiness": bench.traffic.burstiness,
