@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from itertools import zip_longest
 from typing import Any
 
 from quire.cluster.bench.serving.answer import (
@@ -36,7 +37,8 @@ def bench_serve(bench: ServeBench) -> int:
         QuireError: The server, the dataset or the folder of the result is of no use.
     """
     if bench.save_result:
-        make_folder(bench.result_dir)  # Before the work that would be lost without.
+        # Before the work that would be lost without.
+        make_folder((bench.result_dir / (bench.result_filename or "any")).parent)
     vocabulary = Vocabulary.of(bench.tokenizer) if bench.tokenizer else Vocabulary.guessed()
     prompts = prompts_of(bench.dataset, vocabulary)
     if len(prompts) < bench.dataset.num_prompts:
@@ -107,13 +109,13 @@ async def choose_form(
         QuireError: It takes none, or fails.
     """
     failure = None
-    for number, form in enumerate(candidates):
+    for form, following in zip_longest(candidates, candidates[1:]):
         failure = await _asked(transport, body(form))
         if failure is None or failure.kind == NO_TOKEN:
             return form
         if failure.kind not in _REFUSALS:
             break
-        if form.ids and not candidates[min(number + 1, len(candidates) - 1)].ids:
+        if form.ids and following is not None and not following.ids:
             _say(
                 f"no prompts of token ids ({failure}): words take their place, and the server "
                 "counts their tokens; --tokenizer says which ids the model has"

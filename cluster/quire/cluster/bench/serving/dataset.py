@@ -291,7 +291,7 @@ def arrivals(
         return [prompt.at_s or 0.0 for prompt in prompts]
     if request_rate == float("inf"):
         return [0.0] * len(prompts)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, 1])  # Not the numbers that prompts are made of.
     gaps = rng.gamma(burstiness, 1 / (request_rate * burstiness), size=len(prompts))
     times = np.cumsum(gaps)
     scale = len(prompts) / request_rate / times[-1] if times[-1] > 0 else 0.0

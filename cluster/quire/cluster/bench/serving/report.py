@@ -68,7 +68,6 @@ def header(
 ) -> dict[str, Any]:
     """What a result begins with: how it was made."""
     kind = "openai-chat" if bench.target.is_chat else "openai"
-    rate = bench.traffic.request_rate
     return {
         "date": f"{now:%Y%m%d-%H%M%S}",
         "endpoint_type": kind,
@@ -78,7 +77,7 @@ def header(
         "tokenizer_id": tokenizer,
         "num_prompts": num_prompts,
         **bench.metadata,
-        "request_rate": "inf" if rate is None or rate == float("inf") else rate,
+        "request_rate": _rate(bench),
         "burstiness": bench.traffic.burstiness,
         "max_concurrency": bench.traffic.max_concurrency,
     }
@@ -88,11 +87,19 @@ def file_name(bench: ServeBench, *, model: str, now: datetime) -> str:
     """Of a result that was given none."""
     kind = bench.label or ("openai-chat" if bench.target.is_chat else "openai")
     limit = bench.traffic.max_concurrency
-    return (
-        f"{kind}-{bench.traffic.request_rate or float('inf')}qps"
-        f"{'' if limit is None else f'-concurrency{limit}'}-{model.rsplit('/', 1)[-1]}-"
-        f"{now:%Y%m%d-%H%M%S}.json"
+    name = (
+        f"{kind}-{_rate(bench)}qps{'' if limit is None else f'-concurrency{limit}'}-"
+        f"{model.rsplit('/', 1)[-1]}-{now:%Y%m%d-%H%M%S}.json"
     )
+    return name.replace("/", "-")
+
+
+def _rate(bench: ServeBench) -> float | str:
+    """As JSON can have it."""
+    rate = bench.traffic.request_rate
+    if rate is None:
+        return "trace"
+    return "inf" if rate == float("inf") else rate
 
 
 def _spreads(bench: ServeBench, result: Mapping[str, Any]) -> list[str]:
