@@ -189,6 +189,8 @@ def test_a_chats_role_is_no_token_and_thoughts_and_calls_are() -> None:
         (b'data: {"error": "x"}\n', "error in the stream: unnamed"),
         (b"data: {\n", "no chunk of a completion"),
         (b"data: []\n", "no chunk of a completion"),
+        (b"data: " + b"[" * 100_000 + b"\n", "no chunk of a completion"),
+        (b'data: {"choices": {"a": 1}}\n', "no chunk of a completion"),
         (b'data: {"choices": [3]}\n', "no chunk of a completion"),
         (b'data: {"choices": [], "usage": {"prompt_tokens": "x"}}\n', "no chunk of a completion"),
         (event("a", usage={"completion_tokens": 2**70}), "no chunk of a completion"),
@@ -308,6 +310,8 @@ def test_a_body_says_what_it_is_asked_to() -> None:
     words = json.loads(encode(IDS, Form(False, "none"), is_chat=True, **NO_MODEL))
     assert "stream_options" not in words
     assert len(words["messages"][0]["content"].split()) == 2
+    odd = Prompt(content="a\udcff", max_tokens=1)
+    assert encode(odd, Form(False, "none"), is_chat=False, **NO_MODEL).isascii()
     talk = json.loads(encode(TALK, Form(False, "end"), is_chat=True, **NO_MODEL))
     assert talk["messages"] == TALK.content
 
@@ -347,6 +351,8 @@ def test_a_server_is_asked_in_the_best_way_that_it_takes() -> None:
         chosen([given], is_text)
     with pytest.raises(ConfigError, match=r"token ids: give --endpoint /v1/completions"):
         forms([given], is_chat=True)
+    with pytest.raises(ConfigError, match=r"messages: give --backend openai-chat"):
+        forms([TEXT, TALK], is_chat=False)
 
 
 def test_the_probe_has_the_greatest_token_id_and_no_prompts_beginning() -> None:

@@ -51,8 +51,11 @@ def forms(prompts: Sequence[Prompt], *, is_chat: bool) -> list[Form]:
     """Those to try, the best first.
 
     Raises:
-        ConfigError: There are token ids of a file, which a chat cannot have.
+        ConfigError: There are token ids of a file, which a chat cannot have, or messages, which
+            only a chat can.
     """
+    if not is_chat and any(isinstance(prompt.content, list) for prompt in prompts):
+        raise ConfigError("the dataset has messages: give --backend openai-chat")
     of_ids = [prompt for prompt in prompts if isinstance(prompt.content, np.ndarray)]
     must_be_ids = any(not prompt.is_made_up for prompt in of_ids)
     if must_be_ids and is_chat:
@@ -93,7 +96,7 @@ def encode(
         body["stream_options"] = {"include_usage": True}
         if form.usage == "continuous":
             body["stream_options"]["continuous_usage_stats"] = True
-    return json.dumps(body | dict(more), ensure_ascii=False).encode()
+    return json.dumps(body | dict(more)).encode()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -190,7 +193,7 @@ class Answer:
                 kind = error.get("type") or error.get("code") if isinstance(error, dict) else None
                 raise RequestFailed(f"error in the stream: {kind or 'unnamed'}", str(error))
             self._chunk(event, now_s)
-        except (ValueError, TypeError, AttributeError, KeyError, OverflowError):
+        except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
             shown = payload[:200].decode(errors="replace")
             raise RequestFailed("no chunk of a completion", shown) from None
 

@@ -61,7 +61,7 @@ class Http:
             reason = str(error)
         except (aiohttp.ClientError, TimeoutError) as error:
             reason = str(_failed(error, self._target.timeout_s))
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, RecursionError):
             reason = "it lists no model"
         raise QuireError(f"{url}: {reason}; is a server there? --model names one without asking")
 
@@ -87,7 +87,7 @@ async def _refused(response: aiohttp.ClientResponse) -> RequestFailed:
         message = told.get("error", told)
         if isinstance(message, dict):
             message = message.get("message", text)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         pass
     kind = f"HTTP {response.status}"
     return RequestFailed(kind, f"{kind}: {message or response.reason}")
