@@ -67,7 +67,7 @@ def _add_target(add: Callable[..., Any]) -> None:
     add("--header", nargs="+", type=_pair, metavar="NAME=VALUE", help="more headers")
     add("--insecure", action="store_true", help="take any TLS certificate")
     add("--timeout-s", type=finite, default=3600.0, help="of one request")
-    add("--ignore-eos", action="store_true", help="ask for as many tokens, whatever the model ends")
+    add("--ignore-eos", action="store_true", help="have answers go on past the end token")
     add("--temperature", type=finite, default=0.0, help="0 takes the likeliest token")
     add("--extra-body", type=_object, metavar="JSON", help="more fields of requests")
 
