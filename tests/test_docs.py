@@ -80,7 +80,8 @@ def test_the_map_of_the_cluster_names_every_module() -> None:
     page = (ROOT / "docs/design.md").read_text()
     page = page.partition("### Where the code is")[2].partition("\n## ")[0]
     named = set()
-    for package, modules in re.findall(r"^\| [^|]+ \| (`\w+`|\(itself\)) \| (.+) \|$", page, re.M):
+    row = re.compile(r"^\| [^|]+ \| (`[\w/]+`|\(itself\)) \| (.+) \|$", re.M)
+    for package, modules in row.findall(page):
         folder = MODULES if package == "(itself)" else MODULES / package.strip("`")
         for module in re.findall(r"`(\w+)`", modules):
             assert (folder / f"{module}.py").exists(), f"{package} {module}"

@@ -18,6 +18,7 @@ KNOWN_WIDELY = {
     **dict.fromkeys(["n", "stop"], "a word of its own"),
     "max_tokens": "admission, routing and the endpoints count by it",
     **dict.fromkeys(["logprobs", "prompt_logprobs"], "a result too"),
+    "ignore_eos": "the load of `quire bench serve` asks other servers for it too",
     "structured_outputs": "messages of the grammar's compiler begin with it",
     "skip_special_tokens": "an argument of all that decodes",
     "truncate_prompt_tokens": "an argument of all that embeds",

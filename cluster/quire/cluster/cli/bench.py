@@ -1,4 +1,5 @@
-"""The flags of ``quire bench``, which measures an engine in this process, without Ray."""
+"""The flags of ``quire bench``, which measures an engine in this process, without Ray; those of
+``serve``, which measures a server, are in `bench_serve`."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quire.cluster.cli.bench_serve import add_bench_serve_parser
 from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
 from quire.cluster.cli.help import DefaultsFormatter, Parser
 from quire.worker.api.config import BLOCK_SIZES, EngineConfig
@@ -24,10 +26,12 @@ def add_bench_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds ``bench`` and what it measures to the command line."""
     bench = commands.add_parser(
         "bench",
-        help="measure prefix caching, block sizes, or where prefixes are kept",
-        description="Measures one engine in this process; docs/benchmarks.md explains the numbers.",
+        help="measure any server, or prefix caching, block sizes, where prefixes are kept",
+        description="Measures a server, or one engine in this process; docs/benchmarks.md explains "
+        "the numbers.",
     )
     kinds = bench.add_subparsers(required=True, metavar="BENCHMARK")
+    add_bench_serve_parser(kinds)
 
     prefix = _add_kind(
         kinds,
