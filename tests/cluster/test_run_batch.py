@@ -150,12 +150,13 @@ async def test_a_connection_that_is_lost_is_an_error_of_its_request_alone(
 async def test_any_text_can_be_written_and_found_again_where_a_run_was_broken_off(
     tmp_path: Path,
 ) -> None:
+    num_asked = 0
+
     async def echo(asked: web.Request) -> web.Response:
         nonlocal num_asked
         num_asked += 1
         return web.json_response({"text": (await asked.json())["prompt"]})
 
-    num_asked = 0
     half = "\ud800 é"  # Which UTF-8 cannot say.
     source = written(
         tmp_path / "in.jsonl",
