@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,9 @@ import pytest
 from aiohttp import web
 from openai.types.chat import ChatCompletion
 
-from quire.cluster.batch import check_file, run_file
+from quire.cluster.batch import Ended, check_file, run_file
 from quire.cluster.cli.main import main
-from quire.worker.api.errors import ConfigError
+from quire.worker.api.errors import ConfigError, QuireError
 
 pytestmark = pytest.mark.anyio
 
@@ -35,6 +37,10 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     return {each["custom_id"]: each for each in answers}
 
 
+async def run(source: Path, target: Path, **options: Any) -> Ended:
+    return await run_file(source, target, asked=check_file(source), **options)
+
+
 async def test_each_request_has_its_answer(start_cluster: Any, tmp_path: Path) -> None:
     source = written(
         tmp_path / "in.jsonl",
@@ -42,10 +48,10 @@ async def test_each_request_has_its_answer(start_cluster: Any, tmp_path: Path) -
         request("text", "/v1/completions", prompt="the cat", max_tokens=3, seed=5),
         request("bad", "/v1/completions", prompt="the cat", max_tokens=-1),
     )
-    assert check_file(source) == 22
+    assert len(check_file(source)) == 22
     target = tmp_path / "out.jsonl"
     async with start_cluster(num_groups=2) as cluster:
-        ended = await run_file(source, target, server=cluster.http_url, max_concurrency=4)
+        ended = await run(source, target, server=cluster.http_url, max_concurrency=4)
         alone = await cluster.openai.completions.create(
             model="hash", prompt="the cat", max_tokens=3, seed=5
         )
@@ -72,7 +78,7 @@ async def test_a_resumed_run_asks_what_has_no_good_answer(
     part = written(tmp_path / "out.jsonl.part", good, bad)
     part.write_text(part.read_text() + '{"id": "y", "custom_id": "4", "respon')
     async with start_cluster(num_groups=1) as cluster:
-        ended = await run_file(source, target, server=cluster.http_url, resumes=True)
+        ended = await run(source, target, server=cluster.http_url, resumes=True)
     assert ended == (6, 0, 1)
     answers = read(target)
     assert answers.keys() == {f"{number}" for number in range(6)}
@@ -90,31 +96,112 @@ async def test_a_server_that_has_no_room_is_asked_again(tmp_path: Path) -> None:
             return web.json_response({}, status=429, headers={"Retry-After": "0"})
         return web.json_response({"ok": True})
 
-    app = web.Application()
-    app.router.add_post("/v1/completions", busy)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    (address,) = runner.addresses
     source = written(tmp_path / "in.jsonl", request("a", "/v1/completions", prompt="x"))
-    try:
-        url = f"http://127.0.0.1:{address[1]}"
-        ended = await run_file(source, tmp_path / "out.jsonl", server=url)
-    finally:
-        await runner.cleanup()
+    async with serving(busy) as url:
+        ended = await run(source, tmp_path / "out.jsonl", server=url)
     assert (num_asked, ended.num_failed) == (3, 0)
 
 
-async def test_a_server_that_is_not_there_is_an_error_of_each_request(
+@asynccontextmanager
+async def serving(handler: Callable[[web.Request], Awaitable[web.Response]]) -> AsyncIterator[str]:
+    """The address of a server that answers completions with ``handler``."""
+    app = web.Application()
+    app.router.add_post("/v1/completions", handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    (address,) = runner.addresses
+    try:
+        yield f"http://127.0.0.1:{address[1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_server_that_is_not_there_ends_the_run_at_once(tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", request("a"), request("b"))
+    with pytest.raises(QuireError, match=r"server=http://127.0.0.1:1: cannot be reached"):
+        await run(source, tmp_path / "out.jsonl", server="http://127.0.0.1:1")
+
+
+async def test_a_connection_that_is_lost_is_an_error_of_its_request_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.cluster.batch._ATTEMPTS", 1)
-    source = written(tmp_path / "in.jsonl", request("a"), request("b"))
-    target = tmp_path / "out.jsonl"
-    ended = await run_file(source, target, server="http://127.0.0.1:1")
-    assert ended.num_failed == 2
-    assert all(each["response"] is None and each["error"] for each in read(target).values())
+
+    async def drops(asked: web.Request) -> web.Response:
+        if (await asked.json())["prompt"] == "drop":
+            assert asked.transport is not None
+            asked.transport.abort()
+        return web.json_response({"ok": True})
+
+    source = written(
+        tmp_path / "in.jsonl",
+        *(request(each, "/v1/completions", prompt=each) for each in ("drop", "keep")),
+    )
+    async with serving(drops) as url:
+        ended = await run(source, tmp_path / "out.jsonl", server=url)
+    answers = read(tmp_path / "out.jsonl")
+    assert ended.num_failed == 1
+    assert answers["drop"]["response"] is None
+    assert answers["drop"]["error"]["message"]
+    assert answers["keep"]["response"]["body"] == {"ok": True}
+
+
+async def test_any_text_can_be_written_and_found_again_where_a_run_was_broken_off(
+    tmp_path: Path,
+) -> None:
+    num_asked = 0
+
+    async def echo(asked: web.Request) -> web.Response:
+        nonlocal num_asked
+        num_asked += 1
+        return web.json_response({"text": (await asked.json())["prompt"]})
+
+    half = "\ud800 é"  # Which UTF-8 cannot say.
+    source = written(
+        tmp_path / "in.jsonl",
+        *(request(each, "/v1/completions", prompt=each) for each in (half, "b")),
+    )
+    target, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
+    async with serving(echo) as url:
+        await run(source, target, server=url)
+        kept = target.read_bytes().splitlines(keepends=True)
+        foreign = json.dumps({"custom_id": "z", "response": {"status_code": 200}}).encode()
+        target.unlink()
+        cut = '{"custom_id": "é'.encode()[:-1]  # Within a character.
+        part.write_bytes(kept[0] + foreign + b"\n" + b"[" * 100_000 + b"\n" + cut)
+        ended = await run(source, target, server=url, resumes=True)
+    assert (num_asked, ended) == (3, (2, 0, 1))
+    answers = read(target)
+    assert answers.keys() == {half, "b"}
+    assert answers[half]["response"]["body"] == {"text": half}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-o", "in.jsonl"], "output_file=in.jsonl: is the input too"),
+        (["-o", "none/out"], "output_file=none/out: must be a file in a folder that is there"),
+        (["-o", "left"], "output_file=left: an earlier run left left.part: --resume goes on"),
+        (["-o", "out", "some-model"], "model=some-model: the server has its own"),
+        (["-o", "out", "--server", "ftp://x"], "server=ftp://x: must be such as http://"),
+        (["-o", "out", "--server", "http://x/y"], "server=http://x/y: must be such as http://"),
+        (["-o", "out", "--server", "127.0.0.1:1/v1/"], "server=http://127.0.0.1:1: cannot be re"),
+    ],
+)
+def test_the_command_says_what_cannot_work_before_it_asks(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "in.jsonl", request("a"))
+    (tmp_path / "left.part").touch()
+    server = ["--server", "http://127.0.0.1:1"]
+    assert main(["run-batch", "-i", "in.jsonl", *server, *arguments]) in (1, 2)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

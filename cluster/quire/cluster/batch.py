@@ -14,14 +14,14 @@ import json
 import os
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.api.errors import ConfigError, QuireError
 
 URLS = (
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
@@ -55,8 +55,8 @@ class Ended(NamedTuple):
     """Those that were answered before."""
 
 
-def check_file(path: Path) -> int:
-    """Reads all of ``path``; returns how many requests it has.
+def check_file(path: Path) -> set[bytes]:
+    """Reads all of ``path``; returns a digest of the custom_id of each request.
 
     Raises:
         ConfigError: It cannot be read, or lines are no requests: the first ones are named.
@@ -79,7 +79,7 @@ def check_file(path: Path) -> int:
         raise ConfigError(f"{path} has lines that are no requests:\n  " + "\n  ".join(wrong) + more)
     if not known:
         raise ConfigError(f"{path} has no requests: write one a line")
-    return len(known)
+    return set(known)
 
 
 async def run_file(
@@ -88,17 +88,23 @@ async def run_file(
     *,
     server: str,
     api_key: str | None = None,
+    asked: Set[bytes],
     max_concurrency: int = 256,
     resumes: bool = False,
     done: Callable[[int], object] = lambda num: None,
 ) -> Ended:
-    """Asks ``server``, the beginning of its URLs, all that `check_file` has checked in ``source``.
+    """Asks ``server``, the beginning of its URLs, all requests of ``source``, whose digests
+    `check_file` gave as ``asked``.
 
     ``resumes``: keeps what an earlier run has answered with status 200, whether it came to its end
     or not. ``done`` hears of how many have been answered.
+
+    Raises:
+        QuireError: The server cannot be reached, from the start or any more. The answers so far are
+            kept for a run that resumes.
     """
-    part = target.with_name(f"{target.name}.part")
-    kept = _keep_answered(target, part) if resumes else set[bytes]()
+    part = part_of(target)
+    kept = _keep_answered(target, part, asked=asked) if resumes else set[bytes]()
     counts = Counter[bool]()
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
@@ -107,40 +113,67 @@ async def run_file(
         async with aiohttp.ClientSession(
             server, headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
         ) as session:
+            await _check_server(session, server)
 
             async def work() -> None:
                 while (item := await queue.get()) is not None:
                     answer = await _ask(session, item)
+                    if answer["error"]:
+                        await _check_server(session, server)  # Else all that follow fail so too.
                     # One call, so that lines never mix; it is whole or, after a crash, left out.
-                    out.write(f"{json.dumps(answer, ensure_ascii=False)}\n")
+                    # In ASCII, as texts may hold halves of surrogate pairs.
+                    out.write(f"{json.dumps(answer)}\n")
+                    out.flush()
                     counts[_is_good(answer)] += 1
                     done(counts.total())
 
-            async with asyncio.TaskGroup() as tasks:
-                for _ in range(max_concurrency):
-                    tasks.create_task(work())
+            async def feed() -> None:
                 for _, line in _lines(source):
                     read = json.loads(line)
                     if _digest(read["custom_id"]) not in kept:
                         await queue.put(Item(read["custom_id"], read["url"], read["body"]))
                 for _ in range(max_concurrency):
                     await queue.put(None)
+
+            tasks = [asyncio.create_task(each()) for each in (feed, *[work] * max_concurrency)]
+            try:
+                await asyncio.gather(*tasks)  # Raises the first error itself, not in a group.
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
     part.rename(target)
     return Ended(counts.total() + len(kept), counts[False], len(kept))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Those that are not blank, with their numbers. Raises ConfigError."""
+def part_of(target: Path) -> Path:
+    """Where answers are until all are there."""
+    return target.with_name(f"{target.name}.part")
+
+
+async def _check_server(session: aiohttp.ClientSession, server: str) -> None:
+    """Raises QuireError: it cannot be reached. What it answers does not matter."""
     try:
-        with path.open(encoding="utf-8") as file:
+        async with session.get("/v1/models"):
+            pass
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        reason = str(error) or type(error).__name__
+        raise QuireError(f"server={server}: cannot be reached: {reason}") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Those that are not blank, with their numbers. They are bytes, as the last one of a run that
+    was broken off may end within a character. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     yield number, line
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-def _trouble(line: str) -> str:
+def _trouble(line: bytes) -> str:
     """Why it is no request; empty where it is one."""
     try:
         read = json.loads(line)
@@ -172,21 +205,23 @@ def _is_good(answer: Json) -> bool:
     return isinstance(response, dict) and response.get("status_code") == 200
 
 
-def _keep_answered(target: Path, part: Path) -> set[bytes]:
-    """Writes to ``part`` what it or ``target`` has of good answers; returns which these are."""
+def _keep_answered(target: Path, part: Path, *, asked: Set[bytes]) -> set[bytes]:
+    """Writes to ``part`` what it or ``target`` has of good answers to what is ``asked``; returns
+    which these are."""
     kept: set[bytes] = set()
     fresh = part.with_name(f"{part.name}.{os.getpid()}")
-    with fresh.open("w", encoding="utf-8") as out:
+    with fresh.open("wb") as out:
         for path in (part, target):
             if not path.exists():
                 continue
             for _, line in _lines(path):
-                with suppress(ValueError, KeyError, TypeError, AttributeError):  # Cut off, say.
+                # What is cut off, say, is left out.
+                with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
                     answer = json.loads(line)
                     digest = _digest(answer["custom_id"])
-                    if _is_good(answer) and digest not in kept:
+                    if _is_good(answer) and digest in asked and digest not in kept:
                         kept.add(digest)
-                        out.write(f"{line.rstrip()}\n")
+                        out.write(line.rstrip() + b"\n")
     fresh.rename(part)
     return kept
 
@@ -199,7 +234,7 @@ async def _ask(session: aiohttp.ClientSession, item: Item) -> Json:
                 if response.status in _AGAIN and wait_s is not None:
                     await asyncio.sleep(_retry_after_s(response, wait_s))
                     continue
-                told = await response.text()
+                told = (await response.read()).decode(errors="replace")
                 return answer | {
                     "response": {
                         "status_code": response.status,

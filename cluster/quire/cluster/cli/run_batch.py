@@ -5,11 +5,14 @@ import asyncio
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
 from quire.cluster.cli.help import DefaultsFormatter, Parser
 from quire.cluster.cli.vllm_flags import translated
+from quire.worker.api.errors import ConfigError
 
 _TELL_EVERY_S = 1.0
 
@@ -44,13 +47,23 @@ def add_run_batch_parser(commands: "argparse._SubParsersAction[Parser]") -> None
 def _run(arguments: argparse.Namespace) -> int:
     from quire.cluster.batch import check_file
 
-    num = check_file(arguments.input_file)
-    if arguments.server is not None:
-        return _answer(arguments, arguments.server, num)
+    server = None if arguments.server is None else _address(arguments)
+    _check_output(arguments)
+    asked = check_file(arguments.input_file)
+    if server is not None:
+        return _answer(arguments, server, asked, api_key=os.environ.get("QUIRE_API_KEY"))
     from quire.cluster.deploy.progress import on_stdout
     from quire.cluster.deploy.signals import ended_by_signal
 
-    config = cluster_config(arguments)
+    # For this file alone: on this machine, with neither keys nor certificates.
+    config = replace(
+        cluster_config(arguments),
+        host="127.0.0.1",
+        tls_certificate=None,
+        tls_key=None,
+        api_keys_file=None,
+        open_metrics=False,
+    )
     with ended_by_signal(), on_stdout() as progress:
         with progress.step("imports"):
             from quire.cluster.deploy.app import running_cluster
@@ -58,11 +71,43 @@ def _run(arguments: argparse.Namespace) -> int:
             config, name=arguments.name, ray_address=arguments.ray_address, progress=progress
         )
         with cluster as endpoints:
-            scheme = "https" if config.tls_certificate else "http"
-            return _answer(arguments, f"{scheme}://{endpoints.http}", num)
+            return _answer(arguments, f"http://{endpoints.http}", asked, api_key=None)
 
 
-def _answer(arguments: argparse.Namespace, server: str, num: int) -> int:
+def _address(arguments: argparse.Namespace) -> str:
+    """The beginning of the server's URLs, as clients of OpenAI's may also write it."""
+    if arguments.model:
+        raise ConfigError(
+            f"model={arguments.model[0]}: the server has its own: leave out MODEL, or --server"
+        )
+    given: str = arguments.server
+    url = given if "://" in given else f"http://{given}"
+    url = url.rstrip("/").removesuffix("/v1")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.path or parts.query:
+        raise ConfigError(f"server={given}: must be such as http://127.0.0.1:8000")
+    return url
+
+
+def _check_output(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError: answers could not be written, or would take the place of others."""
+    from quire.cluster.batch import part_of
+
+    target: Path = arguments.output_file
+    if target.resolve() == arguments.input_file.resolve():
+        raise ConfigError(f"output_file={target}: is the input too: name another")
+    if target.is_dir() or not target.parent.is_dir():
+        raise ConfigError(f"output_file={target}: must be a file in a folder that is there")
+    if part_of(target).exists() and not arguments.resume:
+        raise ConfigError(
+            f"output_file={target}: an earlier run left {part_of(target)}: --resume goes on with "
+            "it, or delete it"
+        )
+
+
+def _answer(
+    arguments: argparse.Namespace, server: str, asked: set[bytes], *, api_key: str | None
+) -> int:
     from quire.cluster.batch import run_file
 
     begin_s = told_s = time.monotonic()
@@ -71,14 +116,20 @@ def _answer(arguments: argparse.Namespace, server: str, num: int) -> int:
         nonlocal told_s
         if sys.stderr.isatty() and time.monotonic() - told_s >= _TELL_EVERY_S:
             told_s = time.monotonic()
-            print(f"\r\x1b[K{num_done:,} of {num:,} answered", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r\x1b[K{num_done:,} of {len(asked):,} answered",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
 
     ended = asyncio.run(
         run_file(
             arguments.input_file,
             arguments.output_file,
             server=server,
-            api_key=os.environ.get("QUIRE_API_KEY"),
+            api_key=api_key,
+            asked=asked,
             max_concurrency=arguments.max_concurrency,
             resumes=arguments.resume,
             done=done,
