@@ -73,6 +73,9 @@ def ray_session(
     from ray import serve
 
     ray_private.check_ray()
+    # Serve's threads go on asking Ray after the end, where they know of something that is scaled:
+    # each question would connect again, or start another cluster.
+    ray_private.CONNECTS_BY_ITSELF.put(False)
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger(serve.__name__).setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
@@ -134,6 +137,8 @@ def _shut_down() -> None:
     forget_client = ray_private.FORGET_CLIENT.get()
     if forget_client is not None:
         forget_client(None)
+    # Of what these threads miss then, there is nothing to say.
+    logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     end_s = time.monotonic() + _SHUTDOWN_S
     if not finished(ray.shutdown, unless=lambda: time.monotonic() > end_s):
         atexit.unregister(ray.shutdown)  # Which would hang as well.

@@ -62,6 +62,12 @@ class Part:
         _warn(self)
         return None
 
+    def put(self, value: Any) -> None:
+        """Has ``value`` instead from now on. No effect where `get` is None."""
+        self.get()
+        if (owner := self.owner()) is not None:
+            setattr(owner, self.name, value)
+
     @contextlib.contextmanager
     def replaced(self, value: Any) -> Iterator[None]:
         """Has ``value`` instead, for the length of the block. No effect where `get` is None."""
@@ -106,6 +112,12 @@ USE_TOKEN = Part(
     "maybe_enable_token_auth_if_token_available",
     "a cluster that wants a token needs RAY_AUTH_MODE=token in the environment",
 )
+CONNECTS_BY_ITSELF = Part(
+    "ray._private.auto_init_hook",
+    "enable_auto_connect",
+    "a thread of Serve's may start another Ray cluster after the end, where gateways are scaled",
+)
+"""Whether a call to Ray without a connection makes one."""
 FORGET_CLIENT = Part(
     "ray.serve.context", "_set_global_client", "a process can start one cluster only"
 )
@@ -125,7 +137,8 @@ ADD_PORT = Part(
 ALL = (
     *(HAS_CLUSTERS, GLOBAL_NODE, SET_SIGTERM_HANDLER),
     *(NODE, *_OF_NODES),
-    *(CONNECT, BINDS_LIVES, POPEN, USE_TOKEN, FORGET_CLIENT, GET_CLIENT, ADD_PORT),
+    *(CONNECT, BINDS_LIVES, POPEN, USE_TOKEN, CONNECTS_BY_ITSELF, FORGET_CLIENT, GET_CLIENT),
+    ADD_PORT,
 )
 
 
