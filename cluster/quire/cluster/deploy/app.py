@@ -32,7 +32,7 @@ from quire.cluster.deploy.progress import Progress
 from quire.cluster.deploy.session import UNKNOWN, RaySession
 from quire.cluster.deploy.start import Started, check_nodes, check_room, start_apps, start_serve
 from quire.cluster.deploy.status_line import StatusLine, look_at
-from quire.cluster.deploy.stop import stop_app
+from quire.cluster.deploy.stop import let_go, stop_app
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.errors import ClusterLost
 from quire.cluster.group.native_code import compile_native_code
@@ -144,15 +144,18 @@ def running_app(
         check_ports(config)
     with progress.step("Ray Serve"):
         start_serve()
+    at_end = contextlib.ExitStack()
     try:
         started = _start(
             config, {}, failed or {}, name=name, gateway=gateway, group=group, progress=progress
         )
         handle = started.gateways
+        at_end.callback(let_go, handle)
         nodes = tuple(sorted(set(handle.broadcast("node").results())))
         grpc, http = handle.addresses.remote().result()
         yield Endpoints(name, grpc=grpc, http=http, nodes=nodes)
     finally:
+        at_end.close()
         stop_app(name, session, drain_timeout_s=config.drain_timeout_s)
 
 
@@ -281,7 +284,6 @@ def _announce(config: ClusterConfig, endpoints: Endpoints, *, start_s: float) ->
     print(f"  gRPC  {endpoints.grpc}    quire.v1.Inference, health, reflection")
     scheme = "https" if config.tls_certificate else "http"
     print(f"  HTTP  {scheme}://{endpoints.http}/v1    OpenAI API; /docs, /health, /metrics")
-    print(f"  page  {scheme}://{endpoints.http}/ui    what it does, live")
     session = endpoints.session
     print(f"  Ray   {_ray_address()}    for quire upgrade --ray-address")
     if session.kept_logs is not None:
@@ -289,6 +291,7 @@ def _announce(config: ClusterConfig, endpoints: Endpoints, *, start_s: float) ->
     elif session.logs is not None:
         print(f"  logs  {session.logs}    on each node")
         print(f"  gateways on {', '.join(endpoints.nodes)}: each answers at these ports")
+    print(f"  page  {scheme}://{endpoints.http}/ui    what it does, live")
     sys.stdout.flush()
 
 

@@ -3,18 +3,24 @@
 Serve's own calls wait without end for a controller that is gone.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from quire.cluster.deploy.names import application_of, parts_among
 from quire.cluster.deploy.processes import finished
 from quire.cluster.deploy.session import RaySession
 from quire.cluster.errors import ClusterLost
 
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
 STOP_MARGIN_S = 10.0
 """Serve kills a replica that is not gone so long after its drain should have ended."""
 _SERVE_MARGIN_S = 15.0  # For what is not the drain: Serve's controller, processes that end.
 _LOOK_EVERY_S = 0.2
+_LET_GO_S = 2.0
 
 
 def stop_app(name: str, session: RaySession, *, drain_timeout_s: float) -> None:
@@ -46,6 +52,14 @@ def stop_app(name: str, session: RaySession, *, drain_timeout_s: float) -> None:
         raise ClusterLost(f"{what}; {late}" if what else late)
     if what:
         raise ClusterLost(f"{what}; Ray Serve has stopped {name!r}")
+
+
+def let_go(handle: "DeploymentHandle[Any]") -> None:
+    """Ends what a handle does by itself: where its deployment is scaled, a thread of this process
+    tells Serve's controller of calls, also of a later Ray."""
+    end_s = time.monotonic() + _LET_GO_S
+    with contextlib.suppress(Exception):  # Of many kinds, where Ray has died.
+        finished(handle.shutdown, unless=lambda: time.monotonic() > end_s)
 
 
 def stop_parts(name: str, parts: Iterable[str], *, drain_timeout_s: float) -> None:
