@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.scaling.gateways import INFLIGHT, GatewayAutoscaling, GatewayPolicy, decide
+from quire.cluster.config import ClusterConfig
+from quire.cluster.scaling.gateways import INFLIGHT, GatewayPolicy, decide
+from quire.cluster.scaling.serve import ServePolicy
+from quire.cluster.scaling.settings import GatewayAutoscaling
 from quire.cluster.settings import config_from
 from quire.worker.api.errors import ConfigError
 
@@ -77,3 +80,14 @@ def test_what_cannot_work_is_named(given: dict[str, Any], message: str) -> None:
 def test_a_file_says_it() -> None:
     config = config_from({"gateway_autoscaling": {"max_gateways": 3, "target_inflight": 7}})
     assert config.gateway_autoscaling == GatewayAutoscaling(max_gateways=3, target_inflight=7)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("policy", [ServePolicy, GatewayPolicy])
+def test_settings_are_read_as_before_where_serve_read_its_copy_of_a_policy(policy: type) -> None:
+    from pydantic import TypeAdapter
+    from ray.serve.config import AutoscalingPolicy
+
+    path = f"{policy.__module__}:{policy.__name__}"
+    AutoscalingPolicy(policy_function=path).get_policy()
+    TypeAdapter(ClusterConfig)

@@ -16,8 +16,7 @@ from tools.reference.markdown import code, table
 
 from quire.cluster.cli.main import _parser
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
-from quire.cluster.scaling.gateways import GatewayAutoscaling
-from quire.cluster.scaling.settings import AutoscalingSettings
+from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscaling
 from quire.router.config import RoutingConfig
 from quire.worker.api.config import EngineConfig
 

@@ -9,8 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig, ModelConfig
-from quire.cluster.scaling.gateways import GatewayAutoscaling
-from quire.cluster.scaling.settings import AutoscalingSettings
+from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscaling
 from quire.router.config import RoutingConfig
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError

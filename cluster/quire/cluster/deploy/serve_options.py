@@ -17,12 +17,13 @@ import quire.kernels
 import quire.router
 import quire.worker
 from quire.cluster.config import ClusterConfig, ModelConfig
-from quire.cluster.scaling.gateways import GatewayAutoscaling, GatewayPolicy
+from quire.cluster.scaling.gateways import GatewayPolicy
 from quire.cluster.scaling.serve import ServePolicy
 from quire.cluster.scaling.settings import (
     LOOK_BACK_S,
     METRICS_INTERVAL_S,
     AutoscalingSettings,
+    GatewayAutoscaling,
 )
 from quire.worker.model.hub import is_hub_name
 

@@ -1,6 +1,7 @@
 """Settings of autoscaling, and how often groups report to Ray Serve."""
 
 from dataclasses import dataclass
+from math import inf
 
 from quire.worker.api.errors import ConfigError
 
@@ -67,4 +68,37 @@ class AutoscalingSettings:
             raise ConfigError(
                 f"idle_delay_s={self.idle_delay_s!r}: must be "
                 f"{LOOK_BACK_S + 2 * METRICS_INTERVAL_S:g} or more"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatewayAutoscaling:
+    """When gateways are started and stopped.
+
+    Raises:
+        ConfigError: A value cannot work; the message names it and what would be right.
+    """
+
+    min_gateways: int = 1
+    """The fewest gateways, with which it starts."""
+    max_gateways: int
+    """The most gateways that may run at a time."""
+    target_inflight: int = 512
+    """Completions that each gateway should have under way at most."""
+    down_delay_s: float = 300.0
+    """For how long fewer gateways must have been enough before one goes."""
+
+    def __post_init__(self) -> None:
+        if self.min_gateways < 1:
+            raise ConfigError(f"min_gateways={self.min_gateways!r}: must be 1 or more")
+        if self.max_gateways < self.min_gateways:
+            raise ConfigError(
+                f"max_gateways={self.max_gateways!r}: must not be below "
+                f"min_gateways={self.min_gateways!r}"
+            )
+        if self.target_inflight < 1:
+            raise ConfigError(f"target_inflight={self.target_inflight!r}: must be 1 or more")
+        if not 0 <= self.down_delay_s < inf:
+            raise ConfigError(
+                f"down_delay_s={self.down_delay_s!r}: must be 0 or more seconds, and finite"
             )
