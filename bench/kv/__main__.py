@@ -13,9 +13,13 @@ from bench.kv.disturb import disturb
 from bench.kv.drain import drain
 from bench.kv.equal import DTYPES, equal
 from bench.kv.faults import faults
-from bench.peers.checkpoints import SHAPES
+from bench.peers.checkpoints import SHAPES, make_checkpoint
 from bench.provenance import commit, cpu
 from bench.report import command
+
+from quire import demo_model
+
+CACHE = Path.home() / ".cache/quire/bench"
 
 
 def main() -> int:
@@ -26,6 +30,8 @@ def main() -> int:
     add("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     add = commands.add_parser("faults").add_argument
     add("--requests", type=int, default=1000)
+    add("--shape", choices=SHAPES, help="of random weights; the demo model unless told")
+    add("--cache", type=Path, default=CACHE, help="for checkpoints")
     add = commands.add_parser("drain").add_argument
     add("--streams", type=int, default=50)
     add("--tokens", type=int, default=2048, help="of each prompt")
@@ -35,14 +41,17 @@ def main() -> int:
     add("--streams", type=int, default=8)
     add("--rounds", type=int, default=12)
     add("--window-s", type=float, default=2.0)
-    add("--cache", type=Path, default=Path.home() / ".cache/quire/bench", help="for checkpoints")
+    add("--cache", type=Path, default=CACHE, help="for checkpoints")
     arguments = parser.parse_args()
     print(f"{cpu()}, commit {commit()}, load {os.getloadavg()[0]:.1f}\n", flush=True)
     match arguments.command:
         case "equal":
             return equal(num_requests=arguments.requests, dtypes=arguments.dtype)
         case "faults":
-            return faults(num_requests=arguments.requests)
+            model = demo_model.PATH
+            if arguments.shape is not None:
+                model = make_checkpoint(SHAPES[arguments.shape], arguments.cache)
+            return faults(num_requests=arguments.requests, model=model)
         case "disturb":
             return disturb(
                 shape=arguments.shape,

@@ -47,6 +47,7 @@ from bench.kv.lenders import Lenders, stop
 from bench.kv.wire_faults import EDITS, behave, flip_kept, wire_faults
 from tests.flaky_proxy import Fault
 
+from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.group.server import GroupServer
 from quire.worker.api.hashing import BlockHashes, TokenIds
@@ -57,6 +58,7 @@ from quire.worker.schedule import arriving
 _CACHE_BLOCKS, _HOST_BLOCKS, _DISK_BLOCKS = 80, 64, 800
 _LENDER_BLOCKS, _LENDER_HOST_BLOCKS = 100, 800
 _LENGTHS = (100, 300)
+_MAX_LEN = 512
 _BATCH = 24
 """Prompts that a lender computes at once, before they are asked for."""
 _NUM_KNOWN = 60
@@ -97,21 +99,29 @@ _OWN = {
 _KINDS = {**_LENT, **_OWN}
 
 
-def faults(*, num_requests: int, seed: int = 0) -> int:
+def faults(*, num_requests: int, model: Path = demo_model.PATH, seed: int = 0) -> int:
     """Prints what became of each kind of fault; returns 1 where a token was wrong, or a fault that
-    could be noticed was not named."""
+    could be noticed was not named. ``model`` is a folder with a checkpoint."""
     report = Report()
     logging.getLogger("quire").addHandler(logging.NullHandler())
     # What there is after Ctrl-C is reported all the same.
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_run(num_requests, np.random.default_rng(seed), report))
+        asyncio.run(_run(num_requests, model, np.random.default_rng(seed), report))
     print("\n".join(report.lines()))
     return int(report.has_failed)
 
 
-async def _run(num_requests: int, rng: np.random.Generator, report: Report) -> None:
-    plain = config_of(dtype="bfloat16", enable_prefix_caching=False, num_blocks=100)
+async def _run(num_requests: int, model: Path, rng: np.random.Generator, report: Report) -> None:
+    plain = config_of(
+        model=model,
+        max_model_len=_MAX_LEN,
+        dtype="bfloat16",
+        enable_prefix_caching=False,
+        num_blocks=_CACHE_BLOCKS,
+    )
     lent = config_of(
+        model=model,
+        max_model_len=_MAX_LEN,
         dtype="bfloat16",
         kv_transfer=True,
         num_blocks=_LENDER_BLOCKS,
@@ -119,7 +129,7 @@ async def _run(num_requests: int, rng: np.random.Generator, report: Report) -> N
     )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        other = altered(folder / "other", weights=True)
+        other = altered(folder / "other", model, weights=True)
         wrong = {
             "other weights": replace(lent, engine=replace(lent.engine, model=other)),
             "other numerics": replace(lent, engine=replace(lent.engine, dtype="float32")),
@@ -137,6 +147,8 @@ async def _run(num_requests: int, rng: np.random.Generator, report: Report) -> N
 
 def _borrower(plain: ClusterConfig, disk: Path) -> ClusterConfig:
     return config_of(
+        model=plain.engine.model,
+        max_model_len=_MAX_LEN,
         dtype="bfloat16",
         kv_transfer=True,
         num_blocks=_CACHE_BLOCKS,

@@ -263,20 +263,22 @@ def _serve(config: ClusterConfig, name: str, pipe: "Connection[Any, Any]") -> No
         pipe.send((None, repr(error)))
 
 
-def altered(folder: Path, *, weights: bool = False, **entries: Any) -> Path:
-    """The demo model in ``folder``, with other ``entries`` in its config.json, and where it says so
-    with one weight that is another."""
+def altered(
+    folder: Path, model: Path = demo_model.PATH, *, weights: bool = False, **entries: Any
+) -> Path:
+    """A copy of a model in ``folder``, with other ``entries`` in its config.json, and where it says
+    so with one weight that is another."""
     from safetensors.torch import load_file, save_file
 
     folder.mkdir(parents=True)
-    for file in demo_model.PATH.iterdir():
+    for file in model.iterdir():
         if file.suffix in (".json", ".safetensors"):
             (folder / file.name).symlink_to(file)
-    config = json.loads((demo_model.PATH / "config.json").read_text())
+    config = json.loads((model / "config.json").read_text())
     (folder / "config.json").unlink()
     (folder / "config.json").write_text(json.dumps(config | entries))
     if weights:
-        tensors = load_file(demo_model.PATH / "model.safetensors")
+        tensors = load_file(model / "model.safetensors")
         tensors[min(tensors)].view(-1)[0] += 1
         (folder / "model.safetensors").unlink()
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
