@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -103,6 +104,20 @@ def test_an_upgrade_keeps_the_groups_of_models_that_stay_as_they_were(tmp_path: 
         again = groups(url)
         assert upgrade(*ray, *same, demo).returncode == 0
         last = groups(url)
+        template = tmp_path / "template.jinja"
+        template.write_text("{{ 'A' * 100 }}")
+        chat = ["--chat-template", str(template), "--routing-policy", "round_robin"]
+        assert upgrade(*ray, *same, *chat, demo).returncode == 0
+        messages = [{"role": "user", "content": "A"}]
+        body = {"model": demo_model.PATH.name, "messages": messages, "max_tokens": 1}
+        deadline = time.monotonic() + 60  # Gateways take it up as they run.
+        while True:
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=None).json()
+            if answer["usage"]["prompt_tokens"] >= 50 or time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        assert answer["usage"]["prompt_tokens"] >= 50
+        assert groups(url) == last
     name = demo_model.PATH.name
     assert alone.keys() == {name}
     assert both == again == alone | {"other": both["other"]}

@@ -35,6 +35,8 @@ _NOT_A_GROUPS = (
     *("access_log", "ignore_unknown_fields", "metrics_port", "open_metrics", "max_connections"),
     *("max_connections_per_address", "shut_out_s", "head_timeout_s", "body_timeout_s"),
     *("idle_timeout_s", "group_wait_s", "max_group_deaths"),
+    *("chat_template", "reasoning_parser", "tool_call_parser", "routing", "max_inflight"),
+    *("max_queued_bytes", "max_queued_requests", "max_queue_wait_s"),
 )
 """Settings that change nothing within a group."""
 
