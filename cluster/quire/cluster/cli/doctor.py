@@ -76,9 +76,9 @@ def look(model: Path | None, *, host: str, ports: tuple[int, ...]) -> Iterator[F
 
 
 def _python() -> Finding:
-    is_known = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    is_known = (3, 11) <= sys.version_info[:2] <= (3, 14)
     said = f"{platform.python_version()} on {platform.platform()}"
-    return Finding("python", is_known, said if is_known else f"{said}: 3.11 to 3.13 are tested")
+    return Finding("python", is_known, said if is_known else f"{said}: 3.11 to 3.14 are tested")
 
 
 def _package(name: str) -> Finding:
