@@ -88,9 +88,9 @@ def _read(settings: Mapping[str, Any], kind: type[Any], prefix: str) -> dict[str
         unknown = [f"{prefix}{name}{each}" for each in given if each not in known]
         if unknown:
             near = get_close_matches(unknown[0].rpartition(".")[2], known, n=1, cutoff=0.8)
-            question = f" (is {near[0]} meant?)" if near else ""
+            question = f"; is {near[0]} meant?" if near else ""
             raise ConfigError(
-                f"{', '.join(unknown)}: unknown{question}; there are {', '.join(known)}"
+                f"{', '.join(unknown)}: unknown; there are {', '.join(known)}{question}"
             )
     return settings
 

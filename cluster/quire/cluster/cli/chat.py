@@ -113,6 +113,7 @@ def _answer(
 def _stats(usage: "pb.Usage") -> str:
     per_s = usage.num_output_tokens / max(usage.total_time_s, 1e-9)
     return (
-        f"prompt {usage.num_prompt_tokens} tokens, {usage.num_cached_tokens} cached; answer "
-        f"{usage.num_output_tokens}, first after {usage.time_to_first_token_s:.2f} s, {per_s:.0f}/s"
+        f"{usage.num_prompt_tokens} prompt tokens, {usage.num_cached_tokens} cached; "
+        f"{usage.num_output_tokens} tokens, the first in {usage.time_to_first_token_s:.2f} s, "
+        f"{per_s:.0f} a second"
     )

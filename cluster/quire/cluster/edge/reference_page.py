@@ -65,8 +65,8 @@ def page_of(reference: Json) -> str:
 <p>OpenAI's API and vLLM's extensions of it, and Anthropic's messages. A field that is not known is
 refused by name. <code>model</code> may be left out where one model is served, and
 <code>"stream": true</code> added. For programs: <a href="openapi.json">openapi.json</a>.</p>
-<p><label>API key, where the server wants one: it stays in this tab.<br>
-<input id="key" type="password" autocomplete="off" placeholder="none"></label></p>
+<form><label>API key, where the server wants one: it stays in this tab.<br>
+<input id="key" type="password" autocomplete="off" placeholder="none"></label></form>
 {sections}<section id="errors"><h2>Errors</h2>
 <p>An error is <code>{{"error": {{"message", "type", "param", "code"}}}}</code>; below
 <code>/v1/messages</code> it is

@@ -3,6 +3,7 @@
 const MAX_SHOWN_CHARS = 200000;
 const key = document.getElementById("key");
 key.value = sessionStorage.getItem("quire-key") || "";
+key.form.addEventListener("submit", (event) => event.preventDefault());
 key.addEventListener("input", () => sessionStorage.setItem("quire-key", key.value.trim()));
 
 const authorization = () => (key.value.trim() ? { Authorization: `Bearer ${key.value.trim()}` } : {});
@@ -58,7 +59,7 @@ async function send(form, signal) {
   status.textContent = `${answer.status} ${answer.statusText}, first byte after ${first}, all after ${seconds()}`;
 }
 
-for (const form of document.querySelectorAll("form")) {
+for (const form of document.querySelectorAll("form[data-path]")) {
   const [start, stop] = form.querySelectorAll("button");
   let running = null;
   form.addEventListener("submit", async (event) => {
