@@ -97,7 +97,10 @@ IN_BODY: Mapping[tuple[str, str], str] = {
 @cache
 def _parameter_docs() -> Mapping[str, str]:
     attributes = attributes_of(SamplingParams).items()
-    return {name: each.text.replace("``", "`") for name, each in attributes}
+    return {
+        name: each.text.replace("``None``", "``null``").replace("``", "`")
+        for name, each in attributes
+    }
 
 
 def described(body: str, name: str, field: Mapping[str, Any]) -> dict[str, Any]:
