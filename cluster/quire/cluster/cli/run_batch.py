@@ -141,4 +141,6 @@ def _answer(
         f"{ended.num_done:,} requests in {time.monotonic() - begin_s:.1f} s, {ended.num_failed:,} "
         f"failed, {ended.num_skipped:,} answered before: {arguments.output_file}"
     )
+    if ended.first_failure:
+        print(f"the first that failed is {ended.first_failure}", file=sys.stderr)
     return 1 if ended.num_failed else 0
