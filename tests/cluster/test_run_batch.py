@@ -123,6 +123,7 @@ async def test_a_server_that_is_not_there_ends_the_run_at_once(tmp_path: Path) -
     source = written(tmp_path / "in.jsonl", request("a"), request("b"))
     with pytest.raises(QuireError, match=r"server=http://127.0.0.1:1: cannot be reached"):
         await run(source, tmp_path / "out.jsonl", server="http://127.0.0.1:1")
+    assert not list(tmp_path.glob("out*"))
 
 
 async def test_a_connection_that_is_lost_is_an_error_of_its_request_alone(

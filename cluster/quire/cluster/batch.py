@@ -114,11 +114,11 @@ async def run_file(
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
     queue: asyncio.Queue[Item | None] = asyncio.Queue(max_concurrency)
-    with part.open("a" if resumes else "w", encoding="utf-8") as out:
-        async with aiohttp.ClientSession(
-            server, headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
-        ) as session:
-            await _check_server(session, server)
+    async with aiohttp.ClientSession(
+        server, headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+    ) as session:
+        await _check_server(session, server)
+        with part.open("a" if resumes else "w", encoding="utf-8") as out:
 
             async def work() -> None:
                 nonlocal first_failure
