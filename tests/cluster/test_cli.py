@@ -245,6 +245,18 @@ def test_help_shows_no_default_where_there_is_none(
     shown = capsys.readouterr().out
     assert "default: None" not in shown
     assert "default: False" not in shown
+    assert "default: )" not in shown
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("status", "a Ray cluster"), ("run-batch", "in OpenAI's batch format")]
+)
+def test_help_writes_names_as_their_owners_do(
+    command: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert name in " ".join(capsys.readouterr().out.split())
 
 
 WITHOUT_EXTRA = """
