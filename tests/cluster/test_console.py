@@ -100,6 +100,17 @@ def test_groups_of_one_model_fit_into_a_terminal_of_80_columns() -> None:
     assert "another" in top.frame(before, pb.ListGroupsResponse(groups=groups), interval_s=1)
 
 
+@pytest.mark.parametrize(
+    ("command", "name"), [("status", "a Ray cluster"), ("run-batch", "in OpenAI's batch format")]
+)
+def test_help_writes_names_as_their_owners_do(
+    command: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert name in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_group_in_trouble_has_its_row() -> None:
     lost = pb.Group(address="10.0.0.1:1", state=pb.Group.UNREACHABLE, trouble="no route")
     shown = top.frame(pb.ListGroupsResponse(), pb.ListGroupsResponse(groups=[lost]), interval_s=1)
