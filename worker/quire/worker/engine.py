@@ -114,6 +114,7 @@ class Engine:
             load_tokenizer=load_tokenizer,
             read_adapter=read_adapter,
             travel=self._travel,
+            is_idle=lambda: not (self._scheduler.running or self._scheduler.num_waiting),
             clock=clock,
         )
         self._masks = Masks()
