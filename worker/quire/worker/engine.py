@@ -297,6 +297,13 @@ class Engine:
             return _LENDS_NONE
         return self._travel.lend(hashes, borrower_format=borrower_format)
 
+    def lend_kept(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | None:
+        """Lends ``hashes`` if host memory keeps them all. May be called in any thread, while a step
+        runs too; the loan's slots come back in later steps."""
+        if self._travel is None:
+            return None
+        return self._travel.lend_kept(hashes, borrower_format=borrower_format)
+
     def lend_most_useful(self, num_bytes: int) -> Loan | str:
         """Lends blocks that requests find most often, with those before them; or says why not."""
         return (

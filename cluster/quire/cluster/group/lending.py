@@ -59,6 +59,12 @@ class Call(Protocol):
     def __call__(self, function: Callable[[Engine], T]) -> Awaitable[T]: ...
 
 
+class LendKept(Protocol):
+    """`EngineLoop.lend_kept`."""
+
+    def __call__(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | None: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Offer:
     loan: Loan
@@ -69,12 +75,14 @@ class _Offer:
 class Lender:
     """Answers `Blocks` calls, in the event loop that it was made in, and sends what they ask for.
 
-    ``call`` runs a function in the engine's thread. ``tls`` is that of the group's gRPC port.
+    ``call`` runs a function in the engine's thread; ``lend_kept`` need not wait for that. ``tls``
+    is that of the group's gRPC port.
     """
 
     def __init__(
         self,
         call: Call,
+        lend_kept: LendKept,
         *,
         format: KvFormat,
         host: str,
@@ -85,6 +93,7 @@ class Lender:
         claim_s: float = _CLAIM_S,
     ) -> None:
         self._call = call
+        self._lend_kept = lend_kept
         self._format = format
         self._bytes_per_s = bytes_per_s
         self._lease_s, self._stall_s, self._claim_s = lease_s, stall_s, claim_s
@@ -134,7 +143,13 @@ class Lender:
             return loan
 
         try:
-            loan = await self._call(borrow)
+            loan: Loan | str | None = None
+            if not request.most_useful_bytes:
+                loan = self._lend_kept(hashes, borrower_format=borrowers)
+            if loan is None:
+                loan = await self._call(borrow)
+            else:
+                self._offer(ticket, loan)
         except (RankFailure, QueueFull) as error:
             self._end(ticket)
             return _refusal(str(error))

@@ -239,6 +239,12 @@ class Travel:
             return f"formats differ: the lender's blocks have {difference}"
         return self.loans.lend(hashes)
 
+    def lend_kept(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | None:
+        """Lends ``hashes`` if host memory keeps them all. May be called in any thread."""
+        if self.format.difference(borrower_format):
+            return None
+        return self.loans.lend_kept(hashes)
+
     def stats(self) -> dict[str, Any]:
         """Counters of `EngineStats`, by name."""
         return {
