@@ -31,6 +31,7 @@ from quire.worker.api.errors import QueueFull, RankFailure
 from quire.worker.api.hashing import HASH_BYTES, BlockHashes
 from quire.worker.api.kv_format import KvFormat
 from quire.worker.cache.loan import Lent, Loan
+from quire.worker.cache.pace import Pace
 from quire.worker.engine import Engine
 
 _log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class Lender:
         self._places: set[bytes] = set()  # Tickets of all loans, asked for, offered and running.
         self._offers: dict[bytes, _Offer] = {}
         self._senders: dict[socket.socket, threading.Thread] = {}
-        self._paces: WeakValueDictionary[str, _Pace] = WeakValueDictionary()
+        self._paces: WeakValueDictionary[str, Pace] = WeakValueDictionary()
         self._is_closing = threading.Event()
         self._listener = KvListener(host, tls=tls, take=self._take)
 
@@ -220,7 +221,7 @@ class Lender:
             if self._is_closing.is_set() or ticket not in self._offers:
                 return False
             offer = self._offers.pop(ticket)
-            pace = self._paces.setdefault(host, _Pace(self._bytes_per_s))
+            pace = self._paces.setdefault(host, Pace(self._bytes_per_s))
             thread = threading.Thread(
                 target=self._serve,
                 args=(ticket, offer, connection, pace),
@@ -239,9 +240,7 @@ class Lender:
 
     # In a thread of each loan.
 
-    def _serve(
-        self, ticket: bytes, offer: _Offer, connection: socket.socket, pace: "_Pace"
-    ) -> None:
+    def _serve(self, ticket: bytes, offer: _Offer, connection: socket.socket, pace: Pace) -> None:
         try:
             with connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -256,7 +255,7 @@ class Lender:
                 del self._senders[connection]
             self._end(ticket)
 
-    def _send(self, offer: _Offer, connection: socket.socket, pace: "_Pace") -> None:
+    def _send(self, offer: _Offer, connection: socket.socket, pace: Pace) -> None:
         """Raises OSError: the connection broke, or the borrower took too long."""
         loan, reason = offer.loan, ""
         num_sent = 0
@@ -287,23 +286,6 @@ class Lender:
             if lent is not None or loan.error:
                 return lent
         return None
-
-
-class _Pace:
-    """How fast one borrower is sent blocks, over all its loans."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_s = 0.0
-        self._lock = threading.Lock()
-
-    def delay_s(self, num_bytes: int) -> float:
-        """How long to wait before so many bytes are sent."""
-        with self._lock:
-            now_s = time.monotonic()
-            begin_s = max(self._free_s, now_s)
-            self._free_s = begin_s + num_bytes / self._bytes_per_s
-            return begin_s - now_s
 
 
 def _bound_sends(connection: socket.socket, timeout_s: float) -> None:

@@ -6,6 +6,7 @@ slots back.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ class Lent:
     slot: int
     checksum: bytes = b""
     """XXH3 of its bytes, 128 bits; until the consumer has it, what it must be, if that is known."""
+    is_kept: bool = False
+    """It lay in host memory before, so that no step has copied it."""
 
 
 class Loan:
@@ -41,13 +44,16 @@ class Loan:
         format: KvFormat,
         host_blocks_XC: Bytes,
         on_change: Callable[[], None],
+        pause_s: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
-        """``on_change`` is called, in the consumer's thread, when there are slots to take back."""
+        """``on_change`` is called, in the consumer's thread, when there are slots to take back.
+        ``pause_s`` tells how long to wait before so many bytes of kept blocks are read."""
         self.hashes = hashes
         self.parents = parents
         self.format = format
         self.host_blocks_XC = host_blocks_XC
         self._on_change = on_change
+        self._pause_s = pause_s
         self._changed = threading.Condition()
         self._ready: deque[Lent] = deque()
         self._returned: list[int] = []
@@ -71,7 +77,10 @@ class Loan:
             lent = self._ready.popleft() if self._ready else None
         if lent is None:
             return None
-        checksum = checksum_of(self.host_blocks_XC[lent.slot])
+        block_C = self.host_blocks_XC[lent.slot]
+        if lent.is_kept:
+            time.sleep(self._pause_s(len(block_C)))
+        checksum = checksum_of(block_C)
         if lent.checksum in (b"", checksum):
             return replace(lent, checksum=checksum)
         name = self.hashes[lent.index]

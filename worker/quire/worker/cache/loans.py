@@ -4,7 +4,8 @@ threads that send them to other groups.
 A loan's blocks are held until it ends: closed by its consumer, or because its lease is over. While
 sequences decode, copies for loans take a small share of each step. What host memory keeps is lent
 from where it lies, and a chain that lies there whole without the engine's thread: `lend_kept` does
-not wait for a step.
+not wait for a step. While sequences decode, it is read as slowly as others are copied: on a CPU,
+the decodes need the memory's bandwidth.
 """
 
 from collections import deque
@@ -16,6 +17,7 @@ from quire.worker.api.kv_format import Bytes, KvFormat
 from quire.worker.cache.blocks import BlockId, BlockPool
 from quire.worker.cache.copies import Copies, Slot
 from quire.worker.cache.loan import Lent, Loan
+from quire.worker.cache.pace import Pace
 from quire.worker.cache.shelf import Shelf
 
 MAX_LOANS = 16
@@ -72,6 +74,8 @@ class Loans:
         self._begun = deque[_Lending]()  # By other threads.
         self._num_held = 0
         self._credit = 0.0  # Bytes that loans may still take.
+        self._pace = Pace(_STEP_SHARE * _BYTES_PER_S)
+        self._is_decoding = False
 
     @property
     def num_loans(self) -> int:
@@ -102,7 +106,7 @@ class Loans:
         parent, kept = pinned
         loan = self._loan(hashes, [parent, *list(hashes)[:-1]])
         for index, (slot, checksum) in enumerate(kept):
-            loan.lend(Lent(index, slot, checksum))
+            loan.lend(Lent(index, slot, checksum, is_kept=True))
         pins = {slot for slot, _ in kept}
         until_s = self._clock() + LEASE_S
         self._begun.append(_Lending(loan, until_s, deque(), holds=[], pins=pins))
@@ -123,6 +127,7 @@ class Loans:
 
     def advance(self, *, is_decoding: bool, step_s: float) -> None:
         """Takes back what consumers have read, and has more copied for them, by turns."""
+        self._is_decoding = is_decoding
         per_step = _STEP_SHARE * step_s * _BYTES_PER_S
         # What a step leaves adds up to a block, where a block is more than a step's share.
         self._credit = min(self._credit + per_step, max(per_step, self._format.block_bytes))
@@ -185,6 +190,7 @@ class Loans:
             format=self._format,
             host_blocks_XC=self._host_XC,
             on_change=self._on_change,
+            pause_s=lambda num: self._pace.delay_s(num) if self._is_decoding else 0.0,
         )
 
     @property
@@ -216,7 +222,7 @@ class Loans:
                 assert slot is not None
                 if ready or lending.num_copying:
                     break  # Blocks are lent in their order.
-                self._lend(lending, Lent(index, slot, self._shelf.checksum(slot)))
+                self._lend(lending, Lent(index, slot, self._shelf.checksum(slot), is_kept=True))
             elif (
                 self._credit >= self._format.block_bytes
                 and len(lending.out) < most
