@@ -143,14 +143,13 @@ class Lender:
                 self._offer(ticket, loan)
             return loan
 
+        kept = None
+        if not request.most_useful_bytes:
+            kept = self._lend_kept(hashes, borrower_format=borrowers)
+        if kept is not None:
+            self._offer(ticket, kept)
         try:
-            loan: Loan | str | None = None
-            if not request.most_useful_bytes:
-                loan = self._lend_kept(hashes, borrower_format=borrowers)
-            if loan is None:
-                loan = await self._call(borrow)
-            else:
-                self._offer(ticket, loan)
+            loan: Loan | str = await self._call(borrow) if kept is None else kept
         except (RankFailure, QueueFull) as error:
             self._end(ticket)
             return _refusal(str(error))
@@ -181,7 +180,7 @@ class Lender:
         for thread in senders.values():
             thread.join(max(0.0, until_s - time.monotonic()))
 
-    # In the engine's thread.
+    # In the engine's thread or the event loop.
 
     def _offer(self, ticket: bytes, loan: Loan) -> None:
         """Lets a borrower come for ``loan``, for a while."""
