@@ -142,7 +142,13 @@ async def lend(shape: Shape) -> None:
     engine = ReadyBlocks(shape)
     servers, ports = [], []
     for bytes_per_s in (inf, BYTES_PER_S):
-        lender = Lender(engine.call, format=shape.format, host="127.0.0.1", bytes_per_s=bytes_per_s)
+        lender = Lender(
+            engine.call,
+            engine.lend,
+            format=shape.format,
+            host="127.0.0.1",
+            bytes_per_s=bytes_per_s,
+        )
         server = build_group_server(Service(lender))  # type: ignore[abstract, arg-type]
         ports.append(server.add_insecure_port("127.0.0.1:0"))
         await server.start()

@@ -41,6 +41,7 @@ def main() -> int:
     add("--streams", type=int, default=8)
     add("--rounds", type=int, default=12)
     add("--window-s", type=float, default=2.0)
+    add("--from-host", action="store_true", help="lend what lies in host memory alone")
     add("--cache", type=Path, default=CACHE, help="for checkpoints")
     arguments = parser.parse_args()
     print(f"{cpu()}, commit {commit()}, load {os.getloadavg()[0]:.1f}\n", flush=True)
@@ -58,6 +59,7 @@ def main() -> int:
                 num_streams=arguments.streams,
                 rounds=arguments.rounds,
                 window_s=arguments.window_s,
+                from_host=arguments.from_host,
                 cache=arguments.cache,
             )
         case _:

@@ -1,7 +1,8 @@
 """What the decodes of a group lose while it lends blocks, and what checks cost.
 
 The lender is in a process of its own; in this one, pulls without an engine take as much as it
-gives. Windows with pulls and without alternate, so that both meet the same machine.
+gives, of what its KV cache has or of what it keeps in host memory. Windows with pulls and without
+alternate, so that both meet the same machine.
 """
 
 import asyncio
@@ -25,6 +26,7 @@ from bench.kv.groups import (
     ask,
     config_of,
     engine_of,
+    gib_of,
     names_of,
     random_prompt,
 )
@@ -81,23 +83,43 @@ class Window(NamedTuple):
     num_lent_tokens: int
 
 
-def disturb(*, shape: str, num_streams: int, rounds: int, window_s: float, cache: Path) -> int:
-    """Prints the medians of windows with pulls and without, and what checks cost."""
+def disturb(
+    *,
+    shape: str,
+    num_streams: int,
+    rounds: int,
+    window_s: float,
+    from_host: bool,
+    cache: Path,
+) -> int:
+    """Prints the medians of windows with pulls and without, and what checks cost. ``from_host``:
+    what is lent lies in host memory alone."""
     model = make_checkpoint(SHAPES[shape], cache)
-    asyncio.run(_measure(model, num_streams, rounds, window_s))
+    asyncio.run(_measure(model, num_streams, rounds, window_s, from_host))
     return 0
 
 
-async def _measure(model: Path, num_streams: int, rounds: int, window_s: float) -> None:
-    most_tokens = _NUM_LENT * _LENT_TOKENS + num_streams * MAX_POSITIONS
-    config = config_of(model=model, kv_transfer=True, num_blocks=most_tokens // BLOCK_SIZE + 64)
+async def _measure(
+    model: Path, num_streams: int, rounds: int, window_s: float, from_host: bool
+) -> None:
+    num_blocks = (_NUM_LENT * _LENT_TOKENS + num_streams * MAX_POSITIONS) // BLOCK_SIZE + 64
+    plain = config_of(model=model, num_blocks=num_blocks)
+    config = config_of(
+        model=model,
+        kv_transfer=True,
+        num_blocks=num_blocks,
+        kv_offloading_size=gib_of(2 * num_blocks, plain) if from_host else 0.0,
+    )
     rng = np.random.default_rng(0)
     lent = [random_prompt(rng, _LENT_TOKENS) for _ in range(_NUM_LENT)]
+    others = num_blocks * BLOCK_SIZE // _LENT_TOKENS + 1 if from_host else 0
     alone, beside = list[Window](), list[Window]()
     rates, idle_shares = list[float](), list[float]()
     before = Machine.now()
     async with Remote(config, "lender") as lender:
         await lender.call(answers, lent)
+        for _ in range(others):  # They take the room of what is lent in the KV cache.
+            await lender.call(answers, [random_prompt(rng, _LENT_TOKENS)])
         format, chains = await lender.call(begin, lent)
         puller = _Puller(lender.source(lent[0]), format, chains)
         try:

@@ -70,7 +70,7 @@ _FULL_EVERY, _FULL_FOR = 300, 30
 _STALL_S = 0.3
 """How long a borrower waits for the next byte; 2 s in service."""
 _PATIENCE_S = 60.0
-_TOO_LATE = "came too late"
+_TOO_LATE = " too late: "
 
 _CUT = "connection cut"
 _WIRE = (_CUT, "byte flipped on the wire", "link stalls", "slow link", *EDITS)

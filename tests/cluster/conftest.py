@@ -391,6 +391,7 @@ def start_group(model: HashModel) -> StartGroup:
             peers = Peers(
                 borrower,
                 engine_loop.call,
+                engine_loop.lend_kept,
                 format=executor.kv_format,
                 host="127.0.0.1",
                 tls=None,

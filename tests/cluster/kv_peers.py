@@ -57,6 +57,9 @@ class LendingEngine:
                 break
         return self._loan(held) if held else "it has none"
 
+    def lend_kept(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> None:
+        """Nothing lies in host memory before it is lent."""
+
     def lend_most_useful(self, num_bytes: int) -> Loan:
         return self._loan(list(self.blocks)[: num_bytes // self.format.block_bytes])
 
@@ -173,6 +176,7 @@ async def lending_group(
     engine = LendingEngine(blocks, format=format)
     lender = Lender(
         engine.call,
+        engine.lend_kept,
         format=format,
         host="127.0.0.1",
         tls=tls.context if tls else None,

@@ -356,6 +356,15 @@ async def test_a_process_without_threads_to_spare_borrows_and_lends_nothing(
         await group.settle()
 
 
+async def test_pulls_one_after_another_have_one_thread() -> None:
+    async with lending_group(BLOCKS) as group, borrowing() as borrower:
+        for _ in range(5):
+            assert await fetched(borrower, group) == (BLOCKS, "")
+        assert len(borrower._threads) == 1
+        await asyncio.gather(*[fetched(borrower, group) for _ in range(4)])
+        assert len(borrower._threads) <= 4
+
+
 async def test_a_lender_that_closes_ends_its_loans() -> None:
     async with (
         lending_group(BLOCKS, bytes_per_s=FRAME_BYTES * 4.0) as group,

@@ -1,7 +1,10 @@
 """Blocks that an engine lends: a bounded part of its steps' time and of its KV cache, for a bounded
 time, and at no running request's cost."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -187,6 +190,7 @@ def test_a_damaged_kept_block_is_not_lent(rig: Callable[..., Rig]) -> None:
     assert [lent.index for lent in take(loan)] == list(range(num_here + 1))
     assert loan.error.startswith(f"block {num_here + 1} (")
     assert loan.error.endswith("is corrupt")
+    group.engine.step()
     assert group.engine.stats().num_corrupt_blocks == 1
     assert names[num_here + 1] not in travel.shelf
 
@@ -208,3 +212,102 @@ def test_an_engine_whose_blocks_stay_lends_none(make_engine: MakeEngine) -> None
     refusal = "this group's blocks do not leave its KV cache"
     assert engine.lend(BlockHashes(), borrower_format=executor.kv_format) == refusal
     assert engine.lend_most_useful(1 << 20) == refusal
+
+
+def kept_chain(group: Rig) -> BlockHashes:
+    """The names of a prompt's blocks, all of which host memory keeps and the KV cache does not."""
+    for first in (25, 30, 35):
+        run(group.engine, request(f"r{first}", range_prompt(41, first=first), max_tokens=1))
+    take_checksums(group.engine)
+    names = names_of(group.engine, PROMPT)
+    travel = group.engine._travel
+    assert travel is not None
+    assert not group.engine._pool.match(names)
+    assert len(travel.on_shelf(names)) == 10
+    return names
+
+
+def test_a_chain_in_host_memory_is_lent_without_a_step(rig: Callable[..., Rig]) -> None:
+    group = rig(num_blocks=12, kv_offloading_size=60 * BLOCK_BYTES / 2**30)
+    names = kept_chain(group)
+    loan = group.engine.lend_kept(names, borrower_format=group.executor.kv_format)
+    assert loan is not None
+    assert loan.parents == [None, *list(names)[:-1]]
+    lent = take(loan)
+    assert [each.index for each in lent] == list(range(10))
+    travel = group.engine._travel
+    assert travel is not None
+    assert sum(travel.shelf._pins) == 10
+    for each in lent:
+        loan.give_back(each.slot)
+    loan.close()
+    assert group.engine.has_work
+    group.engine.step()
+    assert not any(travel.shelf._pins)
+    assert group.engine.stats().num_lent_tokens == 40
+    assert not group.engine.has_work
+
+
+def test_without_a_step_nothing_is_lent_in_part_or_in_another_format(
+    rig: Callable[..., Rig],
+) -> None:
+    group = rig(num_blocks=12, kv_offloading_size=60 * BLOCK_BYTES / 2**30)
+    names, format = kept_chain(group), group.executor.kv_format
+    more = names_of(group.engine, [*PROMPT[:40], *range_prompt(9, first=3)])
+    assert group.engine.lend_kept(more, borrower_format=format) is None
+    other = replace(format, head_bytes=format.head_bytes * 2)
+    assert group.engine.lend_kept(names, borrower_format=other) is None
+    assert group.engine.lend_kept(BlockHashes(), borrower_format=format) is None
+    assert not group.engine.has_work
+
+
+def test_a_damaged_chain_in_host_memory_ends_there(rig: Callable[..., Rig]) -> None:
+    group = rig(num_blocks=12, kv_offloading_size=60 * BLOCK_BYTES / 2**30)
+    names = kept_chain(group)
+    travel = group.engine._travel
+    assert travel is not None
+    travel.host_blocks_XC[travel.on_shelf(names)[4], 5] ^= 1
+    loan = group.engine.lend_kept(names, borrower_format=group.executor.kv_format)
+    assert loan is not None
+    assert len(take(loan)) == 4
+    assert loan.error.startswith("block 4 (")
+    loan.close()
+    group.engine.step()
+    assert group.engine.stats().num_corrupt_blocks == 1
+    assert len(travel.on_shelf(names)) == 4
+    assert not any(travel.shelf._pins)
+
+
+def test_chains_are_lent_by_threads_while_the_engine_evicts_others(rig: Callable[..., Rig]) -> None:
+    group = rig(num_blocks=12, kv_offloading_size=24 * BLOCK_BYTES / 2**30)
+    names, format = names_of(group.engine, PROMPT), group.executor.kv_format
+    is_over = threading.Event()
+    lent: list[int] = []
+
+    def lend() -> None:
+        while not is_over.is_set():
+            loan = group.engine.lend_kept(names, borrower_format=format)
+            if loan is not None:
+                lent.append(len(take(loan)))  # Which checks the bytes.
+                loan.close()
+
+    with ThreadPoolExecutor() as threads:
+        running = [threads.submit(lend) for _ in range(2)]
+        try:
+            for number in range(60):
+                prompt = PROMPT if number % 3 == 0 else range_prompt(41, first=number % 7 + 20)
+                group.engine.add_request(request(f"r{number}", prompt, max_tokens=1))
+                while not group.engine.step():  # Not until no loans are left.
+                    pass
+        finally:
+            is_over.set()
+        for each in running:
+            each.result()
+    while group.engine.has_work:
+        group.engine.step()
+    take_checksums(group.engine)
+    assert lent
+    assert set(lent) == {10}
+    travel = group.engine._travel
+    assert travel is not None
+    assert not any(travel.shelf._pins)

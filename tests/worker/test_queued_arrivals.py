@@ -209,3 +209,91 @@ def test_the_oldest_pulls_have_slots_and_each_has_one(
         pull.cancel()
         pull.end("gone")
     group.run()
+
+
+def test_requests_that_wait_for_one_source_wait_together(
+    group: Group, blocks: dict[BlockHash, Bytes]
+) -> None:
+    """Five prompts of 80 tokens would be computed one after another: on average in 3 times what
+    one takes, of which a tenth is waited, and for what has landed meanwhile."""
+    for number in range(4):
+        group.ask(f"r{number}", [number, *PROMPT], SOURCE)
+    group.ask("a", PROMPT, SOURCE)
+    waits = group.engine._entrance.arriving
+    assert waits is not None
+    assert waits.left_s == pytest.approx(0.1 * 80 * 3 * TOKEN_S)
+    land(group.pulls[-1], blocks, range(3))
+    group.step()
+    assert waits.left_s == pytest.approx((0.1 * 80 * 3 + 3 * 4) * TOKEN_S)
+    group.now_s += 0.0359
+    group.step()
+    assert len(waits) == 5
+    for pull in group.pulls:
+        pull.end("gone")
+    group.run()
+
+
+def test_those_that_wait_for_other_sources_or_the_same_blocks_count_for_nothing(
+    group: Group,
+) -> None:
+    group.ask("a", PROMPT, SOURCE)
+    group.ask("same", PROMPT, SOURCE)
+    group.ask("other", [7, *PROMPT], replace(SOURCE, group_id="another"))
+    waits = group.engine._entrance.arriving
+    assert waits is not None
+    assert waits.left_s == pytest.approx(0.1 * 80 * TOKEN_S)
+    for pull in group.pulls:
+        pull.end("gone")
+    group.run()
+
+
+def ask_a_slow_source(group: Group, number: int, source: PeerSource = SOURCE) -> bool:
+    """Whether a prompt of the same length makes a pull, of which nothing lands in time."""
+    num_before = len(group.pulls)
+    group.ask(f"r{number}", [number + 7, *PROMPT], source)
+    if len(group.pulls) > num_before:
+        group.now_s += 0.0081
+        group.step()
+        group.pulls[-1].end("gone")
+    group.run()
+    return len(group.pulls) > num_before
+
+
+def test_a_source_that_answers_too_late_is_asked_for_one_such_request_in_eight(
+    group: Group,
+) -> None:
+    assert [ask_a_slow_source(group, number) for number in range(17)] == [
+        *[True, *[False] * 7] * 2,
+        True,
+    ]
+    fetched = group.outputs["r1"][0].fetched
+    assert fetched is not None
+    assert fetched.error == "20 blocks would come too late: computing them is sooner"
+    assert ask_a_slow_source(group, 30, replace(SOURCE, group_id="another"))
+
+
+def test_a_source_that_answers_too_late_is_asked_where_others_run_and_for_long_prompts(
+    group: Group,
+) -> None:
+    assert ask_a_slow_source(group, 0)
+    assert not ask_a_slow_source(group, 1)
+    group.ask("long", range_prompt(200, first=3), replace(SOURCE, num_blocks=50))
+    assert len(group.pulls) == 2
+    group.pulls[-1].end("gone")
+    group.step()
+    assert group.engine.stats().num_running == 1
+    group.ask("beside", [5, *PROMPT], SOURCE)
+    assert len(group.pulls) == 3
+    group.pulls[-1].end("gone")
+    group.run()
+
+
+def test_a_source_that_answers_in_time_again_is_asked_again(
+    group: Group, blocks: dict[BlockHash, Bytes]
+) -> None:
+    assert [ask_a_slow_source(group, number) for number in range(8)] == [True, *[False] * 7]
+    group.ask("a", PROMPT, SOURCE)
+    land(group.pulls[-1], blocks, range(NUM_BLOCKS))  # At once: on average in 4 of 8 ms.
+    group.pulls[-1].end()
+    group.run()
+    assert ask_a_slow_source(group, 9)

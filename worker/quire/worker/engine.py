@@ -114,6 +114,7 @@ class Engine:
             load_tokenizer=load_tokenizer,
             read_adapter=read_adapter,
             travel=self._travel,
+            is_idle=lambda: not (self._scheduler.running or self._scheduler.num_waiting),
             clock=clock,
         )
         self._masks = Masks()
@@ -295,6 +296,13 @@ class Engine:
         if self._travel is None:
             return _LENDS_NONE
         return self._travel.lend(hashes, borrower_format=borrower_format)
+
+    def lend_kept(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | None:
+        """Lends ``hashes`` if host memory keeps them all. May be called in any thread, while a step
+        runs too; the loan's slots come back in later steps."""
+        if self._travel is None:
+            return None
+        return self._travel.lend_kept(hashes, borrower_format=borrower_format)
 
     def lend_most_useful(self, num_bytes: int) -> Loan | str:
         """Lends blocks that requests find most often, with those before them; or says why not."""

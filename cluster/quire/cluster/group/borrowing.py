@@ -4,7 +4,8 @@ Each pull has a thread, which waits for a slot, asks the other group over gRPC a
 straight into granted slots: no byte is copied. A block lands only if its place, name and length are
 those that were asked for, and its bytes have the checksum that came with them. Whatever else
 happens ends the pull, with the peer, the block and the reason named; the request then computes what
-has not come.
+has not come. A thread that has ended a pull waits for the next one: to start one holds the engine's
+thread up.
 
 A pull that is cancelled lets go of its connection within `_LOOK_S`. A peer that failed is not asked
 again for `_SHUNNED_S`.
@@ -14,6 +15,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +44,8 @@ from quire.worker.cache.pull import Pull
 _log = logging.getLogger(__name__)
 
 _MAX_PULLS = 64
+_MAX_IDLE = 8
+"""Threads that wait for a pull."""
 _ASK_S = 3.0
 """Until a peer has said what it lends: a step of its engine, and more."""
 _STALL_S = 2.0
@@ -98,13 +102,15 @@ class Borrower:
         self._links = PeerLinks()
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
+        self._num_pulls = 0  # Each has one of the threads; the others are idle.
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._shunned: dict[str, float] = {}  # By address, until when.
         self._expected: dict[PeerSource, _Expected] = {}
         self._is_closing = False
 
     @property
     def num_pulls(self) -> int:
-        return len(self._threads)
+        return self._num_pulls
 
     def fetch(self, pull: Pull) -> None:
         """`quire.worker.cache.pull.Fetch`: begins, and returns at once. In any thread."""
@@ -112,18 +118,11 @@ class Borrower:
         assert source is not None, "a pull from another group has a source"
         with self._lock:
             expected = self._expected.pop(source, None)
-        thread = threading.Thread(
-            target=self._run, args=(pull, source, expected), name="quire-kv-pull", daemon=True
-        )
         with self._lock:
-            reason = self._why_not(source)
+            reason = self._why_not(source) or self._provide_thread()
             if not reason:
-                self._threads.add(thread)
-                try:
-                    thread.start()
-                except RuntimeError as error:  # The process may have no more of them.
-                    self._threads.discard(thread)
-                    reason = str(error)
+                self._num_pulls += 1
+                self._jobs.put((pull, source, expected))
         if reason:
             self._end(pull, expected, _told(source, reason))
 
@@ -148,6 +147,8 @@ class Borrower:
         with self._lock:
             self._is_closing = True
             threads = list(self._threads)
+        for _ in threads:
+            self._jobs.put(None)
         until_s = time.monotonic() + _JOIN_S
         for thread in threads:
             await asyncio.to_thread(thread.join, max(0.0, until_s - time.monotonic()))
@@ -157,13 +158,35 @@ class Borrower:
         """Why nothing is fetched from there now; empty where it may be."""
         if self._is_closing:
             return "this group is stopping"
-        if len(self._threads) >= _MAX_PULLS:
+        if self._num_pulls >= _MAX_PULLS:
             return f"busy: {_MAX_PULLS} pulls are under way"
         if time.monotonic() < self._shunned.get(source.address, 0.0):
             return "it failed a moment ago"
         return ""
 
+    def _provide_thread(self) -> str:
+        """Starts a thread where none is idle. Returns why it cannot; empty where there is one."""
+        if len(self._threads) > self._num_pulls:
+            return ""
+        thread = threading.Thread(target=self._run_all, name="quire-kv-pull", daemon=True)
+        self._threads.add(thread)
+        try:
+            thread.start()
+        except RuntimeError as error:  # The process may have no more of them.
+            self._threads.discard(thread)
+            return str(error)
+        return ""
+
     # In the thread of a pull.
+
+    def _run_all(self) -> None:
+        """One pull after another, until too many threads are idle."""
+        while (job := self._jobs.get()) is not None:
+            self._run(*job)
+            with self._lock:
+                if len(self._threads) - self._num_pulls > _MAX_IDLE:
+                    self._threads.discard(threading.current_thread())
+                    return
 
     def _run(self, pull: Pull, source: PeerSource, expected: "_Expected | None") -> None:
         error = ""
@@ -187,7 +210,7 @@ class Borrower:
             error = _told(source, repr(raised))
         finally:
             with self._lock:
-                self._threads.discard(threading.current_thread())
+                self._num_pulls -= 1
             self._end(pull, expected, error)
 
     def _end(self, pull: Pull, expected: "_Expected | None", error: str) -> None:
@@ -213,6 +236,7 @@ class Borrower:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
 
+_Job = tuple[Pull, PeerSource, "_Expected | None"]
 Ask = Callable[[PeerSource, pb.BlocksRequest], "concurrent.futures.Future[pb.BlocksLoan]"]
 
 

@@ -22,8 +22,11 @@ from quire.cluster.supervise import keep_going
 from quire.worker.api.engine_stats import EngineStats
 from quire.worker.api.errors import InvalidRequest, QueueFull, QuireError, RankFailure
 from quire.worker.api.events import BlockEvent, EventBatch
+from quire.worker.api.hashing import BlockHashes
+from quire.worker.api.kv_format import KvFormat
 from quire.worker.api.outputs import TokenDelta
 from quire.worker.api.request import Prepared
+from quire.worker.cache.loan import Loan
 from quire.worker.engine import Engine
 
 _log = logging.getLogger(__name__)
@@ -129,6 +132,15 @@ class EngineLoop:
             future.cancel()
             raise self.failed.result() if self.failed.done() else _closed()
         return future.result()
+
+    def lend_kept(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | None:
+        """Lends ``hashes`` if host memory keeps them all, without waiting for a step."""
+        if self._why_not() is not None:
+            return None
+        loan = self._engine.lend_kept(hashes, borrower_format=borrower_format)
+        if loan is not None:
+            self._inbox.put(lambda: None)  # The engine takes its slots back, asleep or not.
+        return loan
 
     def _why_not(self) -> QuireError | None:
         """Why the engine takes no more commands; None if it does."""

@@ -31,6 +31,7 @@ from quire.worker.api.errors import QueueFull, RankFailure
 from quire.worker.api.hashing import HASH_BYTES, BlockHashes
 from quire.worker.api.kv_format import KvFormat
 from quire.worker.cache.loan import Lent, Loan
+from quire.worker.cache.pace import Pace
 from quire.worker.engine import Engine
 
 _log = logging.getLogger(__name__)
@@ -59,6 +60,12 @@ class Call(Protocol):
     def __call__(self, function: Callable[[Engine], T]) -> Awaitable[T]: ...
 
 
+class LendKept(Protocol):
+    """`EngineLoop.lend_kept`."""
+
+    def __call__(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | None: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Offer:
     loan: Loan
@@ -69,12 +76,14 @@ class _Offer:
 class Lender:
     """Answers `Blocks` calls, in the event loop that it was made in, and sends what they ask for.
 
-    ``call`` runs a function in the engine's thread. ``tls`` is that of the group's gRPC port.
+    ``call`` runs a function in the engine's thread; ``lend_kept`` need not wait for that. ``tls``
+    is that of the group's gRPC port.
     """
 
     def __init__(
         self,
         call: Call,
+        lend_kept: LendKept,
         *,
         format: KvFormat,
         host: str,
@@ -85,6 +94,7 @@ class Lender:
         claim_s: float = _CLAIM_S,
     ) -> None:
         self._call = call
+        self._lend_kept = lend_kept
         self._format = format
         self._bytes_per_s = bytes_per_s
         self._lease_s, self._stall_s, self._claim_s = lease_s, stall_s, claim_s
@@ -93,7 +103,7 @@ class Lender:
         self._places: set[bytes] = set()  # Tickets of all loans, asked for, offered and running.
         self._offers: dict[bytes, _Offer] = {}
         self._senders: dict[socket.socket, threading.Thread] = {}
-        self._paces: WeakValueDictionary[str, _Pace] = WeakValueDictionary()
+        self._paces: WeakValueDictionary[str, Pace] = WeakValueDictionary()
         self._is_closing = threading.Event()
         self._listener = KvListener(host, tls=tls, take=self._take)
 
@@ -133,8 +143,13 @@ class Lender:
                 self._offer(ticket, loan)
             return loan
 
+        kept = None
+        if not request.most_useful_bytes:
+            kept = self._lend_kept(hashes, borrower_format=borrowers)
+        if kept is not None:
+            self._offer(ticket, kept)
         try:
-            loan = await self._call(borrow)
+            loan: Loan | str = await self._call(borrow) if kept is None else kept
         except (RankFailure, QueueFull) as error:
             self._end(ticket)
             return _refusal(str(error))
@@ -165,7 +180,7 @@ class Lender:
         for thread in senders.values():
             thread.join(max(0.0, until_s - time.monotonic()))
 
-    # In the engine's thread.
+    # In the engine's thread or the event loop.
 
     def _offer(self, ticket: bytes, loan: Loan) -> None:
         """Lets a borrower come for ``loan``, for a while."""
@@ -205,7 +220,7 @@ class Lender:
             if self._is_closing.is_set() or ticket not in self._offers:
                 return False
             offer = self._offers.pop(ticket)
-            pace = self._paces.setdefault(host, _Pace(self._bytes_per_s))
+            pace = self._paces.setdefault(host, Pace(self._bytes_per_s))
             thread = threading.Thread(
                 target=self._serve,
                 args=(ticket, offer, connection, pace),
@@ -224,9 +239,7 @@ class Lender:
 
     # In a thread of each loan.
 
-    def _serve(
-        self, ticket: bytes, offer: _Offer, connection: socket.socket, pace: "_Pace"
-    ) -> None:
+    def _serve(self, ticket: bytes, offer: _Offer, connection: socket.socket, pace: Pace) -> None:
         try:
             with connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -241,7 +254,7 @@ class Lender:
                 del self._senders[connection]
             self._end(ticket)
 
-    def _send(self, offer: _Offer, connection: socket.socket, pace: "_Pace") -> None:
+    def _send(self, offer: _Offer, connection: socket.socket, pace: Pace) -> None:
         """Raises OSError: the connection broke, or the borrower took too long."""
         loan, reason = offer.loan, ""
         num_sent = 0
@@ -272,23 +285,6 @@ class Lender:
             if lent is not None or loan.error:
                 return lent
         return None
-
-
-class _Pace:
-    """How fast one borrower is sent blocks, over all its loans."""
-
-    def __init__(self, bytes_per_s: float) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_s = 0.0
-        self._lock = threading.Lock()
-
-    def delay_s(self, num_bytes: int) -> float:
-        """How long to wait before so many bytes are sent."""
-        with self._lock:
-            now_s = time.monotonic()
-            begin_s = max(self._free_s, now_s)
-            self._free_s = begin_s + num_bytes / self._bytes_per_s
-            return begin_s - now_s
 
 
 def _bound_sends(connection: socket.socket, timeout_s: float) -> None:

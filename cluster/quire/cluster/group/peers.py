@@ -4,14 +4,15 @@ import asyncio
 import ssl
 
 from quire.cluster.group.borrowing import Borrower
-from quire.cluster.group.lending import Call, Lender
+from quire.cluster.group.lending import Call, Lender, LendKept
 from quire.cluster.group.warming import Warming
 from quire.v1 import group_pb2 as pb
 from quire.worker.api.kv_format import KvFormat
 
 
 class Peers:
-    """Made inside an event loop, as ``borrower`` was, whose pulls the engine behind ``call`` makes.
+    """Made inside an event loop, as ``borrower`` was, whose pulls the engine behind ``call`` and
+    ``lend_kept`` makes.
 
     ``tls`` is that of the group's gRPC port on ``host``.
     """
@@ -20,13 +21,14 @@ class Peers:
         self,
         borrower: Borrower,
         call: Call,
+        lend_kept: LendKept,
         *,
         format: KvFormat,
         host: str,
         tls: ssl.SSLContext | None,
     ) -> None:
         self._borrower = borrower
-        self._lender = Lender(call, format=format, host=host, tls=tls)
+        self._lender = Lender(call, lend_kept, format=format, host=host, tls=tls)
         self._warming = Warming(borrower, call, format=format)
 
     @property

@@ -87,6 +87,7 @@ class GroupServer:
             self._peers = Peers(
                 borrower,
                 self._engine_loop.call,
+                self._engine_loop.lend_kept,
                 format=kv_format,
                 host=config.group_host,
                 tls=tls.context if tls else None,

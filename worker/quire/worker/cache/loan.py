@@ -6,6 +6,7 @@ slots back.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,7 +24,9 @@ class Lent:
     """Which of the loan's blocks it is."""
     slot: int
     checksum: bytes = b""
-    """XXH3 of its bytes, 128 bits; empty until the consumer has it."""
+    """XXH3 of its bytes, 128 bits; until the consumer has it, what it must be, if that is known."""
+    is_kept: bool = False
+    """It lay in host memory before, so that no step has copied it."""
 
 
 class Loan:
@@ -41,17 +44,21 @@ class Loan:
         format: KvFormat,
         host_blocks_XC: Bytes,
         on_change: Callable[[], None],
+        pause_s: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
-        """``on_change`` is called, in the consumer's thread, when there are slots to take back."""
+        """``on_change`` is called, in the consumer's thread, when there are slots to take back.
+        ``pause_s`` tells how long to wait before so many bytes of kept blocks are read."""
         self.hashes = hashes
         self.parents = parents
         self.format = format
         self.host_blocks_XC = host_blocks_XC
         self._on_change = on_change
+        self._pause_s = pause_s
         self._changed = threading.Condition()
         self._ready: deque[Lent] = deque()
         self._returned: list[int] = []
         self._error = ""
+        self._corrupt: list[BlockHash] = []
         self._is_closed = False
 
     # For the consumer.
@@ -62,14 +69,27 @@ class Loan:
         return self._error
 
     def next(self, timeout_s: float) -> Lent | None:
-        """The next block, in order; ``None`` after ``timeout_s`` and once there is an `error`. The
-        checksum of one that came from the KV cache is computed here, beside the engine's steps."""
+        """The next block, in order; ``None`` after ``timeout_s`` and once there is an `error`. Its
+        checksum is computed here, beside the engine's steps; one that differs from the known one
+        ends the loan."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error, timeout_s)
             lent = self._ready.popleft() if self._ready else None
-        if lent is None or lent.checksum:
-            return lent
-        return replace(lent, checksum=checksum_of(self.host_blocks_XC[lent.slot]))
+        if lent is None:
+            return None
+        block_C = self.host_blocks_XC[lent.slot]
+        if lent.is_kept:
+            time.sleep(self._pause_s(len(block_C)))
+        checksum = checksum_of(block_C)
+        if lent.checksum in (b"", checksum):
+            return replace(lent, checksum=checksum)
+        name = self.hashes[lent.index]
+        with self._changed:
+            self._ready.clear()
+            self._error = f"block {lent.index} ({name.hex()[:16]}) is corrupt"
+            self._corrupt.append(name)
+        self.give_back(lent.slot)
+        return None
 
     def give_back(self, slot: int) -> None:
         """The block's bytes are not read any more."""
@@ -91,8 +111,15 @@ class Loan:
 
     def lend(self, lent: Lent) -> None:
         with self._changed:
-            self._ready.append(lent)
-            self._changed.notify()
+            if not self._error:
+                self._ready.append(lent)
+                self._changed.notify()
+
+    def take_corrupt(self) -> list[BlockHash]:
+        """Blocks that were found not to be what they should be, since the last call."""
+        with self._changed:
+            corrupt, self._corrupt = self._corrupt, []
+            return corrupt
 
     def take_returned(self) -> list[int]:
         """Slots that were given back since the last call. With a closed loan, all others too are

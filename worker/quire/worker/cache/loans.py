@@ -2,7 +2,10 @@
 threads that send them to other groups.
 
 A loan's blocks are held until it ends: closed by its consumer, or because its lease is over. While
-sequences decode, copies for loans take a small share of each step.
+sequences decode, copies for loans take a small share of each step. What host memory keeps is lent
+from where it lies, and a chain that lies there whole without the engine's thread: `lend_kept` does
+not wait for a step. While sequences decode, it is read as slowly as others are copied: on a CPU,
+the decodes need the memory's bandwidth.
 """
 
 from collections import deque
@@ -12,9 +15,9 @@ from dataclasses import dataclass, field
 from quire.worker.api.hashing import BlockHash, BlockHashes
 from quire.worker.api.kv_format import Bytes, KvFormat
 from quire.worker.cache.blocks import BlockId, BlockPool
-from quire.worker.cache.checksum import checksum_of
 from quire.worker.cache.copies import Copies, Slot
 from quire.worker.cache.loan import Lent, Loan
+from quire.worker.cache.pace import Pace
 from quire.worker.cache.shelf import Shelf
 
 MAX_LOANS = 16
@@ -68,18 +71,21 @@ class Loans:
         self._on_corrupt = on_corrupt
         self._clock = clock
         self._lendings = deque[_Lending]()
+        self._begun = deque[_Lending]()  # By other threads.
         self._num_held = 0
         self._credit = 0.0  # Bytes that loans may still take.
+        self._pace = Pace(_STEP_SHARE * _BYTES_PER_S)
+        self._is_decoding = False
 
     @property
     def num_loans(self) -> int:
-        return len(self._lendings)
+        return len(self._lendings) + len(self._begun)
 
     def lend(self, hashes: BlockHashes) -> Loan | str:
         """The longest beginning of ``hashes`` that the KV cache has, then host memory; or why none
         is lent."""
-        if len(self._lendings) >= MAX_LOANS:
-            return f"busy: {len(self._lendings)} loans are under way"
+        if self.num_loans >= MAX_LOANS:
+            return f"busy: {self.num_loans} loans are under way"
         found = self._pool.match(hashes)
         block_ids = found[: self._most_held]
         if found and not block_ids:
@@ -90,10 +96,26 @@ class Loans:
         self._pool.hold(block_ids)
         return self._begin(names, parents, block_ids, slots)
 
+    def lend_kept(self, hashes: BlockHashes) -> Loan | None:
+        """All of ``hashes``, if host memory keeps them. May be called in any thread."""
+        if self.num_loans >= MAX_LOANS or not hashes:
+            return None
+        pinned = self._shelf.pin_all(hashes)
+        if pinned is None:
+            return None
+        parent, kept = pinned
+        loan = self._loan(hashes, [parent, *list(hashes)[:-1]])
+        for index, (slot, checksum) in enumerate(kept):
+            loan.lend(Lent(index, slot, checksum, is_kept=True))
+        pins = {slot for slot, _ in kept}
+        until_s = self._clock() + LEASE_S
+        self._begun.append(_Lending(loan, until_s, deque(), holds=[], pins=pins))
+        return loan
+
     def lend_most_useful(self, num_bytes: int) -> Loan | str:
         """Blocks of the KV cache that requests find most often, with those before them."""
-        if len(self._lendings) >= MAX_LOANS:
-            return f"busy: {len(self._lendings)} loans are under way"
+        if self.num_loans >= MAX_LOANS:
+            return f"busy: {self.num_loans} loans are under way"
         if not self._most_held:
             return _ALL_HELD
         num_blocks = min(num_bytes // self._format.block_bytes, self._most_held)
@@ -105,15 +127,22 @@ class Loans:
 
     def advance(self, *, is_decoding: bool, step_s: float) -> None:
         """Takes back what consumers have read, and has more copied for them, by turns."""
+        self._is_decoding = is_decoding
         per_step = _STEP_SHARE * step_s * _BYTES_PER_S
         # What a step leaves adds up to a block, where a block is more than a step's share.
         self._credit = min(self._credit + per_step, max(per_step, self._format.block_bytes))
         if not is_decoding:
             self._credit = float("inf")
         self._lendings.rotate(-1)
+        while self._begun:
+            self.num_lent_tokens += len(self._begun[0].pins) * self._pool.block_size
+            self._lendings.append(self._begun.popleft())
         for lending in list(self._lendings):
             loan = lending.loan
             is_closed = loan.is_closed
+            for name in loan.take_corrupt():
+                self._fail(lending, loan.error)
+                self._on_corrupt(name)
             for slot in map(Slot, loan.take_returned()):
                 self._take_back(lending, slot)
             if is_closed:
@@ -132,7 +161,7 @@ class Loans:
         return had_some
 
     def close(self) -> None:
-        for lending in self._lendings:
+        for lending in (*self._lendings, *self._begun):
             lending.loan.fail("the engine is closed")
 
     def _begin(
@@ -142,13 +171,7 @@ class Loans:
         block_ids: Sequence[BlockId],
         slots: Sequence[Slot],
     ) -> Loan:
-        loan = Loan(
-            names,
-            parents,
-            format=self._format,
-            host_blocks_XC=self._host_XC,
-            on_change=self._on_change,
-        )
+        loan = self._loan(names, parents)
         blocks = deque[tuple[int, BlockId | None, Slot | None]]()
         blocks += [(index, block_id, None) for index, block_id in enumerate(block_ids)]
         blocks += [(index, None, slot) for index, slot in enumerate(slots, len(block_ids))]
@@ -159,6 +182,16 @@ class Loans:
         if names:
             self._lendings.append(lending)
         return loan
+
+    def _loan(self, names: BlockHashes, parents: list[BlockHash | None]) -> Loan:
+        return Loan(
+            names,
+            parents,
+            format=self._format,
+            host_blocks_XC=self._host_XC,
+            on_change=self._on_change,
+            pause_s=lambda num: self._pace.delay_s(num) if self._is_decoding else 0.0,
+        )
 
     @property
     def _most_held(self) -> int:
@@ -183,34 +216,28 @@ class Loans:
         """Has as many blocks copied or lent as the credit and the free slots allow."""
         ready: list[tuple[int, Slot]] = []
         most = max(1, (self._shelf.num_free + len(lending.out)) // (2 * len(self._lendings)))
-        while lending.blocks and self._credit >= self._format.block_bytes:
+        while lending.blocks:
             index, block_id, slot = lending.blocks[0]
             if block_id is None:
                 assert slot is not None
                 if ready or lending.num_copying:
                     break  # Blocks are lent in their order.
-                lending.blocks.popleft()
-                self._lend_kept(lending, index, slot)
-            elif len(lending.out) < most and (taken := self._shelf.take(1)):
-                lending.blocks.popleft()
+                self._lend(lending, Lent(index, slot, self._shelf.checksum(slot), is_kept=True))
+            elif (
+                self._credit >= self._format.block_bytes
+                and len(lending.out) < most
+                and (taken := self._shelf.take(1))
+            ):
+                self._credit -= self._format.block_bytes
                 lending.out.update(taken)
                 self._copies.out(block_id, taken[0])
                 ready.append((index, taken[0]))
             else:
                 break
-            self._credit -= self._format.block_bytes
+            lending.blocks.popleft()
         if ready:
             lending.num_copying += 1
             self._copies.then(lambda: self._copied(lending, ready))
-
-    def _lend_kept(self, lending: _Lending, index: int, slot: Slot) -> None:
-        checksum = checksum_of(self._host_XC[slot])
-        if self._shelf.checksum(slot) in (b"", checksum):
-            self._lend(lending, Lent(index, slot, checksum))
-        else:
-            name = lending.loan.hashes[index]
-            self._fail(lending, f"block {index} ({name.hex()[:16]}) is corrupt")
-            self._on_corrupt(name)
 
     def _copied(self, lending: _Lending, ready: list[tuple[int, Slot]]) -> None:
         lending.num_copying -= 1

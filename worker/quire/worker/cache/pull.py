@@ -7,6 +7,7 @@ length needs only a few slots, and waits where the engine has no room.
 """
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Pull:
         host_blocks_XC: Bytes,
         source: Source,
         on_change: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``on_change`` is called, in the fetcher's thread, when there is something to `take`."""
         self.hashes = hashes
@@ -55,6 +57,10 @@ class Pull:
         """Why it ended early, with the source's name; for logs and explanations."""
         self.num_bytes = 0
         """Received, checked or not."""
+        self.began_s = clock()
+        self.first_s: float | None = None
+        """From then until its first block had landed."""
+        self._clock = clock
         self._on_change = on_change
         self._changed = threading.Condition()
         self._granted: deque[int] = deque()
@@ -77,6 +83,8 @@ class Pull:
 
     def landed(self, index: int, slot: int, checksum: bytes) -> None:
         """The block's bytes are in the slot, and have this checksum."""
+        if self.first_s is None:
+            self.first_s = self._clock() - self.began_s
         with self._changed:
             self._landed.append(Landed(index, slot, checksum))
         self._on_change()

@@ -14,10 +14,11 @@ from quire.worker.api.hashing import BlockHash, BlockHashes
 from quire.worker.api.kv_format import Bytes, KvFormat, PeerSource
 from quire.worker.cache.blocks import BlockId, BlockPool
 from quire.worker.cache.copies import Copies, Slot
-from quire.worker.cache.pull import Fetch, Landed, Pull
+from quire.worker.cache.pull import Fetch, Landed, Pull, Source
 from quire.worker.cache.shelf import Shelf
 
 _MAX_ARRIVALS = 64
+_MAX_ORIGINS = 256
 _MAX_GRANTED = 16
 """Arrivals from one source that have slots at a time, the oldest ones: as many loans as a group
 gives."""
@@ -32,11 +33,33 @@ _ROOM_SHARE = 1 / 32
 
 
 @dataclass(eq=False)
+class Origin:
+    """The disk or a group that blocks come from, and how it has answered."""
+
+    num_landed: int = 0
+    """Blocks that came from there."""
+    first_s: float = 0.0
+    """How long a pull takes until its first block has landed, about."""
+    num_declined: int = 0
+    """Pulls since the last one that were not made, as they take too long."""
+
+    def answered(self, first_s: float) -> None:
+        """A pull's first block landed after ``first_s``."""
+        self.first_s = (self.first_s + first_s) / 2 if self.first_s else first_s
+        self.num_declined = 0
+
+    def was_silent(self, for_s: float) -> None:
+        """A pull was given up after so long, and no block had landed."""
+        self.first_s = max(self.first_s, for_s)
+        self.num_declined = 0
+
+
+@dataclass(eq=False)
 class Arrival:
     pull: Pull
+    origin: Origin
     parents: Sequence[BlockHash | None]
     """The name of the block before each."""
-    began_s: float
     is_chain: bool
     """Whether somebody waits for the chain; else blocks are let go as they come."""
     holds: list[BlockId] = field(default_factory=list)
@@ -48,11 +71,6 @@ class Arrival:
     num_users: int = 0
     is_over: bool = False
     """Nothing more comes."""
-
-    @property
-    def from_group(self) -> str | None:
-        """The id of the group that it comes from; ``None`` is the disk."""
-        return None if self.pull.source is None else self.pull.source.group_id
 
     @property
     def num_lying(self) -> int:
@@ -78,8 +96,6 @@ class Pulls:
     ) -> None:
         self.num_disk_tokens = self.num_peer_tokens = self.num_failed = 0
         self.disk_s = self.peer_s = 0.0
-        self.num_arrived = Counter[str | None]()
-        """Blocks of chains that came from each group; ``None`` is the disk."""
         self._pool = pool
         self._shelf = shelf
         self._copies = copies
@@ -90,6 +106,7 @@ class Pulls:
         self._on_change = on_change
         self._clock = clock
         self._arrivals: list[Arrival] = []
+        self._origins: dict[str | None, Origin] = {}
         self._coming: dict[BlockHash, Arrival] = {}
         self._num_held = 0
         self._distrusted: set[str] = set()
@@ -101,6 +118,16 @@ class Pulls:
     def coming(self, block_hash: BlockHash) -> Arrival | None:
         """What brings a block, if anything does."""
         return self._coming.get(block_hash)
+
+    def origin(self, source: Source) -> Origin:
+        """What is known about a source."""
+        group_id = None if source is None else source.group_id
+        # The newest: those whose groups have gone are forgotten.
+        origin = self._origins.pop(group_id, None) or Origin()
+        self._origins[group_id] = origin
+        if len(self._origins) > _MAX_ORIGINS:
+            del self._origins[next(iter(self._origins))]
+        return origin
 
     def has_room_for(self, num_blocks: int) -> bool:
         """Whether arrivals may hold so many more blocks."""
@@ -190,8 +217,9 @@ class Pulls:
             host_blocks_XC=self._host_XC,
             source=source,
             on_change=self._on_change,
+            clock=self._clock,
         )
-        arrival = Arrival(pull, parents, self._clock(), is_chain, holds)
+        arrival = Arrival(pull, self.origin(source), parents, is_chain, holds)
         self._num_held += len(holds)
         self._arrivals.append(arrival)
         if is_chain:
@@ -210,9 +238,10 @@ class Pulls:
         num = Counter[str | None]()
         for arrival in self._arrivals:
             pull = arrival.pull
-            if pull.is_over or pull.is_cancelled or num[arrival.from_group] >= _MAX_GRANTED:
+            group = None if pull.source is None else pull.source.group_id
+            if pull.is_over or pull.is_cancelled or num[group] >= _MAX_GRANTED:
                 continue
-            num[arrival.from_group] += 1
+            num[group] += 1
             num_wanted = len(pull.hashes) - arrival.num_here
             num_more = min(num_wanted, most) - arrival.num_lying
             # Each has one, so that none waits for another.
@@ -237,7 +266,7 @@ class Pulls:
                 arrival.landed.popleft()
                 self._shelf.give_back([slot])
                 if here is not None:
-                    self._arrived(arrival)
+                    arrival.num_here += 1
                     self._keep(arrival, here)
                 elif is_lost:
                     arrival.pull.cancel()  # What follows could not be found.
@@ -257,7 +286,7 @@ class Pulls:
             if parent is not None:
                 pool.release([parent])
             self._copies.then(lambda slot=slot: self._shelf.give_back([slot]))  # type: ignore[misc]
-            self._arrived(arrival)
+            arrival.num_here += 1
             self._count(arrival)
             if arrival.is_chain:
                 arrival.holds.append(block_id)
@@ -265,11 +294,6 @@ class Pulls:
             else:
                 pool.release([block_id])
             self._coming.pop(name, None)
-
-    def _arrived(self, arrival: Arrival) -> None:
-        arrival.num_here += 1
-        if arrival.is_chain:
-            self.num_arrived[arrival.from_group] += 1
 
     def _keep(self, arrival: Arrival, block_id: BlockId) -> None:
         """Somebody else has computed the block meanwhile."""
@@ -279,6 +303,7 @@ class Pulls:
             self._num_held += 1
 
     def _count(self, arrival: Arrival) -> None:
+        arrival.origin.num_landed += 1
         if arrival.pull.source is None:
             self.num_disk_tokens += self._pool.block_size
         else:
@@ -287,7 +312,7 @@ class Pulls:
     def _end(self, arrival: Arrival) -> None:
         arrival.is_over = True
         self._arrivals.remove(arrival)
-        seconds = self._clock() - arrival.began_s
+        seconds = self._clock() - arrival.pull.began_s
         if arrival.pull.source is None:
             self.disk_s += seconds
         else:

@@ -11,8 +11,9 @@ what the KV cache has too, then the block with the least expected hits, as in th
 the other and back: without them, each tier would learn of half of them.
 """
 
+import threading
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from quire.worker.api.events import EventLog
 from quire.worker.api.hashing import BlockHash
@@ -23,7 +24,7 @@ HOST_TIER = 1
 
 
 class Shelf:
-    """Used from the engine's thread."""
+    """Used from the engine's thread, but for `pin_all`."""
 
     def __init__(
         self,
@@ -48,6 +49,8 @@ class Shelf:
         self._children: dict[BlockHash, set[BlockHash]] = {}
         self._spare: dict[BlockHash, None] = {}
         self._clock = 0  # Ticks once per block kept.
+        # Held while pins change, and what is kept.
+        self._lock = threading.RLock()
 
     @property
     def num_free(self) -> int:
@@ -99,43 +102,46 @@ class Shelf:
     ) -> Slot | None:
         """A slot for a block that the KV cache evicts, pinned for the caller, who fills it and
         says so by `filled`; ``None`` where the block is not kept, or has its slot already."""
-        slot = self._slot_of.get(block_hash)
-        if slot is not None:
-            self._spare.pop(block_hash, None)
-            self._withdraw(slot)
+        with self._lock:
+            slot = self._slot_of.get(block_hash)
+            if slot is not None:
+                self._spare.pop(block_hash, None)
+                self._withdraw(slot)
+                self._release(slot, num_hits)
+                self._offer(slot)
+                return None
+            has_room = self.num_kept < self.max_kept or self._evict()
+            if not (has_room and self._free):
+                self._drop_behind(block_hash)
+                return None
+            slot = self._free.pop()
+            self._clock += 1
+            self._slot_of[block_hash] = slot
+            self._name_of[slot] = block_hash, parent
+            self._checksums[slot] = b""
+            self._pins[slot] = 1
+            self._filling.add(slot)
+            if parent is not None:
+                self._children.setdefault(parent, set()).add(block_hash)
             self._release(slot, num_hits)
-            self._offer(slot)
-            return None
-        has_room = self.num_kept < self.max_kept or self._evict()
-        if not (has_room and self._free):
-            self._drop_behind(block_hash)
-            return None
-        slot = self._free.pop()
-        self._clock += 1
-        self._slot_of[block_hash] = slot
-        self._name_of[slot] = block_hash, parent
-        self._checksums[slot] = b""
-        self._pins[slot] = 1
-        self._filling.add(slot)
-        if parent is not None:
-            self._children.setdefault(parent, set()).add(block_hash)
-        self._release(slot, num_hits)
-        self._log.stored([block_hash], tier=HOST_TIER)
-        return slot
+            self._log.stored([block_hash], tier=HOST_TIER)
+            return slot
 
     def filled(self, slot: Slot) -> None:
         """The block lies in the slot, still pinned, that `keep` returned."""
-        self._filling.discard(slot)
+        with self._lock:
+            self._filling.discard(slot)
 
     def loaded(self, slots: Iterable[Slot]) -> None:
         """The KV cache has these blocks again: they are the first to go."""
-        for slot in slots:
-            named = self._name_of[slot]
-            assert named is not None
-            self._withdraw(slot)
-            self._policy.hit(slot)
-            self._policy.held(slot, now=self._clock)
-            self._spare[named[0]] = None
+        with self._lock:
+            for slot in slots:
+                named = self._name_of[slot]
+                assert named is not None
+                self._withdraw(slot)
+                self._policy.hit(slot)
+                self._policy.held(slot, now=self._clock)
+                self._spare[named[0]] = None
 
     def checksum(self, slot: Slot) -> bytes:
         """Checksum of the kept block's bytes; empty where nobody has computed it."""
@@ -146,27 +152,44 @@ class Shelf:
 
     def pin(self, slot: Slot) -> None:
         """A step or a thread uses the kept block's slot: it is not evicted until `unpin`."""
-        self._pins[slot] += 1
-        self._withdraw(slot)
+        with self._lock:
+            self._pins[slot] += 1
+            self._withdraw(slot)
+
+    def pin_all(
+        self, hashes: Sequence[BlockHash]
+    ) -> tuple[BlockHash | None, list[tuple[Slot, bytes]]] | None:
+        """Pins the blocks of a chain if all are kept: the name of the block before them, and the
+        slot and checksum of each. May be called in any thread."""
+        with self._lock:
+            slots = self.match(hashes)
+            if len(slots) < len(hashes):
+                return None
+            for slot in slots:
+                self.pin(slot)
+            return self.parent(hashes[0]), [(slot, self._checksums[slot]) for slot in slots]
 
     def unpin(self, slot: Slot) -> None:
-        self._pins[slot] -= 1
-        assert self._pins[slot] >= 0, f"slot {slot} was unpinned too often"
-        if not self._pins[slot]:
-            if self._name_of[slot] is None:
-                self._free.append(slot)  # It was dropped meanwhile.
-            else:
-                self._offer(slot)
+        with self._lock:
+            self._pins[slot] -= 1
+            assert self._pins[slot] >= 0, f"slot {slot} was unpinned too often"
+            if not self._pins[slot]:
+                if self._name_of[slot] is None:
+                    self._free.append(slot)  # It was dropped meanwhile.
+                else:
+                    self._offer(slot)
 
     def drop(self, block_hash: BlockHash) -> None:
         """Forgets a kept block that is of no use, and those behind it in its chain."""
-        self._drop_behind(block_hash)
-        self._forget(self._slot_of[block_hash])
+        with self._lock:
+            self._drop_behind(block_hash)
+            self._forget(self._slot_of[block_hash])
 
     def reset(self) -> None:
         """Forgets all kept blocks."""
-        for slot in list(self._slot_of.values()):
-            self._forget(slot)
+        with self._lock:
+            for slot in list(self._slot_of.values()):
+                self._forget(slot)
 
     def _drop_behind(self, block_hash: BlockHash) -> None:
         """Forgets the kept blocks behind one that is in no tier any more."""

@@ -31,7 +31,7 @@ from quire.worker.cache.disk_saver import DiskSaver
 from quire.worker.cache.loan import Loan
 from quire.worker.cache.loans import Loans
 from quire.worker.cache.pull import Fetch
-from quire.worker.cache.pulls import Arrival, Pulls
+from quire.worker.cache.pulls import Arrival, Origin, Pulls
 from quire.worker.cache.shelf import HOST_TIER, Shelf
 from quire.worker.model.facts import ModelFacts
 from quire.worker.step.messages import Executor
@@ -177,11 +177,16 @@ class Travel:
         return self.checker.begin(self.on_shelf(hashes[len(self._pool.match(hashes)) :]))
 
     def want(
-        self, hashes: Sequence[BlockHash], *, num_useful: int, source: PeerSource | None
+        self,
+        hashes: Sequence[BlockHash],
+        *,
+        num_useful: int,
+        source: PeerSource | None,
+        pays: Callable[[Origin, int], bool],
     ) -> Arrival | None:
         """Has blocks brought of which the KV cache and the shelf have not all: the first
-        ``num_useful`` of a chain. ``None`` where nobody has enough of them. `Pulls.let_go` must
-        follow for each arrival that is returned."""
+        ``num_useful`` of a chain. ``None`` where nobody has enough of them, or to fetch that many
+        from there does not pay. `Pulls.let_go` must follow for each arrival that is returned."""
         held = self._pool.match(hashes[:num_useful])
         slots = self.on_shelf(hashes[len(held) : num_useful])
         num_here = len(held) + len(slots)
@@ -191,6 +196,8 @@ class Travel:
         if arrival is None:
             end, brings = self._end_of(hashes, num_here, num_useful, source)
             if (end - num_here) * self._pool.block_size < MIN_PULL_TOKENS:
+                return None
+            if not pays(self.pulls.origin(brings), end - num_here):
                 return None
             if not self.pulls.has_room_for(num_here):
                 return None
@@ -231,6 +238,12 @@ class Travel:
         if difference := self.format.difference(borrower_format):
             return f"formats differ: the lender's blocks have {difference}"
         return self.loans.lend(hashes)
+
+    def lend_kept(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | None:
+        """Lends ``hashes`` if host memory keeps them all. May be called in any thread."""
+        if self.format.difference(borrower_format):
+            return None
+        return self.loans.lend_kept(hashes)
 
     def stats(self) -> dict[str, Any]:
         """Counters of `EngineStats`, by name."""

@@ -3,19 +3,24 @@
 A request waits for more as long as what has landed would have taken longer to compute than it has
 waited, but for a tenth of the time in which all that it wants could be computed. After that it
 begins with what is there: so it ends at most that tenth later than if nothing had been fetched.
-What has landed is that of all requests that fetch from the same source meanwhile: else all of it
-would have been computed here.
+
+Requests that wait for the same source would be computed one after another. So what lands for one of
+them keeps all waiting, and the tenth is that of the mean of them: the streams of a group that
+drains wait together until their blocks come.
 
 Where steps are full of other prompts, it is queued then, and goes on fetching until its turn comes.
+Where a source's first block takes longer than a request may wait, and nothing else runs meanwhile,
+the source is asked for one such request in `_TRIED_EVERY` only.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
 from quire.worker.api.outputs import Fetched
 from quire.worker.cache.checker import Check
-from quire.worker.cache.pulls import Arrival
+from quire.worker.cache.pulls import Arrival, Origin
 from quire.worker.cache.travel import Travel
 from quire.worker.schedule.sequence import Sequence, Status
 
@@ -26,6 +31,7 @@ MIN_SLACK_S = 0.003
 """A group's answer alone takes about as long: without it, no short prefix would be fetched."""
 _UNKNOWN_SLACK_S = 0.25
 """How long a request waits for the next block before prompts were computed here."""
+_TRIED_EVERY = 8
 
 
 @dataclass
@@ -36,8 +42,8 @@ class _Waiting:
     """Blocks that were to come when it began to wait."""
     num_before: int
     """Those that had come by then."""
-    source_before: int
-    """Blocks that had come from the same source by then, for whomever."""
+    origin_before: int
+    """Those that had come from the same source by then, for any request."""
     before: Fetched
     """What it had fetched by then."""
 
@@ -46,12 +52,20 @@ class Arriving:
     """Belongs to the engine's thread."""
 
     def __init__(
-        self, travel: Travel, *, block_size: int, step_tokens: int, clock: Callable[[], float]
+        self,
+        travel: Travel,
+        *,
+        block_size: int,
+        step_tokens: int,
+        is_idle: Callable[[], bool],
+        clock: Callable[[], float],
     ) -> None:
-        """``step_tokens``: of prompts, that a step computes at most."""
+        """``step_tokens``: of prompts, that a step computes at most while blocks come for queued
+        ones. ``is_idle``: whether no other requests run."""
         self._travel = travel
         self._block_size = block_size
         self._step_tokens = step_tokens
+        self._is_idle = is_idle
         self._clock = clock
         self._waiting: dict[Sequence, _Waiting] = {}
         # Those whose blocks in host memory are being compared with their checksums before.
@@ -84,7 +98,8 @@ class Arriving:
     @property
     def left_s(self) -> float:
         """When the next one waits no longer, if nothing more lands; infinite where none waits."""
-        return min(map(self._left_s, self._waiting.values()), default=inf)
+        num_wanted = self._num_wanted()
+        return min([self._left_s(each, num_wanted) for each in self._waiting.values()], default=inf)
 
     @property
     def num_queued(self) -> int:
@@ -101,10 +116,12 @@ class Arriving:
             if not self._fetch(seq):
                 num_pending_tokens += seq.num_tokens
                 taken.append(seq)
+        num_wanted = self._num_wanted()
         for seq, waiting in list(self._waiting.items()):
-            if self._is_coming(waiting) and self._left_s(waiting) > 0:
+            if self._is_coming(waiting) and self._left_s(waiting, num_wanted) > 0:
                 continue
             waited_s = self._clock() - waiting.began_s
+            self._learn(waiting, waited_s)
             self._note(seq, waiting, waited_s)
             if self._is_coming(waiting) and num_pending_tokens >= self._step_tokens:
                 del self._waiting[seq]
@@ -141,37 +158,78 @@ class Arriving:
     def _fetch(self, seq: Sequence) -> bool:
         """Whether ``seq`` waits for blocks from disk or another group."""
         began_s = self._clock()  # To begin a pull takes a while, too.
+        before = seq.fetched or Fetched()
+
+        def pays(origin: Origin, num_blocks: int) -> bool:
+            if not self._is_too_slow(origin, num_blocks):
+                return True
+            seq.fetched = before._replace(error=_too_late(num_blocks, "would come"))
+            return False
+
         arrival = self._travel.want(
-            seq.hashes, num_useful=seq.num_shareable, source=seq.request.source
+            seq.hashes, num_useful=seq.num_shareable, source=seq.request.source, pays=pays
         )
         if arrival is None:
             return False
-        num_wanted = len(arrival.pull.hashes) - arrival.num_here
         self._waiting[seq] = _Waiting(
             arrival,
             began_s,
-            num_wanted,
-            arrival.num_here,
-            self._travel.pulls.num_arrived[arrival.from_group],
-            seq.fetched or Fetched(),
+            num_wanted=len(arrival.pull.hashes) - arrival.num_here,
+            num_before=arrival.num_here,
+            origin_before=arrival.origin.num_landed,
+            before=before,
         )
         return True
+
+    def _is_too_slow(self, origin: Origin, num_blocks: int) -> bool:
+        """Whether a request would wait for so many blocks in vain."""
+        if not self._num_tokens or not self._is_idle():
+            return False
+        if self._slack_s(num_blocks) >= origin.first_s or origin.num_declined >= _TRIED_EVERY - 1:
+            return False
+        origin.num_declined += 1
+        return True
+
+    def _learn(self, waiting: _Waiting, waited_s: float) -> None:
+        """How long the source takes, from a request that does not wait for it any more."""
+        arrival = waiting.arrival
+        if arrival.pull.first_s is not None:
+            arrival.origin.answered(arrival.pull.first_s)
+        elif self._is_coming(waiting):
+            arrival.origin.was_silent(waited_s)
 
     def _is_coming(self, waiting: _Waiting) -> bool:
         arrival = waiting.arrival
         return not arrival.is_over and arrival.num_here < len(arrival.pull.hashes)
 
-    def _left_s(self, waiting: _Waiting) -> float:
+    def _num_wanted(self) -> Counter[Origin]:
+        """Blocks of each source that requests wait for."""
+        num_wanted = Counter[Origin]()
+        # Those that wait for the same blocks would compute them once.
+        for waiting in {each.arrival: each for each in self._waiting.values()}.values():
+            num_wanted[waiting.arrival.origin] += waiting.num_wanted
+        return num_wanted
+
+    def _left_s(self, waiting: _Waiting, num_wanted: Counter[Origin]) -> float:
         """How much longer it waits if nothing more lands."""
-        num_arrived = self._travel.pulls.num_arrived[waiting.arrival.from_group]
-        num_landed = num_arrived - waiting.source_before
+        origin = waiting.arrival.origin
+        num_landed = origin.num_landed - waiting.origin_before
         if self._num_tokens:
-            block_s = self._seconds / self._num_tokens * self._block_size
-            slack_s = max(SLACK * block_s * waiting.num_wanted, MIN_SLACK_S)
-            patience_s = block_s * num_landed + slack_s
+            # Its own and all of them, one after another: half of the sum is the mean.
+            slack_s = self._slack_s((waiting.num_wanted + num_wanted[origin]) / 2)
+            patience_s = self._block_s * num_landed + slack_s
         else:
             patience_s = _UNKNOWN_SLACK_S * (1 + num_landed)
         return waiting.began_s + patience_s - self._clock()
+
+    @property
+    def _block_s(self) -> float:
+        """How long it takes to compute a block."""
+        return self._seconds / self._num_tokens * self._block_size
+
+    def _slack_s(self, num_blocks: float) -> float:
+        """How long a request may wait in vain for so many blocks."""
+        return max(SLACK * self._block_s * num_blocks, MIN_SLACK_S)
 
     def _note(self, seq: Sequence, waiting: _Waiting, waited_s: float) -> None:
         """What ``seq`` has of its pull so far."""
@@ -180,8 +238,7 @@ class Arriving:
         is_peer = arrival.pull.source is not None
         error = arrival.pull.error
         if not error and arrival.num_here < len(arrival.pull.hashes):
-            rest = len(arrival.pull.hashes) - arrival.num_here
-            error = f"{rest} blocks came too late: computing them is sooner"
+            error = _too_late(len(arrival.pull.hashes) - arrival.num_here, "came")
         before = waiting.before
         seq.fetched = before._replace(
             num_disk_tokens=before.num_disk_tokens + (0 if is_peer else num_tokens),
@@ -189,3 +246,7 @@ class Arriving:
             wait_s=before.wait_s + waited_s,
             error=error,
         )
+
+
+def _too_late(num_blocks: int, verb: str) -> str:
+    return f"{num_blocks} blocks {verb} too late: computing them is sooner"

@@ -11,6 +11,7 @@ from quire.worker.model.facts import ModelFacts
 from quire.worker.schedule.arriving import Arriving
 from quire.worker.schedule.compiling import Compiling
 from quire.worker.schedule.reading import Read, Reading, reader
+from quire.worker.schedule.scheduler import short_step
 from quire.worker.schedule.sequence import Sequence
 from quire.worker.text.grammar import Grammars
 from quire.worker.text.tokenizer import Tokenizer
@@ -27,8 +28,10 @@ class Entrance:
         load_tokenizer: Callable[[], Tokenizer] | None,
         read_adapter: Read | None,
         travel: Travel | None,
+        is_idle: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
+        """``is_idle``: whether no request is queued or runs."""
         self.compiling = Compiling(
             Grammars(
                 load_tokenizer or (lambda: Tokenizer.load(config.model)),
@@ -42,7 +45,8 @@ class Entrance:
             self.arriving = Arriving(
                 travel,
                 block_size=config.block_size,
-                step_tokens=config.max_num_batched_tokens,
+                step_tokens=short_step(config.max_num_batched_tokens),
+                is_idle=is_idle,
                 clock=clock,
             )
 

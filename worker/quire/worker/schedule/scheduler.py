@@ -31,6 +31,11 @@ _SHORT = 4
 """A short step computes this part of the tokens of prompts that others may."""
 
 
+def short_step(max_num_batched_tokens: int) -> int:
+    """Tokens of prompts that a short step computes at most."""
+    return max(1, max_num_batched_tokens // _SHORT)
+
+
 class Scheduler:
     """Running and waiting sequences, and their blocks. Decides, and executes nothing."""
 
@@ -131,7 +136,7 @@ class Scheduler:
         num_ready = sum([seq.num_uncomputed == 1 for seq in self.running]) - num_sitting
         budget = self._max_num_batched_tokens - num_ready
         if is_short:
-            budget = min(budget, max(1, self._max_num_batched_tokens // _SHORT))
+            budget = min(budget, short_step(self._max_num_batched_tokens))
         enough_blocks = True
         num_drafts = self._num_drafts(num_ready, num_sitting)
         for seq in self.running.copy():
