@@ -32,7 +32,10 @@ def test_no_fault_changes_a_token_and_each_is_named(capsys: pytest.CaptureFixtur
 def test_decodes_are_timed_beside_pulls_and_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert disturb(shape="S", num_streams=2, rounds=2, window_s=0.3, cache=tmp_path) == 0
+    done = disturb(
+        shape="S", num_streams=2, rounds=2, window_s=0.3, cache=tmp_path, from_host=False
+    )
+    assert done == 0
     assert "2 pairs of windows" in capsys.readouterr().out
 
 
