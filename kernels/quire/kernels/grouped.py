@@ -15,7 +15,7 @@ LINE = 8
 """Inputs that a kernel takes at once: groups are multiples of it."""
 
 _FACTORS = (1.08, 1.04, 1.0, 0.96, 0.92, 0.88, 0.84)
-"""Of the scale that holds a group's extreme."""
+"""Factors that are tried on the scale that just holds a group's extreme."""
 _LEAST_SCALE = 1e-30
 """Below it a quotient could overflow: the group is zeros."""
 _CHUNK = 1 << 17
@@ -33,7 +33,7 @@ class GroupedWeight:
     zero_OG: Tensor | None
     """uint8, 0 to 16; ``None`` is `ZERO` everywhere."""
     dtype: torch.dtype
-    """Of what it is multiplied with."""
+    """The type of the inputs that it is multiplied with."""
 
     @property
     def shape(self) -> torch.Size:

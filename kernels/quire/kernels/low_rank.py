@@ -166,7 +166,7 @@ class _Part:
     b: PlainLinear
     part: LowRank
     first: int
-    """Of the ranks of the adapter's parts of this layer."""
+    """The first of its ranks among those of all the adapter's parts of this layer."""
 
     @property
     def rank(self) -> int:

@@ -78,7 +78,7 @@ class NativeLinear(ABC):
         self._bias = None if bias_O is None else torch.empty(num_columns)
         self.dtype = weight_OI.dtype
         self.activation = activation
-        """Of a gated layer."""
+        """The activation, which only a gated layer applies."""
         self.shape = (num_out, num_in)
         self.num_out = columns
         self.weights = native_abi.LinearWeights(

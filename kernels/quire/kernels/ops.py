@@ -54,7 +54,7 @@ class LinearLayer(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix: outputs, of a gated layer gates and ups, and inputs."""
+        """The shape of the matrix: outputs (a gated layer's gates and ups) and inputs."""
 
     def __call__(self, x_TI: Tensor) -> Tensor: ...
 
@@ -128,12 +128,13 @@ class LowRank:
     """
 
     a_RI: Tensor
-    """Of the model's type, as is B: the columns of this rank's inputs."""
+    """The columns of this rank's inputs. A and B have the model's type."""
     b_OR: Tensor
     """This rank's outputs, in the layer's order: heads of Q and K are reordered as the layer's
     are."""
     first_row: int
-    """Of the layer's outputs on this rank: qkv is Q, K and V, gate_up is gates, then ups."""
+    """The first of the layer's outputs on this rank that it adds to: qkv is Q, K and V; gate_up is
+    gates, then ups."""
     scale: float
 
 
@@ -141,7 +142,7 @@ AdapterLayers = Mapping[str, tuple[LowRank, ...]]
 """What an adapter adds, by the layers' names: those of `Linear` and `GatedLinear`, and of a
 mixture's shared expert the mixture's name with ".shared.gate_up" or ".shared.down" behind it."""
 MAX_RANK = 256
-"""Of one `LowRank`."""
+"""The greatest rank of one `LowRank`."""
 
 
 class PackedAdapter:
@@ -165,7 +166,7 @@ class MixExperts:
     experts: tuple["Expert", ...]
     shared: "Expert | None"
     bias_EC: Tensor | None
-    """Of each expert's last product, float32: added once the ranks' shares are summed."""
+    """The bias of each expert's last product, float32, added once the ranks' shares are summed."""
     is_split: bool
     x: Value
     out: Value

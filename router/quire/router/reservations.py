@@ -50,7 +50,7 @@ class Group:
     num_reserved_requests: int = 0
     num_reserved_tokens: int = 0
     adapters: Counter[str] = field(default_factory=Counter)
-    """Of requests under way there."""
+    """How many requests under way there use each adapter."""
     reserved: deque["InFlight"] = field(default_factory=deque)
     """In the order of routing; those shown since by other means are passed over."""
     waits: Line = field(default_factory=lambda: Line(window=_WAITS_KEPT))

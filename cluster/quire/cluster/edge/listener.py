@@ -108,7 +108,7 @@ class HttpListener:
                 except OSError as error:
                     if error.errno == errno.EINVAL:  # Somebody has ended the listening socket.
                         return
-                    # Of the client, which is gone; or there is no file left.
+                    # The client is gone, or this process has no file descriptor left.
                     _log.warning("a connection cannot be accepted: %s", error)
                     await asyncio.sleep(_ACCEPT_PAUSE_S)
                     continue

@@ -50,7 +50,7 @@ class Echo:
         if not isinstance(body, CompletionBody) or not body.echo:
             return None
         spans = [span for (span,) in body.prompts()]
-        # Of a truncated prompt the tokens that are left are shown.
+        # The echo of a truncated prompt is made from the tokens that are left.
         is_whole = not takes_any_length(body.params())
         texts = [span.text if isinstance(span, Text) and is_whole else None for span in spans]
         return cls(texts, is_all=body.shows_only_prompt)

@@ -336,7 +336,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return [client.description for client in clients if client.is_attached]
 
     def _load(self) -> vllm.SchedulerLoad:
-        """Of all groups together."""
+        """The load of all groups together."""
         groups, loads = self._groups(), list(self._model.groups.loads.values())
         num_running = sum(load.num_running for load in loads)
         num_waiting = sum(load.num_waiting for load in loads)

@@ -142,7 +142,7 @@ class Groups:
 
     @property
     def clients(self) -> list[GroupClient]:
-        """Of all groups that are known, those that are not attached or have left among them."""
+        """The clients of all known groups, including groups that are not attached or have left."""
         return [client for client, _ in (*self._clients.values(), *self._leaving)]
 
     def is_routed_to(self, client: GroupClient) -> bool:

@@ -127,7 +127,7 @@ class EventLog:
         self._events: deque[BlockEvent] = deque(maxlen=capacity)
         self._next_seq = 0
         self._tiers: list[set[BlockHash]] = [set() for _ in range(num_tiers)]
-        # Of the blocks of which a tier is the fastest, and those that came or went since.
+        # Digests of the blocks whose fastest tier it is, and the blocks that came or went since.
         self._digests = np.zeros((num_tiers, NUM_BUCKETS), dtype="<u8")
         self._undigested: list[list[BlockHash]] = [[] for _ in range(num_tiers)]
         self._subscribers: list[Callable[[int, BlockEvent], None]] = []

@@ -48,7 +48,7 @@ class MaskQueue:
     """Jobs that have not begun, by their order of arrival, and how many have."""
 
     slow_share: float
-    """Of one core."""
+    """The share of one core for slow masks."""
     is_idle: bool = False
     """Nothing runs that slow masks could hold up."""
     _waiting: dict[Job, None] = field(default_factory=dict)

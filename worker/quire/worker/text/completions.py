@@ -90,7 +90,7 @@ class OfflineCompletion:
         )
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """Of each token of the prompt, where they were asked for."""
+        """Log-probabilities of each token of the prompt, if the request asked for them."""
         num_ranked = self.request.sampling.prompt_logprobs
         if num_ranked is None:
             return None

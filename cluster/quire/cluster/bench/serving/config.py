@@ -103,7 +103,7 @@ class Target:
     insecure: bool = False
     """Whether any certificate will do."""
     timeout_s: float = 3600.0
-    """Of one request, from sending to its end."""
+    """The limit of one request, from sending to its end."""
     body: Mapping[str, Any] = field(default_factory=dict)
     """Fields of every request, over those that the load sets."""
 

@@ -84,7 +84,7 @@ def header(
 
 
 def file_name(bench: ServeBench, *, model: str, now: datetime) -> str:
-    """Of a result that was given none."""
+    """The name of a result file for which the caller gave none."""
     kind = bench.label or ("openai-chat" if bench.target.is_chat else "openai")
     limit = bench.traffic.max_concurrency
     name = (

@@ -18,7 +18,7 @@ class Module:
     """A linear module: one of our layers, or some of its rows."""
 
     number: int
-    """Of the decoder's layer that it is in."""
+    """The number of the decoder layer that it is in."""
     layer: str
     """Our name of the linear layer, such as "layers.3.qkv"."""
     roles: tuple[Role, ...]
