@@ -40,9 +40,6 @@ class OutputFields(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-_PARTS: Mapping[str, type[Body]] = {"thinking": ThinkingFields, "output_config": OutputFields}
-
-
 class MessagesFields(ChatFields):
     """What decides the prompt."""
 
@@ -63,20 +60,17 @@ class MessagesFields(ChatFields):
         "continue_final_message": "a last message of the assistant is gone on with",
     }
 
+    parts: ClassVar[Mapping[str, type[Body]]] = {
+        "thinking": ThinkingFields,
+        "output_config": OutputFields,
+    }
+
     model: str | None = None
     messages: Turns
     system: Blocks | None = None
     thinking: ThinkingFields | None = None
     output_config: OutputFields | None = None
     cache_control: dict[str, Any] | None = None
-
-    @classmethod
-    def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
-        super().check_served(given, ignore_unknown=ignore_unknown)
-        for name, part in _PARTS.items():
-            fields = given.get(name)
-            if isinstance(fields, dict):
-                part.check_served(fields, ignore_unknown=ignore_unknown)
 
     @property
     def effort(self) -> str | None:

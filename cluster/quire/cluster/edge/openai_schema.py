@@ -57,6 +57,9 @@ class Body(BaseModel):
     remedies: ClassVar[Mapping[str, str]] = {}
     """What to do instead of using such a field, where it is more than to leave it out."""
 
+    parts: ClassVar[Mapping[str, type["Body"]]] = {}
+    """Fields that are objects with fields of their own."""
+
     def check(self) -> None:
         """Raises InvalidRequest: fields contradict each other."""
 
@@ -64,6 +67,8 @@ class Body(BaseModel):
         """``given`` is the body as it came."""
         names = (name for name in given if name in self.unserved)
         self._ignored = tuple(name for name in names if given[name] not in _NOTHING)
+        for name, part, fields in self._given_parts(given):
+            self._ignored += tuple(f"{name}.{each}" for each in fields if each in part.unserved)
 
     @property
     def ignored(self) -> Sequence[str]:
@@ -89,6 +94,17 @@ class Body(BaseModel):
                 shown = reprlib.repr(value)
                 remedy = cls.remedies.get(name, "leave it out")
                 raise InvalidRequest(f"{name}={shown} is not supported: {remedy}", param=name)
+        for _, part, fields in cls._given_parts(given):
+            part.check_served(fields, ignore_unknown=ignore_unknown)
+
+    @classmethod
+    def _given_parts(
+        cls, given: Mapping[str, object]
+    ) -> Iterator[tuple[str, type["Body"], Mapping[str, object]]]:
+        for name, part in cls.parts.items():
+            fields = given.get(name)
+            if isinstance(fields, dict):
+                yield name, part, fields
 
 
 @cache
@@ -135,6 +151,7 @@ class GenerationBody(Body):
             "verbosity",
         }
     )
+    parts: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
 
     model: str | None = None
     stream: bool | None = False
@@ -156,13 +173,6 @@ class GenerationBody(Body):
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     timeout: float | None = None
-
-    @classmethod
-    def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
-        super().check_served(given, ignore_unknown=ignore_unknown)
-        options = given.get("stream_options")
-        if isinstance(options, dict):
-            StreamOptions.check_served(options, ignore_unknown=ignore_unknown)
 
     def check(self) -> None:
         super().check()

@@ -38,9 +38,6 @@ class ReasoningFields(Body):
     effort: Effort | None = None
 
 
-_PARTS: Mapping[str, type[Body]] = {"text": TextFields, "reasoning": ReasoningFields}
-
-
 class ResponsesBody(ChatFields, GenerationBody):
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NOWHERE,
@@ -72,6 +69,7 @@ class ResponsesBody(ChatFields, GenerationBody):
         "response_format": "send text={'format': …}",
         "reasoning_effort": "send reasoning={'effort': …}",
     }
+    parts: ClassVar[Mapping[str, type[Body]]] = {"text": TextFields, "reasoning": ReasoningFields}
 
     input: Input
     instructions: str | None = None
@@ -80,21 +78,6 @@ class ResponsesBody(ChatFields, GenerationBody):
     reasoning: ReasoningFields | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-
-    @classmethod
-    def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
-        super().check_served(given, ignore_unknown=ignore_unknown)
-        for name, part in _PARTS.items():
-            fields = given.get(name)
-            if isinstance(fields, dict):
-                part.check_served(fields, ignore_unknown=ignore_unknown)
-
-    def note_ignored(self, given: Mapping[str, object]) -> None:
-        super().note_ignored(given)
-        for name, part in _PARTS.items():
-            fields = given.get(name)
-            if isinstance(fields, dict):
-                self._ignored += tuple(f"{name}.{each}" for each in fields if each in part.unserved)
 
     @property
     def ignored(self) -> Sequence[str]:
