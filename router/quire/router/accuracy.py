@@ -40,7 +40,7 @@ class AccuracyStats:
 class HistogramStats:
     bounds: Sequence[float]
     counts: Sequence[int]
-    """In each bucket, of which the last has no bound."""
+    """The number in each bucket, of which the last has no bound."""
     total: float
     """The sum of what was counted."""
 

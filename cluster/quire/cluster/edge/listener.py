@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 _ACCEPT_PAUSE_S = 0.1
 _CUT_WITHIN_S = 1
-"""For what is cut off at the end of the drain to end."""
+"""Time for requests that are cut off at the end of the drain to end."""
 _BACKLOG = 1024
 
 

@@ -190,7 +190,7 @@ class ChoicesFormat(Format):
         }
 
     def _prompt_logprobs(self, prompt: int) -> list[Json | None] | None:
-        """In vLLM's form; ``None`` unless asked for."""
+        """The prompt's log-probabilities in vLLM's form; ``None`` unless asked for."""
         if self._scores is None:
             return None
         scores = [self._by_token(entry) for entry in self._scores.get(prompt, ())]

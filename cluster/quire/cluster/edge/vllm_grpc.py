@@ -108,7 +108,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self._num_subscribers = 0
         self._keys = keys
         self._runs: dict[tuple[str, str], set[_Run]] = defaultdict(set)
-        """By tenant and the client's id: nobody aborts another tenant's."""
+        """Running calls by tenant and client's id, so that nobody aborts another tenant's."""
         self._began_s = time.monotonic()
         self._last_request_s = 0.0  # Since 1970.
         self._bundle: bytes | None = None

@@ -104,7 +104,7 @@ def tied(hits: Column, costs: Column) -> list[int]:
 
 
 def nearest(request: RouteRequest, groups: Loads, indices: Sequence[int]) -> int:
-    """That of ``indices`` whose group the prefix's name is nearest to, or the adapter's."""
+    """The one of ``indices`` whose group is nearest to the prefix's name, or the adapter's."""
     if len(indices) == 1:
         return indices[0]
     states = groups.states
