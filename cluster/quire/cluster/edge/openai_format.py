@@ -362,7 +362,5 @@ class ChatFormat(ChoicesFormat):
         return self._logprobs[index].chat(entries) if self._logprobs else None
 
 
-def _delta(
-    index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None
-) -> Json:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+def _delta(index: int, delta: Json) -> Json:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

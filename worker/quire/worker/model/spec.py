@@ -188,7 +188,6 @@ class ModelSpec:
     """The LM head is the embedding."""
     dtype: str
     """In which the checkpoint wants to be computed."""
-    bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0
     """Rounded to the type that is computed in."""

@@ -65,7 +65,6 @@ def decoder(
         vocab_size=config.count("vocab_size"),
         max_positions=max_positions(config),
         dtype=dtype_name(config),
-        bos_token_id=config.token_id("bos_token_id"),
         eos_token_ids=(),
         num_extra_layers=extra_layers(config),
         **model,
