@@ -39,7 +39,7 @@ from quire.cluster.group.server import GroupServer
 from quire.worker.api.config import STAGING_BYTES
 from quire.worker.api.hashing import BlockHashes, TokenIds
 from quire.worker.api.kv_format import KvFormat, PeerSource
-from quire.worker.cache import loans
+from quire.worker.cache import loan
 from quire.worker.cache.pull import Pull
 
 T = TypeVar("T")
@@ -207,7 +207,7 @@ class _Puller:
 
 async def begin(group: GroupServer, prompts: list[TokenIds]) -> tuple[KvFormat, list[BlockHashes]]:
     """How its blocks lie, and the names of those of each prompt. Times its checks from now on."""
-    loans.checksum_of = _lent_checks(loans.checksum_of)  # type: ignore[attr-defined]
+    loan.checksum_of = _lent_checks(loan.checksum_of)  # type: ignore[attr-defined]
     return engine_of(group)._executor.kv_format, [names_of(group, each) for each in prompts]
 
 

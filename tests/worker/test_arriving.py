@@ -52,9 +52,13 @@ class Rig:
         """Has it learn how fast it computes."""
         run(self.engine, request("first", range_prompt(81, first=7), max_tokens=1))
 
-    def ask(self, name: str = "r", num_blocks: int = 20) -> None:
-        source = PeerSource(group_id="other", address="", num_blocks=num_blocks)
-        self.engine.add_request(request(name, PROMPT, max_tokens=1, source=source))
+    def ask(
+        self, name: str = "r", num_blocks: int = 20, *, first: int = 0, group_id: str = "other"
+    ) -> None:
+        """``first``: 0 asks for `PROMPT`."""
+        source = PeerSource(group_id=group_id, address="", num_blocks=num_blocks)
+        prompt = range_prompt(81, first=first) if first else PROMPT
+        self.engine.add_request(request(name, prompt, max_tokens=1, source=source))
 
     def land(self, num_blocks: int, pull: Pull | None = None) -> None:
         pull = pull or self.pulls[-1]
@@ -112,6 +116,21 @@ def test_more_blocks_make_it_wait_for_longer(rig: Callable[..., Rig]) -> None:
     assert output.num_cached_tokens == 80
     assert output.fetched is not None
     assert output.fetched.error == ""
+
+
+def test_a_request_waits_while_its_source_sends_to_others(rig: Callable[..., Rig]) -> None:
+    group = rig()
+    group.measure()
+    begin_s = group.now_s
+    group.ask("sent")
+    group.ask("waits", first=40)
+    group.ask("elsewhere", first=60, group_id="another")
+    group.land(6, group.pulls[0])
+    assert group.step(at_s=begin_s + 1.9) == []
+    assert {each.request_id for each in group.step(at_s=begin_s + 2.1)} == {"elsewhere"}
+    assert group.now_s > begin_s + 20  # It computed the third one's prompt.
+    outputs = {each.request_id: each.num_cached_tokens for each in group.step()}
+    assert outputs == {"sent": 24, "waits": 0}
 
 
 def test_a_request_that_knows_no_speed_waits_a_fixed_time(rig: Callable[..., Rig]) -> None:

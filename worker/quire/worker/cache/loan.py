@@ -8,10 +8,11 @@ slots back.
 import threading
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.worker.api.hashing import BlockHash, BlockHashes
 from quire.worker.api.kv_format import Bytes, KvFormat
+from quire.worker.cache.checksum import checksum_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,8 @@ class Lent:
     index: int
     """Which of the loan's blocks it is."""
     slot: int
-    checksum: bytes
-    """XXH3 of its bytes, 128 bits."""
+    checksum: bytes = b""
+    """XXH3 of its bytes, 128 bits; empty until the consumer has it."""
 
 
 class Loan:
@@ -61,10 +62,14 @@ class Loan:
         return self._error
 
     def next(self, timeout_s: float) -> Lent | None:
-        """The next block, in order; ``None`` after ``timeout_s`` and once there is an `error`."""
+        """The next block, in order; ``None`` after ``timeout_s`` and once there is an `error`. The
+        checksum of one that came from the KV cache is computed here, beside the engine's steps."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error, timeout_s)
-            return self._ready.popleft() if self._ready else None
+            lent = self._ready.popleft() if self._ready else None
+        if lent is None or lent.checksum:
+            return lent
+        return replace(lent, checksum=checksum_of(self.host_blocks_XC[lent.slot]))
 
     def give_back(self, slot: int) -> None:
         """The block's bytes are not read any more."""

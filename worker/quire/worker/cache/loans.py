@@ -25,8 +25,7 @@ _POOL_SHARE = 0.5
 """Part of the KV cache that all loans together hold at most."""
 _ALL_HELD = "busy: loans hold as much of the KV cache as they may"
 _BYTES_PER_S = 4e9
-"""About how fast blocks are copied and their checksums computed; the share above is small enough
-for an estimate."""
+"""About how fast blocks are copied; the share above is small enough for an estimate."""
 
 
 @dataclass(eq=False)
@@ -207,7 +206,7 @@ class Loans:
     def _lend_kept(self, lending: _Lending, index: int, slot: Slot) -> None:
         checksum = checksum_of(self._host_XC[slot])
         if self._shelf.checksum(slot) in (b"", checksum):
-            self._lend(lending, index, slot, checksum)
+            self._lend(lending, Lent(index, slot, checksum))
         else:
             name = lending.loan.hashes[index]
             self._fail(lending, f"block {index} ({name.hex()[:16]}) is corrupt")
@@ -220,10 +219,10 @@ class Loans:
                 self._take_back(lending, slot)
             return
         for index, slot in ready:
-            self._lend(lending, index, slot, checksum_of(self._host_XC[slot]))
+            self._lend(lending, Lent(index, slot))
 
-    def _lend(self, lending: _Lending, index: int, slot: Slot, checksum: bytes) -> None:
-        lending.loan.lend(Lent(index, slot, checksum))
+    def _lend(self, lending: _Lending, lent: Lent) -> None:
+        lending.loan.lend(lent)
         self.num_lent_tokens += self._pool.block_size
 
     def _take_back(self, lending: _Lending, slot: Slot) -> None:

@@ -50,6 +50,11 @@ class Arrival:
     """Nothing more comes."""
 
     @property
+    def from_group(self) -> str | None:
+        """The id of the group that it comes from; ``None`` is the disk."""
+        return None if self.pull.source is None else self.pull.source.group_id
+
+    @property
     def num_lying(self) -> int:
         """Slots that it has."""
         return len(self.granted) + len(self.landed)
@@ -73,6 +78,8 @@ class Pulls:
     ) -> None:
         self.num_disk_tokens = self.num_peer_tokens = self.num_failed = 0
         self.disk_s = self.peer_s = 0.0
+        self.num_arrived = Counter[str | None]()
+        """Blocks of chains that came from each group; ``None`` is the disk."""
         self._pool = pool
         self._shelf = shelf
         self._copies = copies
@@ -203,10 +210,9 @@ class Pulls:
         num = Counter[str | None]()
         for arrival in self._arrivals:
             pull = arrival.pull
-            group = None if pull.source is None else pull.source.group_id
-            if pull.is_over or pull.is_cancelled or num[group] >= _MAX_GRANTED:
+            if pull.is_over or pull.is_cancelled or num[arrival.from_group] >= _MAX_GRANTED:
                 continue
-            num[group] += 1
+            num[arrival.from_group] += 1
             num_wanted = len(pull.hashes) - arrival.num_here
             num_more = min(num_wanted, most) - arrival.num_lying
             # Each has one, so that none waits for another.
@@ -231,7 +237,7 @@ class Pulls:
                 arrival.landed.popleft()
                 self._shelf.give_back([slot])
                 if here is not None:
-                    arrival.num_here += 1
+                    self._arrived(arrival)
                     self._keep(arrival, here)
                 elif is_lost:
                     arrival.pull.cancel()  # What follows could not be found.
@@ -251,7 +257,7 @@ class Pulls:
             if parent is not None:
                 pool.release([parent])
             self._copies.then(lambda slot=slot: self._shelf.give_back([slot]))  # type: ignore[misc]
-            arrival.num_here += 1
+            self._arrived(arrival)
             self._count(arrival)
             if arrival.is_chain:
                 arrival.holds.append(block_id)
@@ -259,6 +265,11 @@ class Pulls:
             else:
                 pool.release([block_id])
             self._coming.pop(name, None)
+
+    def _arrived(self, arrival: Arrival) -> None:
+        arrival.num_here += 1
+        if arrival.is_chain:
+            self.num_arrived[arrival.from_group] += 1
 
     def _keep(self, arrival: Arrival, block_id: BlockId) -> None:
         """Somebody else has computed the block meanwhile."""

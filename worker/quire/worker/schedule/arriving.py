@@ -3,6 +3,8 @@
 A request waits for more as long as what has landed would have taken longer to compute than it has
 waited, but for a tenth of the time in which all that it wants could be computed. After that it
 begins with what is there: so it ends at most that tenth later than if nothing had been fetched.
+What has landed is that of all requests that fetch from the same source meanwhile: else all of it
+would have been computed here.
 
 Where steps are full of other prompts, it is queued then, and goes on fetching until its turn comes.
 """
@@ -34,6 +36,8 @@ class _Waiting:
     """Blocks that were to come when it began to wait."""
     num_before: int
     """Those that had come by then."""
+    source_before: int
+    """Blocks that had come from the same source by then, for whomever."""
     before: Fetched
     """What it had fetched by then."""
 
@@ -144,7 +148,12 @@ class Arriving:
             return False
         num_wanted = len(arrival.pull.hashes) - arrival.num_here
         self._waiting[seq] = _Waiting(
-            arrival, began_s, num_wanted, arrival.num_here, seq.fetched or Fetched()
+            arrival,
+            began_s,
+            num_wanted,
+            arrival.num_here,
+            self._travel.pulls.num_arrived[arrival.from_group],
+            seq.fetched or Fetched(),
         )
         return True
 
@@ -154,7 +163,8 @@ class Arriving:
 
     def _left_s(self, waiting: _Waiting) -> float:
         """How much longer it waits if nothing more lands."""
-        num_landed = waiting.arrival.num_here - waiting.num_before
+        num_arrived = self._travel.pulls.num_arrived[waiting.arrival.from_group]
+        num_landed = num_arrived - waiting.source_before
         if self._num_tokens:
             block_s = self._seconds / self._num_tokens * self._block_size
             slack_s = max(SLACK * block_s * waiting.num_wanted, MIN_SLACK_S)
