@@ -58,7 +58,8 @@ class AttentionBackend(Protocol):
         *,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """`rotary_embedding` of Q and K, then `write_kv` of K and V; returns Q, ``[T, H, D]``."""
+        """`reference.rotary_embedding` of Q and K, then `write_kv` of K and V; returns Q,
+        ``[T, H, D]``. ``cos`` and ``sin`` are float32."""
 
     def attend(
         self,
@@ -93,9 +94,6 @@ class AttentionBackend(Protocol):
         is_centred: bool,
     ) -> Tensor:
         """A norm in float32, rounded at its end; weight and bias are float32."""
-
-    def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-        """Rotates channel i with channel i + R; ``cos`` and ``sin`` are float32."""
 
     def pack_linear(
         self,

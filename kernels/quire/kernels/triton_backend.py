@@ -113,9 +113,6 @@ class TritonBackend:
     ) -> Tensor:
         return triton_elementwise.wide_norm(x_TC, weight_C, bias_C, eps=eps, is_centred=is_centred)
 
-    def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-        return triton_rotary.rotary_embedding(x_THD, cos_TR, sin_TR)
-
     def rotate_and_write_kv(
         self,
         qkv_TAD: Tensor,
@@ -127,7 +124,7 @@ class TritonBackend:
         *,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """`rotary_embedding` of Q and K and `write_kv` of K and V in one kernel; returns Q."""
+        """Rotates Q and K and writes K and V in one kernel; returns Q."""
         return triton_rotary.rotate_and_write_kv(
             qkv_TAD, cos_TR, sin_TR, k_cache, v_cache, slot_mapping_T, options=options
         )
