@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.kernels import native_abi
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.batch import Rows
 from quire.kernels.cpu import CpuBackend
 from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight, decoded, round_to_groups
@@ -26,7 +27,7 @@ from quire.kernels.native_int8 import Int8Linear, can_pack_int8
 from quire.kernels.native_linear import Arena, PackedLinear, can_pack
 from quire.kernels.native_ops import can_attend
 from quire.kernels.native_program import NativeProgram
-from quire.kernels.ops import GateActivation, LinearLayer, NormKind, Program, ProgramRunner, Rows
+from quire.kernels.ops import GateActivation, LinearLayer, NormKind, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
 
 _log = logging.getLogger(__name__)

@@ -11,12 +11,13 @@ from torch import Tensor
 
 from quire.kernels import triton_elementwise, triton_kv_write, triton_rotary
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.batch import Rows
 from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight
 from quire.kernels.linear import PlainGatedLinear, PlainLinear, wide_linear
 from quire.kernels.loop import Loop
 from quire.kernels.low_rank import LowRankLayers
-from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner, Rows
+from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner
 from quire.kernels.rewrites import fuse_add_norm, gather_before_add
 from quire.kernels.triton_decode import decode_attention
 from quire.kernels.triton_experts import (

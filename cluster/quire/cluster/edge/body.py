@@ -22,7 +22,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
-from quire.cluster.edge.openai_schema import Body
+from quire.cluster.edge.served_fields import Body
 from quire.cluster.errors import Overloaded
 from quire.cluster.serving.bounds import ByteBudget, Hold
 from quire.worker.api.errors import InvalidRequest

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from quire.cluster.dialects.tools import ToolUse, check_tool_use
 from quire.cluster.edge.messages_input import Blocks, Turns, marks_of, turns_of
-from quire.cluster.edge.openai_schema import NOWHERE, Body, ChatFields, GenerationBody, Texts
+from quire.cluster.edge.openai_schema import NOWHERE, ChatFields, GenerationBody, Texts
+from quire.cluster.edge.served_fields import Body
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prompt
 from quire.worker.api.sampling_params import SamplingParams

@@ -8,14 +8,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from quire.cluster.dialects.tools import ToolUse, check_tool_use
-from quire.cluster.edge.openai_schema import (
-    NOWHERE,
-    Body,
-    ChatFields,
-    Effort,
-    GenerationBody,
-)
+from quire.cluster.edge.openai_schema import NOWHERE, ChatFields, Effort, GenerationBody
 from quire.cluster.edge.responses_input import Input, turns_of
+from quire.cluster.edge.served_fields import Body
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prompt
 from quire.worker.api.sampling_params import SamplingParams
