@@ -37,7 +37,7 @@ class _Packed:
 
     rank: int
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
-    """As `LowRankWeights` has them: a, b, scales, vectors."""
+    """Pointers as in `LowRankWeights`: a, b, scales, vectors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class NativeAdapters:
         self._slots: dict[str, Any] = {}
         """`LowRankWeights` of each slot, by layer."""
         self._adapters: dict[int, _Adapter] = {}
-        """By slot."""
+        """Adapters by slot."""
         self.rank = 0
         """The most ranks of a layer that there have been."""
 

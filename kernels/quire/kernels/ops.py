@@ -93,7 +93,7 @@ class Linear:
     """``out``: the layer's product with ``x``. The batch says which adapters its rows use."""
 
     name: str
-    """Where the layer is in the model, such as "layers.3.qkv"."""
+    """The layer's place in the model, such as "layers.3.qkv"."""
     layer: LinearLayer
     x: Value
     out: Value
@@ -161,7 +161,7 @@ class MixExperts:
     """
 
     name: str
-    """Where the mixture is in the model, such as "layers.3"."""
+    """The mixture's place in the model, such as "layers.3"."""
     router: "Router"
     experts: tuple["Expert", ...]
     shared: "Expert | None"

@@ -39,7 +39,7 @@ def decide(
         held = [held[i] for i in allowed]
         elsewhere = elsewhere and elsewhere.only(allowed)
     if not len(groups):
-        raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
+        raise NoGroupAvailable(num_groups=num_groups)
     hits = own = np.minimum(overlap, request.usable_blocks) * float(request.block_size)
     fetches = None
     if elsewhere is not None:

@@ -69,7 +69,7 @@ class BlockContent(NamedTuple):
     """Little-endian uint32s."""
     adapter: str
     cache_salt: str
-    """With the tenant's name."""
+    """The salt of the cache, with the tenant's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +135,6 @@ class EventLog:
     @property
     def next_seq(self) -> int:
         return self._next_seq
-
-    @property
-    def num_tiers(self) -> int:
-        return len(self._tiers)
 
     def stored(self, hashes: Iterable[BlockHash], tier: int = 0) -> None:
         """The blocks are in ``tier`` now. Appends an event for those that were in none as fast."""

@@ -30,7 +30,7 @@ class ModelFacts:
     """The facts of one checkpoint that shape scheduling, validation and block hashes."""
 
     name: str
-    """As users call it."""
+    """The name that users call it by."""
     fingerprint: str
     """Differs whenever the weights do, or what is made of them; the block hashes begin from it.
     Empty where names of blocks never leave the process."""

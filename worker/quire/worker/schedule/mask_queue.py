@@ -28,7 +28,7 @@ class Job:
     num_holders: int = 1
     """Requests that wait for it."""
     lane: Lane | None = None
-    """In which it was begun."""
+    """The lane in which it was begun."""
     is_late: bool = False
     """A step went on without it: no other one waits for it."""
 

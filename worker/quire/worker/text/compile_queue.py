@@ -25,7 +25,7 @@ _SHARE = 0.25
 """The share of one core for constraints that take longer than honest ones do."""
 _HONEST_S = 0.05
 _MAX_FLOWS = 1024
-"""Whose past is known."""
+"""Flows whose past is known."""
 
 FlowKey = tuple[str, bool]
 

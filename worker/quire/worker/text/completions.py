@@ -98,7 +98,7 @@ class OfflineCompletion:
         return [None] * (len(self.request.prompt_token_ids) - len(scores)) + scores
 
     def _shown(self, token_ids: Sequence[int], reason: FinishReason | None) -> Sequence[int]:
-        """As in vLLM, the token that ends the text is not part of it."""
+        """The tokens of the text. As in vLLM, the token that ends it is not part of it."""
         hidden = reason == "stop" and not self.request.sampling.include_stop_str_in_output
         return token_ids[:-1] if hidden else token_ids
 

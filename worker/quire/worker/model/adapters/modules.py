@@ -28,7 +28,8 @@ class Module:
 
 
 def modules_of(spec: ModelSpec) -> dict[str, Module]:
-    """By their names in a decoder of text, such as "model.layers.3.self_attn.q_proj"."""
+    """The linear modules by their names in a decoder of text, such as
+    "model.layers.3.self_attn.q_proj"."""
     return {
         name: module
         for number, layer in enumerate(spec.layers)
