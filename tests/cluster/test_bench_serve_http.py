@@ -185,7 +185,7 @@ def test_refusals_are_told_by_kind_with_an_example(
         (["--timeout-s", "0"], 2, "timeout_s=0.0: must be above 0"),
         (["--num-prompts", "0"], 2, "num_prompts=0: must be 1 or more"),
         (["--goodput", "itl:3"], 2, "goodput=itl: must be of ttft, tpot, e2el"),
-        (["--goodput", "ttft"], 2, "argument --goodput: '' is no finite number"),
+        (["--goodput", "ttft"], 2, "argument --goodput: 'ttft' must be NAME:MS"),
         (["--percentile-metrics", "tftt"], 2, "percentile_metrics=tftt: must be of ttft, tpot"),
         (["--metric-percentiles", "101"], 2, "metric_percentiles=101: must be 0 to 100"),
         (["--metric-percentiles", "p99"], 2, "metric_percentiles=p99: must be numbers"),

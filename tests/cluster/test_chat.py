@@ -29,6 +29,22 @@ async def test_a_conversation_goes_on_and_can_begin_again(
         assert "a second" in stats
 
 
+@pytest.mark.parametrize("command", [["generate", "a"], ["chat"]])
+async def test_a_model_is_named_where_there_are_several(
+    start_cluster: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        for model, said in ((cluster.gateway.model, ""), ("other", "'other' does not exist")):
+            monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+            flags = ["--address", cluster.grpc_address, "--max-tokens", "2", "--model", model]
+            status = await asyncio.to_thread(main, [*command, *flags])
+            assert status == (1 if said else 0)
+            assert said in capsys.readouterr().err
+
+
 async def test_an_answer_that_fails_is_told_and_ends_a_script(
     start_cluster: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

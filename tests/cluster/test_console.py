@@ -79,6 +79,38 @@ async def test_top_shows_each_group_once(
     assert shown.startswith("2 of 2 groups, 0 running, 0 waiting")
 
 
+def test_groups_of_one_model_fit_into_a_terminal_of_80_columns() -> None:
+    busy = {
+        "num_running": 128,
+        "num_waiting": 999,
+        "num_pending_prefill_tokens": 99_999,
+        "num_held_blocks": 99,
+        "num_cached_blocks": 99,
+    }
+    groups = [group(f"abcdefg{number}", model="org/name", **busy) for number in range(2)]
+    before = pb.ListGroupsResponse(groups=groups)
+    for each in groups:
+        each.num_prompt_tokens, each.num_hit_tokens, each.num_output_tokens = 9_999, 9_999, 9_999
+    shown = top.frame(before, pb.ListGroupsResponse(groups=groups), interval_s=1)
+    *_, head, _, _ = shown.splitlines()
+    assert "org/name" not in shown
+    assert "9,999" in shown
+    assert max(map(len, shown.partition(head)[2].splitlines())) <= 80
+    groups[1].model = "another"
+    assert "another" in top.frame(before, pb.ListGroupsResponse(groups=groups), interval_s=1)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"), [("status", "a Ray cluster"), ("run-batch", "in OpenAI's batch format")]
+)
+def test_help_writes_names_as_their_owners_do(
+    command: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert name in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_group_in_trouble_has_its_row() -> None:
     lost = pb.Group(address="10.0.0.1:1", state=pb.Group.UNREACHABLE, trouble="no route")
     shown = top.frame(pb.ListGroupsResponse(), pb.ListGroupsResponse(groups=[lost]), interval_s=1)

@@ -13,6 +13,8 @@ from openai.types.chat import ChatCompletion
 
 from quire.cluster.batch import Ended, check_file, run_file
 from quire.cluster.cli.main import main
+from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.edge.keys_file import Caller
 from quire.worker.api.errors import ConfigError, QuireError
 
 pytestmark = pytest.mark.anyio
@@ -55,7 +57,7 @@ async def test_each_request_has_its_answer(start_cluster: Any, tmp_path: Path) -
         alone = await cluster.openai.completions.create(
             model="hash", prompt="the cat", max_tokens=3, seed=5
         )
-    assert ended == (22, 1, 0)
+    assert ended[:3] == (22, 1, 0)
     answers = read(target)
     assert len(answers) == 22
     chat = ChatCompletion.model_validate(answers["chat-3"]["response"]["body"], strict=False)
@@ -79,7 +81,7 @@ async def test_a_resumed_run_asks_what_has_no_good_answer(
     part.write_text(part.read_text() + '{"id": "y", "custom_id": "4", "respon')
     async with start_cluster(num_groups=1) as cluster:
         ended = await run(source, target, server=cluster.http_url, resumes=True)
-    assert ended == (6, 0, 1)
+    assert ended[:3] == (6, 0, 1)
     answers = read(target)
     assert answers.keys() == {f"{number}" for number in range(6)}
     assert answers["2"]["id"] == "x"
@@ -121,6 +123,7 @@ async def test_a_server_that_is_not_there_ends_the_run_at_once(tmp_path: Path) -
     source = written(tmp_path / "in.jsonl", request("a"), request("b"))
     with pytest.raises(QuireError, match=r"server=http://127.0.0.1:1: cannot be reached"):
         await run(source, tmp_path / "out.jsonl", server="http://127.0.0.1:1")
+    assert not list(tmp_path.glob("out*"))
 
 
 async def test_a_connection_that_is_lost_is_an_error_of_its_request_alone(
@@ -171,7 +174,7 @@ async def test_any_text_can_be_written_and_found_again_where_a_run_was_broken_of
         cut = '{"custom_id": "é'.encode()[:-1]  # Within a character.
         part.write_bytes(kept[0] + foreign + b"\n" + b"[" * 100_000 + b"\n" + cut)
         ended = await run(source, target, server=url, resumes=True)
-    assert (num_asked, ended) == (3, (2, 0, 1))
+    assert (num_asked, ended[:3]) == (3, (2, 0, 1))
     answers = read(target)
     assert answers.keys() == {half, "b"}
     assert answers[half]["response"]["body"] == {"text": half}
@@ -241,5 +244,20 @@ async def test_the_command_says_how_it_ended(
     async with start_cluster(num_groups=1) as cluster:
         asked = ["run-batch", *files, "--server", cluster.http_url]
         assert await asyncio.to_thread(main, asked) == 1
-    assert "2 requests in" in (told := capsys.readouterr().out)
-    assert "1 failed" in told
+    told = capsys.readouterr()
+    assert "2 requests in" in told.out
+    assert "1 failed" in told.out
+    assert "the first that failed is b: HTTP 400: prompt: Field req" in told.err
+
+
+async def test_a_key_that_the_server_does_not_know_ends_the_run_before_it_begins(
+    start_cluster: Any, tmp_path: Path
+) -> None:
+    source = written(tmp_path / "in.jsonl", request("a"))
+    keys = ApiKeys({"theirs": Caller(tenant="acme")})
+    async with start_cluster(num_groups=1, keys=keys) as cluster:
+        for key in (None, "wrong"):
+            with pytest.raises(QuireError, match="set QUIRE_API_KEY"):
+                await run(source, tmp_path / "out.jsonl", server=cluster.http_url, api_key=key)
+        ended = await run(source, tmp_path / "out.jsonl", server=cluster.http_url, api_key="theirs")
+    assert ended.num_done == 1

@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from quire import demo_model
+from quire.cluster.config import ClusterConfig, ModelConfig
+from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.keys_file import Caller
+from quire.worker.api.config import EngineConfig
 
 playwright_api = pytest.importorskip("playwright.async_api")
 CHROMIUM = shutil.which("chromium")
@@ -166,6 +170,31 @@ async def test_it_fits_a_narrow_window_and_keeps_going_when_the_gateway_lets_it_
             assert await page.evaluate("document.documentElement.scrollWidth") <= width
         cluster.models.begin_drain()
         await playwright_api.expect(page.locator(".status")).to_have_text("connection lost")
+
+
+async def test_calls_of_the_reference_name_a_model_where_there_are_several(tmp_path: Path) -> None:
+    engine = EngineConfig(model=demo_model.PATH, num_blocks=64, num_threads=1)
+    config = ClusterConfig(
+        engine=engine,
+        served_model_name="one",
+        more_models=(ModelConfig(engine=engine, served_model_name="org/two"),),
+        grpc_port=0,
+        http_port=0,
+    )
+    server = await GatewayServer.start(config)
+    try:
+        url = f"http://{server.http_address}"
+        async with page_at(url, tmp_path) as page:
+            await page.goto(f"{url}/docs")
+            chat = page.locator("#v1-chat-completions")
+            await chat.get_by_text("Try it").click()
+            has_name = re.compile(r'^\{\s*"model": "one",\s*"messages"')
+            await playwright_api.expect(chat.locator("textarea")).to_have_value(has_name)
+            adapter = page.locator("#v1-load-lora-adapter textarea")
+            assert '"model"' not in await adapter.input_value()  # A field that it does not have.
+            assert await page.locator("#v1-models-model input").input_value() == "/v1/models/one"
+    finally:
+        await server.stop(drain_timeout_s=0)
 
 
 async def _enter(page: Any, key: str) -> None:

@@ -142,7 +142,7 @@ def test_a_chat_may_have_its_text_in_parts_and_nothing_else(tokenizer: Tokenizer
     image = {"type": "image_url", "image_url": {"url": "x"}}
     with pytest.raises(InvalidRequest, match="'image_url' is not supported: this model reads text"):
         tokenizer.render_chat([{"role": "user", "content": [image]}])
-    for bad in ("hi", ["hi"]):
+    for bad in ("hi", ["hi"], [{"content": "hi"}]):
         with pytest.raises(InvalidRequest, match="messages: must be mappings with role and conte"):
             tokenizer.render_chat(bad)  # type: ignore[arg-type]
 

@@ -16,6 +16,7 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Set
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ URLS = (
 _FIELDS = {"custom_id", "method", "url", "body"}
 _MAX_TOLD = 10
 _MAX_ID_CHARS = 512
+_MAX_SAID_CHARS = 1000
 _ATTEMPTS = 6
 _AGAIN = (429, 502, 503, 504)
 """Statuses with which a server has done nothing, and may later."""
@@ -53,6 +55,8 @@ class Ended(NamedTuple):
     num_failed: int
     num_skipped: int
     """Those that were answered before."""
+    first_failure: str
+    """Which request failed first, and why; empty where none did."""
 
 
 def check_file(path: Path) -> set[bytes]:
@@ -106,16 +110,18 @@ async def run_file(
     part = part_of(target)
     kept = _keep_answered(target, part, asked=asked) if resumes else set[bytes]()
     counts = Counter[bool]()
+    first_failure = ""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=30)
     queue: asyncio.Queue[Item | None] = asyncio.Queue(max_concurrency)
-    with part.open("a" if resumes else "w", encoding="utf-8") as out:
-        async with aiohttp.ClientSession(
-            server, headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
-        ) as session:
-            await _check_server(session, server)
+    async with aiohttp.ClientSession(
+        server, headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+    ) as session:
+        await _check_server(session, server)
+        with part.open("a" if resumes else "w", encoding="utf-8") as out:
 
             async def work() -> None:
+                nonlocal first_failure
                 while (item := await queue.get()) is not None:
                     answer = await _ask(session, item)
                     if answer["error"]:
@@ -125,6 +131,8 @@ async def run_file(
                     out.write(f"{json.dumps(answer)}\n")
                     out.flush()
                     counts[_is_good(answer)] += 1
+                    if not _is_good(answer):
+                        first_failure = first_failure or _failure(answer)
                     done(counts.total())
 
             async def feed() -> None:
@@ -143,7 +151,7 @@ async def run_file(
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
     part.rename(target)
-    return Ended(counts.total() + len(kept), counts[False], len(kept))
+    return Ended(counts.total() + len(kept), counts[False], len(kept), first_failure)
 
 
 def part_of(target: Path) -> Path:
@@ -152,10 +160,15 @@ def part_of(target: Path) -> Path:
 
 
 async def _check_server(session: aiohttp.ClientSession, server: str) -> None:
-    """Raises QuireError: it cannot be reached. What it answers does not matter."""
+    """Raises QuireError: it cannot be reached, or refuses the key. What else it answers does not
+    matter."""
     try:
-        async with session.get("/v1/models"):
-            pass
+        async with session.get("/v1/models") as response:
+            if response.status == HTTPStatus.UNAUTHORIZED:
+                raise QuireError(
+                    f"server={server}: it wants an API key, and this one is missing or not known "
+                    "there: set QUIRE_API_KEY"
+                )
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason = str(error) or type(error).__name__
         raise QuireError(f"server={server}: cannot be reached: {reason}") from None
@@ -203,6 +216,20 @@ def _digest(custom_id: str) -> bytes:
 def _is_good(answer: Json) -> bool:
     response = answer.get("response")
     return isinstance(response, dict) and response.get("status_code") == 200
+
+
+def _failure(answer: Json) -> str:
+    """Which request it was, and why it failed, as a terminal may show it."""
+    response = answer["response"]
+    if response is None:
+        said = answer["error"]["message"]
+    else:
+        body = response["body"]
+        told = body.get("error") if isinstance(body, dict) else None
+        why = told.get("message") if isinstance(told, dict) else body
+        said = f"HTTP {response['status_code']}: {why}"
+    shown = "".join(filter(str.isprintable, f"{answer['custom_id']}: {said}"))
+    return shown[:_MAX_SAID_CHARS]
 
 
 def _keep_answered(target: Path, part: Path, *, asked: Set[bytes]) -> set[bytes]:

@@ -101,6 +101,7 @@ def generate_to_stdout(
     prompt: str,
     *,
     server: Server,
+    model: str,
     system: str | None,
     chat: bool,
     max_tokens: int,
@@ -120,6 +121,7 @@ def generate_to_stdout(
         request = chat_request([*turns, ("user", prompt)], sampling=sampling)
     else:
         request = pb.GenerateRequest(text=prompt, sampling=sampling)
+    request.model = model
     with server.channel() as channel:
         try:
             for chunk in generate(channel, request, metadata=server.metadata()):

@@ -97,7 +97,8 @@ class ModelConfig:
             )
         if self.lora_modules and not self.engine.enable_lora:
             raise ConfigError(
-                f"lora_modules has {self.lora_modules[0].name!r}: set engine.enable_lora too"
+                f"lora_modules has {self.lora_modules[0].name!r}: set engine.enable_lora "
+                "(--enable-lora) too"
             )
         if self.engine.enable_lora and self.nodes_per_group > 1:
             raise ConfigError(

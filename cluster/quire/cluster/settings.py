@@ -3,6 +3,7 @@ application, and what gateways are told of their models."""
 
 from collections.abc import Mapping
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -85,7 +86,11 @@ def _read(settings: Mapping[str, Any], kind: type[Any], prefix: str) -> dict[str
         known = [field.name for field in fields(part)]
         unknown = [f"{prefix}{name}{each}" for each in given if each not in known]
         if unknown:
-            raise ConfigError(f"{', '.join(unknown)}: unknown; there are {', '.join(known)}")
+            near = get_close_matches(unknown[0].rpartition(".")[2], known, n=1, cutoff=0.8)
+            question = f"; is {near[0]} meant?" if near else ""
+            raise ConfigError(
+                f"{', '.join(unknown)}: unknown; there are {', '.join(known)}{question}"
+            )
     return settings
 
 

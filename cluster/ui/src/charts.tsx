@@ -134,7 +134,7 @@ function optionsOf(strip: Strip, place: HTMLElement): uPlot.Options {
         ...axis,
         grid: { show: false },
         size: 18,
-        splits: (u, __, min, max) => (u.width < 220 ? [2, 4] : [1, 2, 3, 4]).map((minute) => max - 60 * minute).filter((at) => at >= min).reverse(),
+        splits: (u, __, min, max) => (u.width < 300 ? [2, 4] : [1, 2, 3, 4]).map((minute) => max - 60 * minute).filter((at) => at >= min).reverse(),
         values: (u, at) => at.map((each) => `−${Math.round((u.scales.x.max! - each) / 60)} min`),
       },
       { ...axis, size: 48, space: 32, values: (_, at) => at.map((each) => strip.show(each)) },

@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
                     name=name, source=str(absolute(Path(arguments.source))), model=arguments.model
                 )
                 loaded = admin.LoadAdapter(asked, metadata=metadata, timeout=_LOAD_TIMEOUT_S)
-                told, incomplete = f"{name} is {loaded.adapter.digest}", loaded.incomplete
+                told, incomplete = f"{name} is loaded: {loaded.adapter.digest}", loaded.incomplete
             else:
                 gone = admin.UnloadAdapter(
                     pb.UnloadAdapterRequest(name=name), metadata=metadata, timeout=_LIST_TIMEOUT_S

@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def overview(groups: "Sequence[pb.Group]") -> str:
     """One line for each group."""
-    head = ("group", "address", "state", "model", "requests", "running", "waiting", "free pages")
+    head = ("group", "address", "state", "model", "requests", "running", "waiting", "free blocks")
     return table([head, *map(_line, groups)]) if groups else "No group is known."
 
 

@@ -246,7 +246,9 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _objective(text: str) -> tuple[str, float]:
-    name, _, value = text.partition(":")
+    name, separator, value = text.partition(":")
+    if not separator:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME:MS, such as ttft:500")
     most_ms = finite(value)
     if most_ms < 0:
         raise argparse.ArgumentTypeError(f"{text!r} must be 0 ms or more")

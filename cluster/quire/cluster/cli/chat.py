@@ -5,7 +5,13 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from quire.cluster.cli.help import DefaultsFormatter, Parser, add_server_flags, server_of
+from quire.cluster.cli.help import (
+    DefaultsFormatter,
+    Parser,
+    add_model_flag,
+    add_server_flags,
+    server_of,
+)
 
 if TYPE_CHECKING:
     import grpc
@@ -13,7 +19,7 @@ if TYPE_CHECKING:
     from quire.cluster.client import Server
     from quire.v1 import inference_pb2 as pb
 
-_HELP = "/clear forgets the conversation, /stats shows what the last answer cost, /exit ends it"
+_HELP = "/clear forgets the conversation, /stats tells an answer's cost, /exit ends it"
 
 
 def add_chat_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -26,7 +32,7 @@ def add_chat_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         formatter_class=DefaultsFormatter,
     )
     add_server_flags(chat)
-    chat.add_argument("--model", default="", help="which of several models; the only one if absent")
+    add_model_flag(chat)
     chat.add_argument("--system", help="a system message")
     chat.add_argument("--max-tokens", type=int, default=1024, help="most tokens of an answer")
     chat.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token")
@@ -56,7 +62,9 @@ def _run(arguments: argparse.Namespace) -> int:
         while (line := _read(is_terminal)) is not None:
             if line == "/exit":
                 break
-            if line == "/clear":
+            if line == "/help":
+                print(_HELP)
+            elif line == "/clear":
                 turns = list(system)
             elif line == "/stats":
                 print(stats)
@@ -105,7 +113,7 @@ def _answer(
 def _stats(usage: "pb.Usage") -> str:
     per_s = usage.num_output_tokens / max(usage.total_time_s, 1e-9)
     return (
-        f"{usage.num_prompt_tokens} prompt tokens, {usage.num_cached_tokens} of them cached; "
-        f"{usage.num_output_tokens} tokens, the first after {usage.time_to_first_token_s:.2f} s, "
+        f"{usage.num_prompt_tokens} prompt tokens, {usage.num_cached_tokens} cached; "
+        f"{usage.num_output_tokens} tokens, the first in {usage.time_to_first_token_s:.2f} s, "
         f"{per_s:.0f} a second"
     )

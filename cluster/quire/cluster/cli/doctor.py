@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.cluster.cli.help import DefaultsFormatter, Parser
+from quire.cluster.cli.help import DefaultsFormatter, Parser, whole
 from quire.worker.api.errors import QuireError
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "ray", "grpcio", "protobuf")
@@ -37,8 +37,9 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     doctor.add_argument("model", nargs="?", type=Path, help="a model whose files are looked at too")
     doctor.add_argument("--host", default="127.0.0.1", help="where gateways are to listen")
-    doctor.add_argument("--http-port", type=int, default=8000, help="a port that is to be free")
-    doctor.add_argument("--grpc-port", type=int, default=50051, help="another one")
+    port = whole(least=0, most=65535)
+    doctor.add_argument("--http-port", type=port, default=8000, help="a port that is to be free")
+    doctor.add_argument("--grpc-port", type=port, default=50051, help="another one")
     doctor.set_defaults(run=_run)
 
 
@@ -76,9 +77,9 @@ def look(model: Path | None, *, host: str, ports: tuple[int, ...]) -> Iterator[F
 
 
 def _python() -> Finding:
-    is_known = (3, 11) <= sys.version_info[:2] <= (3, 13)
+    is_known = (3, 11) <= sys.version_info[:2] <= (3, 14)
     said = f"{platform.python_version()} on {platform.platform()}"
-    return Finding("python", is_known, said if is_known else f"{said}: 3.11 to 3.13 are tested")
+    return Finding("python", is_known, said if is_known else f"{said}: 3.11 to 3.14 are tested")
 
 
 def _package(name: str) -> Finding:
@@ -174,7 +175,8 @@ def _model(model: Path) -> tuple[bool, str]:
     spec = read_model_spec(folder)
     Tokenizer.load(folder)
     how = "through transformers" if spec.through_transformers else "by its description"
-    said = f"{len(spec.layers)} layers, {spec.vocab_size} tokens, {how}"
+    layers = f"{len(spec.layers)} layers, " if spec.layers else ""  # Transformers knows its own.
+    said = f"{layers}{spec.vocab_size} tokens, {how}"
     if not is_hub_name(model):
         files = open_checkpoint(folder).files
         said += f"; {sum(file.stat().st_size for file in files) / 2**30:.1f} GiB of weights"

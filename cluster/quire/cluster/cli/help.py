@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -133,12 +133,17 @@ class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
-        if default is None or action.const is True:
+        if default is None or default == "" or action.const is True:
             return action.help
         if isinstance(default, (list, tuple)):
             shown = " ".join(map(str, default)).replace("%", "%%")
             return f"{action.help} (default: {shown})"
         return super()._get_help_string(action)
+
+
+def sentence(text: str) -> str:
+    """``text`` with its first letter in upper case and the others as they are."""
+    return text[:1].upper() + text[1:]
 
 
 def finite(text: str) -> float:
@@ -154,12 +159,32 @@ def finite(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text!r} is no finite number")
 
 
+def whole(*, least: int, most: float = inf) -> Callable[[str], int]:
+    """The type of a flag: a whole number from ``least`` to ``most``."""
+
+    def read(text: str) -> int:
+        with suppress(ValueError):
+            if least <= (number := int(text)) <= most:
+                return number
+        said = f"from {least} to {most}" if isfinite(most) else f"of {least} or more"
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number {said}")
+
+    return read
+
+
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     """Adds what `server_of` reads."""
     add = parser.add_argument
     add("--address", default="127.0.0.1:50051", help="the gRPC server, host:port")
     add("--tls", action="store_true", help="the server has TLS, with a well-known authority")
     add("--tls-ca", type=Path, help="the server has TLS, with this authority (PEM)")
+
+
+def add_model_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds the name of the model to ask; "" where there is none."""
+    parser.add_argument(
+        "--model", default="", help="which of several models; the only one if absent"
+    )
 
 
 def server_of(arguments: argparse.Namespace) -> "Server":

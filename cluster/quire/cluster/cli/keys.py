@@ -103,6 +103,14 @@ def _revoke(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_A_NAME = "1 to 64 letters, digits, '.', '_' and '-', and not all digits or a word of YAML's"
+_MUST_BE = {
+    "name": _A_NAME,
+    "tenant": f"{_A_NAME}; an operator's tenant has `operator: true` in the file",
+    "expires": "a date or a time, such as 2027-01-31T12:00:00Z",
+}
+
+
 def add_entry(path: Path, entry: dict[str, str]) -> bool:
     """Adds a key to the file, and its tenant if there is none; returns whether it was added. Raises
     ConfigError: the file cannot be used or has a key of this name; nothing has changed."""
@@ -196,16 +204,22 @@ def _entries(path: Path) -> "tuple[str, list[KeyEntry]]":
 
 def _checked(entry: dict[str, str]) -> None:
     """Raises ConfigError: a field is not as it must be."""
+    import yaml
     from pydantic import ValidationError
 
     from quire.cluster.edge.keys_file import KeyEntry
 
+    read: dict[str, Any] = {}
+    for name, value in entry.items():
+        try:
+            read[name] = yaml.safe_load(value)
+        except (yaml.YAMLError, ValueError):
+            read[name] = ...  # No field may be that.
     try:
-        KeyEntry.model_validate(_data(_flow(entry)))
+        KeyEntry.model_validate(read)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name = first["loc"][0]
-        raise ConfigError(f"--{name} {entry[str(name)]!r}: {first['msg']}") from None
+        name = str(error.errors(include_url=False)[0]["loc"][0])
+        raise ConfigError(f"--{name} {entry[name]!r}: must be {_MUST_BE[name]}") from None
 
 
 def _flow(entry: dict[str, str]) -> str:
@@ -215,23 +229,19 @@ def _flow(entry: dict[str, str]) -> str:
 
 
 def _data(text: str) -> Any:
-    """Raises ConfigError."""
     import yaml
 
-    try:
-        return yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):
-        raise ConfigError(
-            "--tenant, --name or --expires: is not what a name or a time may be"
-        ) from None
+    return yaml.safe_load(text)
 
 
 def _replace(path: Path, lines: list[str], wanted: dict[str, Any], *, by_hand: str) -> None:
     """Writes ``lines`` if they say what is ``wanted``. Raises ConfigError: they do not."""
+    import yaml
+
     text = "\n".join(lines) + "\n"
     try:
         is_right = _data(text) == wanted
-    except ConfigError:
+    except (yaml.YAMLError, ValueError):
         is_right = False
     if not is_right:
         raise ConfigError(f"{path}: its layout is not one that can be changed here; {by_hand}")

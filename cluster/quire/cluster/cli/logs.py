@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from quire.cluster.cli.help import DefaultsFormatter, Parser
+from quire.cluster.cli.help import DefaultsFormatter, Parser, whole
 from quire.worker.api.errors import ConfigError
 
 _LOOK_S = 0.3
@@ -29,7 +29,7 @@ def add_logs_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     logs.add_argument("--list", action="store_true", help="show which starts have logs")
     logs.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
     logs.add_argument(
-        "-n", "--lines", type=int, default=200, help="show this many of the last lines"
+        "-n", "--lines", type=whole(least=0), default=200, help="show this many of the last lines"
     )
     logs.add_argument("--of", metavar="ID", help="only the gateway or group of this id")
     logs.set_defaults(run=_run)

@@ -21,6 +21,7 @@ from quire.cluster.cli.help import (
     SHORT_USAGE,
     DefaultsFormatter,
     Parser,
+    add_model_flag,
     add_server_flags,
     server_of,
 )
@@ -140,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("prompt", help="the prompt; - reads it from standard input")
     add_server_flags(generate)
+    add_model_flag(generate)
     generate.add_argument("--system", help="a system message; the prompt is then a chat turn")
     generate.add_argument("--chat", action="store_true", help="send the prompt as a chat turn")
     generate.add_argument("--max-tokens", type=int, default=128, help="most tokens of the text")
@@ -205,6 +207,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     return generate_to_stdout(
         _text("prompt", _piped() if arguments.prompt == "-" else arguments.prompt),
         server=server_of(arguments),
+        model=arguments.model,
         system=None if arguments.system is None else _text("system", arguments.system),
         chat=arguments.chat or arguments.system is not None,
         max_tokens=arguments.max_tokens,

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
-from quire.cluster.cli.help import DefaultsFormatter, Parser
+from quire.cluster.cli.help import DefaultsFormatter, Parser, sentence, whole
 from quire.cluster.cli.vllm_flags import translated
 from quire.worker.api.errors import ConfigError
 
@@ -24,7 +24,7 @@ def add_run_batch_parser(commands: "argparse._SubParsersAction[Parser]") -> None
         "run-batch",
         usage="%(prog)s -i FILE -o FILE [--server URL | MODEL [flags]]",
         help=help_text,
-        description=f"{help_text.capitalize()}: by a server that runs, or by a cluster that is "
+        description=f"{sentence(help_text)}: by a server that runs, or by a cluster that is "
         "started here for it, with the flags of `quire serve`. Ends with status 1 where a request "
         "failed. Where the server wants an API key, it is read from QUIRE_API_KEY.",
         formatter_class=DefaultsFormatter,
@@ -33,7 +33,7 @@ def add_run_batch_parser(commands: "argparse._SubParsersAction[Parser]") -> None
     add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, one a line")
     add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="where answers go")
     add("--server", metavar="URL", help="one that runs, such as http://127.0.0.1:8000")
-    add("--max-concurrency", type=_positive, default=256, help="requests under way at a time")
+    add("--max-concurrency", type=whole(least=1), default=256, help="requests under way at a time")
     add(
         "--resume",
         action="store_true",
@@ -141,11 +141,6 @@ def _answer(
         f"{ended.num_done:,} requests in {time.monotonic() - begin_s:.1f} s, {ended.num_failed:,} "
         f"failed, {ended.num_skipped:,} answered before: {arguments.output_file}"
     )
+    if ended.first_failure:
+        print(f"the first that failed is {ended.first_failure}", file=sys.stderr)
     return 1 if ended.num_failed else 0
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be 1 or more")
-    return number

@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from quire.cluster.cli.help import RAY_ADDRESS_HELP, DefaultsFormatter, Parser
+from quire.cluster.cli.help import RAY_ADDRESS_HELP, DefaultsFormatter, Parser, sentence
 from quire.worker.api.errors import ConfigError
 
 _HEALTHY, _NOT_WHOLE, _NOTHING = 0, 1, 2
@@ -16,7 +16,7 @@ def add_status_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     status = commands.add_parser(
         "status",
         help=help_text,
-        description=f"{help_text.capitalize()}. Ends with status 0 where all are, 1 where groups "
+        description=f"{sentence(help_text)}. Ends with status 0 where all are, 1 where groups "
         "or gateways are missing, 2 where nothing runs.",
         formatter_class=DefaultsFormatter,
     )
@@ -53,15 +53,16 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _told(each: dict[str, Any]) -> str:
     state = "whole" if each["is_whole"] else each["missing"] or each["state"]
-    lines = [f"{each['application']}: {state}"]
-    lines += [
-        f"  {name:12} {parts['running']} of {parts['wanted']} run"
+    told = [
+        (name, f"{parts['running']} of {parts['wanted']} run")
         for name, parts in each["deployments"].items()
     ]
-    lines += [
-        f"  {model['name']:12} {model['state']}, {model['num_groups']} groups"
-        + (f": {model['reason']}" if model["reason"] else "")
-        for model in each["models"]
-    ]
-    lines += [f"  {name:12} {address}" for name, address in each["addresses"].items()]
-    return "\n".join(lines)
+    for model in each["models"]:
+        groups = "1 group" if model["num_groups"] == 1 else f"{model['num_groups']} groups"
+        reason = f": {model['reason']}" if model["reason"] else ""
+        told.append((model["name"], f"{model['state']}, {groups}{reason}"))
+    told += each["addresses"].items()
+    width = max(12, *(len(name) for name, _ in told))
+    return "\n".join(
+        [f"{each['application']}: {state}", *(f"  {name:{width}} {what}" for name, what in told)]
+    )

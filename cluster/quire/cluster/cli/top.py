@@ -8,7 +8,14 @@ from math import isinf
 from typing import TYPE_CHECKING
 
 from quire.cluster.cli.explain import table
-from quire.cluster.cli.help import DefaultsFormatter, Parser, add_server_flags, finite, server_of
+from quire.cluster.cli.help import (
+    DefaultsFormatter,
+    Parser,
+    add_server_flags,
+    finite,
+    sentence,
+    server_of,
+)
 
 if TYPE_CHECKING:
     from quire.v1 import admin_pb2 as pb
@@ -16,8 +23,8 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 10.0
 _CLEAR, _HOME, _ERASE_REST = "\x1b[2J", "\x1b[H", "\x1b[J"
 _HEAD = (
-    *("group", "model", "state", "running", "waiting", "to compute", "prompt/s", "cached"),
-    *("output/s", "KV in use", "KV kept"),
+    *("group", "model", "state", "run", "wait", "to compute", "prompt/s", "cached"),
+    *("output/s", "KV", "kept"),
 )
 
 
@@ -27,7 +34,7 @@ def add_top_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     top = commands.add_parser(
         "top",
         help=help_text,
-        description=f"{help_text.capitalize()}, until Ctrl-C. Where the server wants API keys, an "
+        description=f"{sentence(help_text)}, until Ctrl-C. Where the server wants API keys, an "
         "operator's is read from QUIRE_API_KEY.",
         formatter_class=DefaultsFormatter,
     )
@@ -91,11 +98,18 @@ def frame(
         [
             status_line(before, after, interval_s=interval_s),
             f"this gateway: {gateway.num_inflight:,} under way, {gateway.num_queued:,} queued, "
-            f"first token half {half}, 99 % {most}",
+            f"first token p50 {half}, p99 {most}",
             "",
-            table([_HEAD, *rows]) if rows else "no group is known",
+            _table(rows) if rows else "no group is known",
         ]
     )
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    """With the groups' models where there are several: without, it fits into 80 columns."""
+    models = {row[1] for row in rows}
+    shown = [_HEAD, *rows]
+    return table(shown if len(models) > 1 else [(row[0], *row[2:]) for row in shown])
 
 
 def _row(group: "pb.Group", before: "pb.ListGroupsResponse", interval_s: float) -> tuple[str, ...]:

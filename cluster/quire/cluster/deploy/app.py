@@ -257,7 +257,10 @@ def serve_until_signal(
                 f"{what}: nothing is restarted or scaled any more. Streams may take "
                 f"{config.drain_timeout_s:g} s to end, new requests are refused; then this ends."
             )
-        print("Draining …", flush=True)
+        print(
+            f"Draining, for up to {config.drain_timeout_s:g} s; Ctrl-C again does not wait …",
+            flush=True,
+        )
     print("Stopped.")
 
 

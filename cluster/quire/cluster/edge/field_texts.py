@@ -12,8 +12,8 @@ _JSON_SCHEMA = "The output is JSON of this schema."
 _REGEX = "The output matches this regular expression as a whole."
 _GRAMMAR = "The output is of this grammar, in Lark's or GBNF's notation."
 _TEXTS: Mapping[str, str] = {
-    "model": "The name of a served model, an alias or a LoRA adapter. Without it, the only or "
-    "first model.",
+    "model": "The name of a served model, an alias or a LoRA adapter. It may be left "
+    "out where one model is served.",
     "stream": "Send the answer in pieces, as server-sent events, the last of which is `[DONE]`.",
     "stream_options": "With `stream`: `include_usage` adds an event with the usage at the end, "
     "`continuous_usage_stats` adds it to each event.",
@@ -97,7 +97,10 @@ IN_BODY: Mapping[tuple[str, str], str] = {
 @cache
 def _parameter_docs() -> Mapping[str, str]:
     attributes = attributes_of(SamplingParams).items()
-    return {name: each.text.replace("``", "`") for name, each in attributes}
+    return {
+        name: each.text.replace("``None``", "``null``").replace("``", "`")
+        for name, each in attributes
+    }
 
 
 def described(body: str, name: str, field: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,7 +103,8 @@ async def _handle_http(request: Request, error: HTTPException) -> Response:
     """An unknown path or method."""
     message = f"{request.method} {request.url.path}: {error.detail}"
     if error.status_code == 404:
-        paths = [route.path_format for route in request.app.routes if isinstance(route, Route)]
+        routes = [route.path_format for route in request.app.routes if isinstance(route, Route)]
+        paths = [path for path in routes if path != "/" and not path.startswith("/ui/")]
         message += f"; there are {', '.join(paths)}"
     elif error.headers and "Allow" in error.headers:
         message += f"; use {error.headers['Allow']}"

@@ -63,10 +63,10 @@ def page_of(reference: Json) -> str:
 <style>{_STYLE}</style></head><body><nav aria-label="Calls">{links}</nav><main>
 <h1>Quire: HTTP API</h1>
 <p>OpenAI's API and vLLM's extensions of it, and Anthropic's messages. A field that is not known is
-refused by name. <code>model</code> may be left out, and <code>"stream": true</code> added. For
-programs: <a href="openapi.json">openapi.json</a>.</p>
-<p><label>API key, where the server wants one: it stays in this tab.<br>
-<input id="key" type="password" autocomplete="off" placeholder="none"></label></p>
+refused by name. <code>model</code> may be left out where one model is served, and
+<code>"stream": true</code> added. For programs: <a href="openapi.json">openapi.json</a>.</p>
+<form><label>API key, where the server wants one: it stays in this tab.<br>
+<input id="key" type="password" autocomplete="off" placeholder="none"></label></form>
 {sections}<section id="errors"><h2>Errors</h2>
 <p>An error is <code>{{"error": {{"message", "type", "param", "code"}}}}</code>; below
 <code>/v1/messages</code> it is
@@ -82,12 +82,13 @@ def _section(path: str, method: str, operation: Json, schemas: Json) -> str:
     ]
     content = operation.get("requestBody", {}).get("content", {}).get("application/json")
     example = json.dumps(content["example"], indent=2) if content else ""
+    schema = schemas[content["schema"]["$ref"].rpartition("/")[2]] if content else {}
     if "text/html" not in operation["responses"]["200"]["content"]:
-        parts.append(_form(path, method, example))
+        names_model = "model" in schema.get("properties", ())
+        parts.append(_form(path, method, example, names_model=names_model))
     if content:
         command = _command(path, content["example"])
         parts.append(f"<details><summary>curl</summary><pre>{html.escape(command)}</pre></details>")
-        schema = schemas[content["schema"]["$ref"].rpartition("/")[2]]
         parts.append(_table(schema, schemas))
     queries = [each for each in operation.get("parameters", ()) if each["in"] == "query"]
     if queries:
@@ -103,9 +104,10 @@ def _section(path: str, method: str, operation: Json, schemas: Json) -> str:
     return "".join([*parts, "</section>"])
 
 
-def _form(path: str, method: str, example: str) -> str:
-    shown = html.escape(path)
-    body = f'<textarea aria-label="Body" spellcheck="false">{html.escape(example)}</textarea>'
+def _form(path: str, method: str, example: str, *, names_model: bool) -> str:
+    shown, mark = html.escape(path), " data-names-model" if names_model else ""
+    text = html.escape(example)
+    body = f'<textarea aria-label="Body" spellcheck="false"{mark}>{text}</textarea>'
     place = f'<input name="path" aria-label="Path" value="{shown}">'
     return (
         f'<details><summary>Try it</summary><form data-method="{method.upper()}" '

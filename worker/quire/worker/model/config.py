@@ -46,7 +46,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     if not path.is_dir():
         raise CheckpointError(
             f"{path}: {_what_instead(path)}; model must be a GGUF file or a checkpoint directory"
-            f"{_which_files(path)}"
+            f"{_which_files(path)}, or ORG/NAME of the Hugging Face hub"
         )
     file = path / "config.json"
     if not file.is_file():

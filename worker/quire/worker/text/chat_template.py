@@ -200,7 +200,7 @@ def _plain(messages: "Sequence[Message]") -> "list[Message]":
     plain: list[Message] = []
     ids: dict[object, str] = {}
     for place, message in enumerate(messages):
-        if not isinstance(message, Mapping):
+        if not isinstance(message, Mapping) or "role" not in message:
             raise InvalidRequest(
                 f"messages: must be mappings with role and content, not {reprlib.repr(message)}",
                 param="messages",

@@ -52,6 +52,7 @@ class Http:
             QuireError: The server lists none.
         """
         url = self._target.url("/v1/models")
+        hint = "is a server there? --model names one without asking"
         try:
             async with self._session.get(url) as response:
                 if response.status != 200:
@@ -59,11 +60,13 @@ class Http:
                 return str(json.loads(await response.read())["data"][0]["id"])
         except RequestFailed as error:
             reason = str(error)
+            if error.kind == "HTTP 401":
+                hint = "--api-key or QUIRE_API_KEY gives one"
         except (aiohttp.ClientError, TimeoutError) as error:
             reason = str(_failed(error, self._target.timeout_s))
         except (ValueError, TypeError, LookupError, RecursionError):
             reason = "it lists no model"
-        raise QuireError(f"{url}: {reason}; is a server there? --model names one without asking")
+        raise QuireError(f"{url}: {reason}; {hint}")
 
     async def stream(self, body: bytes) -> AsyncGenerator[bytes]:
         try:

@@ -3,15 +3,36 @@
 const MAX_SHOWN_CHARS = 200000;
 const key = document.getElementById("key");
 key.value = sessionStorage.getItem("quire-key") || "";
+key.form.addEventListener("submit", (event) => event.preventDefault());
 key.addEventListener("input", () => sessionStorage.setItem("quire-key", key.value.trim()));
+
+const authorization = () => (key.value.trim() ? { Authorization: `Bearer ${key.value.trim()}` } : {});
+
+// Where several models are served, each call must name one: so do the bodies here, once a form opens.
+let isNamed = false;
+async function nameModel() {
+  const answer = isNamed ? null : await fetch("/v1/models", { headers: authorization() });
+  if (!answer || !answer.ok || isNamed) return;
+  isNamed = true;
+  const models = (await answer.json()).data.filter((each) => !each.parent);
+  const names = [...new Set(models.map((each) => each.root))];
+  for (const path of document.querySelectorAll("input[name=path]")) {
+    path.value = path.value.replace("{model}", encodeURIComponent(names[0]));
+  }
+  if (names.length < 2) return;
+  for (const body of document.querySelectorAll("textarea[data-names-model]")) {
+    const fields = JSON.parse(body.value);
+    if (!fields.model) body.value = JSON.stringify({ model: names[0], ...fields }, null, 2);
+  }
+}
+document.addEventListener("toggle", () => nameModel().catch(() => {}), true);
 
 async function send(form, signal) {
   const shown = form.querySelector(".answer");
   const status = form.querySelector(".status");
   const body = form.querySelector("textarea");
   const path = form.querySelector("input[name=path]");
-  const headers = {};
-  if (key.value.trim()) headers.Authorization = `Bearer ${key.value.trim()}`;
+  const headers = authorization();
   if (body) headers["Content-Type"] = "application/json";
   shown.hidden = false;
   shown.textContent = "";
@@ -38,7 +59,7 @@ async function send(form, signal) {
   status.textContent = `${answer.status} ${answer.statusText}, first byte after ${first}, all after ${seconds()}`;
 }
 
-for (const form of document.querySelectorAll("form")) {
+for (const form of document.querySelectorAll("form[data-path]")) {
   const [start, stop] = form.querySelectorAll("button");
   let running = null;
   form.addEventListener("submit", async (event) => {
