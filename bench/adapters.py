@@ -14,7 +14,8 @@ import torch
 from bench.peers.checkpoints import SHAPES, Shape, make_checkpoint
 from bench.report import command, markdown
 
-from quire.kernels.ops import AdapterLayers, Batch, KvCache, LowRank, ProgramRunner
+from quire.kernels.batch import Batch
+from quire.kernels.ops import AdapterLayers, KvCache, LowRank, ProgramRunner
 from quire.worker.api.config import EngineConfig
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.load import load_model

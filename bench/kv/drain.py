@@ -40,7 +40,6 @@ _MAX_TOKENS = 1000
 _TOKENS_BEFORE, _TOKENS_BEHIND = 8, 8
 """Tokens of each stream before the drain begins, and after it has moved."""
 _WAIT_S = 60.0
-MOST_GAP = 0.25
 """The gap that is aimed at, beside that of recomputation."""
 
 

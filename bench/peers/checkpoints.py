@@ -33,7 +33,6 @@ class Shape:
     vocab_size: int = VOCAB_SIZE
     num_requests: int
     num_experts: int = 0
-    experts_per_token: int = 0
     config: Mapping[str, object] = field(default_factory=dict)
     """Entries of config.json that are not Llama's; empty for a Llama."""
 
@@ -163,7 +162,6 @@ SHAPES = {
             vocab_size=50_304,
             num_requests=8,
             num_experts=64,
-            experts_per_token=8,
             config={
                 "architectures": ["OlmoeForCausalLM"],
                 "model_type": "olmoe",

@@ -104,7 +104,6 @@ def _take(stream: Stream, chunk: pb.GenerateResponse) -> None:
         stream.error = f"a chunk came after the finish ({stream.finish})"
         return
     if chunk.HasField("start"):
-        stream.server_id = chunk.start.request_id
         stream.group = chunk.start.routing.group
         stream.num_cached_tokens = chunk.start.num_cached_tokens
         stream.num_predicted_tokens = chunk.start.routing.predicted_cached_tokens

@@ -58,8 +58,6 @@ class Stream:
     """"stop", "length", "abort" or "cancelled"; empty if it never ended properly."""
     sent_s: float = 0.0
     ended_s: float = 0.0
-    server_id: str = ""
-    """The gateway's id of the request."""
     group: str = ""
     """That it went to first."""
     num_cached_tokens: int = 0

@@ -113,7 +113,7 @@ def cpu_flags() -> frozenset[str]:
 
 
 def cpu_vendor() -> str:
-    """Who made the CPU, as Linux says; else its architecture."""
+    """The CPU's vendor by Linux' name, or else its architecture."""
     return _cpu_info().get("vendor_id") or platform.machine()
 
 

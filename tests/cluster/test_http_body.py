@@ -231,6 +231,6 @@ async def test_a_long_answer_is_encoded_in_a_thread_as_a_short_one_is_here(
     async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         url = f"{cluster.http_url}/v1/completions"
         answers = [(await client.post(url, json=sent)).json()["choices"]]
-        monkeypatch.setattr("quire.cluster.edge.openai_http._MANY_STEPS", 10)
+        monkeypatch.setattr("quire.cluster.edge.generation_api._MANY_STEPS", 10)
         answers.append((await client.post(url, json=sent)).json()["choices"])
     assert answers[0] == answers[1]

@@ -152,6 +152,14 @@ def test_a_group_that_reads_no_commands_is_lost_once_too_many_wait() -> None:
     assert "4 commands wait, and it does not read them" in reasons[0]
 
 
+async def read_for(seconds: float, events: object, listener: Any) -> None:
+    link: Any = SimpleNamespace(Events=events)
+    client: Any = SimpleNamespace(address="host:1")
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await read_events(link, client, listener)
+
+
 @pytest.mark.parametrize("trouble", ["a digest that never agrees", "an error"])
 def test_events_that_are_never_right_are_asked_for_ever_more_seldom(
     trouble: str, caplog: pytest.LogCaptureFixture
@@ -168,11 +176,7 @@ def test_events_that_are_never_right_are_asked_for_ever_more_seldom(
         listener: Any = SimpleNamespace(
             events=lambda client, batch: False, events_position=lambda client: Position()
         )
-        link: Any = SimpleNamespace(Events=events)
-        client: Any = SimpleNamespace(address="host:1")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(60):
-                await read_events(link, client, listener)
+        await read_for(60, events, listener)
 
     simulate(main, seed=1)
     assert requests[1] == pytest.approx(0.1), "it may have been one event that was lost"
@@ -192,11 +196,7 @@ def test_events_that_are_lost_again_and_again_are_asked_for_twice_a_second() -> 
             events=lambda client, batch: False,
             events_position=lambda client: Position(epoch=1, next_seq=len(requests)),
         )
-        link: Any = SimpleNamespace(Events=events)
-        client: Any = SimpleNamespace(address="host:1")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(60):
-                await read_events(link, client, listener)
+        await read_for(60, events, listener)
 
     simulate(main, seed=1)
     assert 60 <= len(requests) <= 125
@@ -213,11 +213,7 @@ def test_events_that_were_right_since_are_asked_for_again_at_once() -> None:
         listener: Any = SimpleNamespace(
             events=lambda client, batch: True, events_position=lambda client: Position()
         )
-        link: Any = SimpleNamespace(Events=events)
-        client: Any = SimpleNamespace(address="host:1")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.05):
-                await read_events(link, client, listener)
+        await read_for(1.05, events, listener)
 
     simulate(main, seed=1)
     assert len(requests) == 11

@@ -63,3 +63,16 @@ def greedy(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
         token_ids.append(int(logits.argmax()))
         logprobs.append(float(logits.log_softmax(-1)[token_ids[-1]]))
     return token_ids[len(prompt) :], logprobs
+
+
+Checkpoint = tuple[Path, list[list[int]], list[list[float]]]
+"""And what transformers makes of some prompts: tokens and their log probabilities."""
+
+
+def with_answers(path: Path, prompts: list[list[int]]) -> Checkpoint:
+    """The checkpoint in ``path``, computed in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+    pairs = [greedy(model, prompt) for prompt in prompts]
+    return path, [pair[0] for pair in pairs], [pair[1] for pair in pairs]

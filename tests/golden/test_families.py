@@ -1,13 +1,10 @@
 """Every family: greedy tokens and their log probabilities are those of transformers."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from tests.golden.oracle import MAX_TOKENS, greedy, prompts, save
-from transformers import AutoModelForCausalLM
+from tests.golden.oracle import MAX_TOKENS, Checkpoint, prompts, save, with_answers
 
 from quire.kernels import native
 from quire.llm import LLM, SamplingParams
@@ -106,9 +103,6 @@ GPT_OSS = {
 }
 CASES["gpt-oss"] = Case("GptOss", GPT_OSS)
 
-Checkpoint = tuple[Path, list[list[int]], list[list[float]]]
-"""And what transformers makes of `case_prompts`: tokens and their log probabilities."""
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
@@ -118,11 +112,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
         if case not in made:
             path = tmp_path_factory.mktemp("family") / case
             save(path, CASES[case].name, CASES[case].fields)
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, attn_implementation="eager"
-            )
-            pairs = [greedy(model, prompt) for prompt in case_prompts(case)]
-            made[case] = path, [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            made[case] = with_answers(path, case_prompts(case))
         return made[case]
 
     return make

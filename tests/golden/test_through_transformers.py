@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.golden.oracle import MAX_TOKENS, config, greedy, model_class, prompts, save
+from tests.golden.oracle import (
+    MAX_TOKENS,
+    Checkpoint,
+    config,
+    greedy,
+    model_class,
+    prompts,
+    save,
+    with_answers,
+)
 from transformers import AutoModelForCausalLM
 
 from quire.llm import LLM, SamplingParams
@@ -61,9 +70,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
 }
 
-Checkpoint = tuple[Path, list[list[int]], list[list[float]]]
-"""And what transformers makes of the prompts: tokens and their log probabilities."""
-
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
@@ -73,11 +79,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Chec
         if case not in made:
             path = tmp_path_factory.mktemp("through") / case
             save(path, *CASES[case])
-            model = AutoModelForCausalLM.from_pretrained(
-                path, dtype=torch.float32, attn_implementation="eager"
-            )
-            pairs = [greedy(model, prompt) for prompt in prompts()]
-            made[case] = path, [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            made[case] = with_answers(path, prompts())
         return made[case]
 
     return make

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from quire.kernels.backend import AttentionBackend
+from quire.kernels.batch import Batch
 from quire.kernels.experts import Expert, Router
 from quire.kernels.ops import (
     AdapterLayers,
     Add,
     AllReduce,
     Attend,
-    Batch,
     Embed,
     GatedLinear,
     Gather,

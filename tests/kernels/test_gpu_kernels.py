@@ -17,8 +17,8 @@ from tools.kernels.testing import (
 from quire.kernels import reference, reference_sampling
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend, backend_for
+from quire.kernels.batch import Rows
 from quire.kernels.launch import SPLIT_TOKENS
-from quire.kernels.ops import Rows
 
 pytestmark = [
     pytest.mark.gpu,

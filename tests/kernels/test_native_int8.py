@@ -4,6 +4,7 @@ import ctypes
 
 import pytest
 import torch
+from tests.kernels.linear_layers import SENTINEL, assert_ranks_add_up, run_into
 from torch import Tensor
 
 from quire.kernels import native_abi, reference
@@ -16,7 +17,6 @@ from quire.kernels.native_linear import Arena
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 1), (31, 64), (33, 10), (96, 130), (50, 7)]
 ROWS = [1, 2, 3, 5, 12, 13, 97]
-SENTINEL = 7.0
 
 
 @pytest.fixture
@@ -116,15 +116,10 @@ def test_ranks_that_share_the_input_add_up_to_the_bits_of_one(
     library: ctypes.CDLL, num_ranks: int
 ) -> None:
     weight, x = _random(50, 36), _random(7, 36, seed=1)
-    whole = _into(library, x, weight, num_parts=4, mode=native_abi.STORE_F32)
+    whole = run_into(Int8Linear, library, x, weight, num_parts=4, mode=native_abi.STORE_F32)
     assert torch.equal(whole, reference.int8_linear(x, *reference.quantize(weight, num_parts=4)))
-    parts = [
-        _into(library, x_part, w_part, num_parts=4 // num_ranks, mode=native_abi.STORE_F32)
-        for x_part, w_part in zip(x.chunk(num_ranks, 1), weight.chunk(num_ranks, 1), strict=True)
-    ]
-    while len(parts) > 1:  # the rest of the tree
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    assert torch.equal(parts[0], whole)
+    shares = list(zip(x.chunk(num_ranks, 1), weight.chunk(num_ranks, 1), strict=True))
+    assert_ranks_add_up(Int8Linear, library, shares, whole, num_parts=4)
 
 
 @pytest.mark.quick_cells(32)
@@ -136,7 +131,7 @@ def test_nothing_is_written_beside_the_result(
 ) -> None:
     weight, x = _random(num_out, 10, dtype=dtype), _random(14, 10, dtype=dtype, seed=1)
     width = num_out // 2 if mode == native_abi.GATED else num_out
-    out = _into(library, x, weight, mode=mode, margin=3)
+    out = run_into(Int8Linear, library, x, weight, mode=mode, margin=3)
     assert (out[:, width:] == SENTINEL).all()
     assert (out[-3:] == SENTINEL).all()
     twin = PlainInt8Linear.of(weight)
@@ -202,21 +197,3 @@ def test_a_packed_layer_needs_no_original_and_takes_views(backend: NativeBackend
 
 def _plain() -> CpuBackend:
     return CpuBackend(quantization="int8")
-
-
-def _into(
-    library: ctypes.CDLL,
-    x: Tensor,
-    weight: Tensor,
-    *,
-    mode: int,
-    num_parts: int = 1,
-    margin: int = 0,
-) -> Tensor:
-    """The layer's result in a larger tensor of sentinels: ``margin`` columns and rows more."""
-    gated = mode == native_abi.GATED
-    linear = Int8Linear(library, Arena(library), weight, None, num_parts=num_parts, gated=gated)
-    dtype = torch.float32 if mode == native_abi.STORE_F32 else x.dtype
-    out = torch.full((len(x) + margin, linear.num_out + margin), SENTINEL, dtype=dtype)
-    linear.run(x, out, mode)
-    return out

@@ -1,10 +1,10 @@
 """Packed linear layers and the element-wise kernels, on every instruction set, against PyTorch."""
 
 import ctypes
-from ctypes import byref
 
 import pytest
 import torch
+from tests.kernels.linear_layers import SENTINEL, assert_ranks_add_up, run_into
 from torch import Tensor
 
 from quire.kernels import greedy, native_abi, reference
@@ -15,7 +15,6 @@ from quire.kernels.native_linear import Arena, PackedLinear
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 2), (31, 64), (33, 10), (96, 130)]
 ROWS = [1, 2, 3, 5, 12, 13, 97]
-SENTINEL = 7.0
 
 
 @pytest.fixture
@@ -103,14 +102,9 @@ def test_ranks_that_share_the_input_add_up_to_the_bits_of_one(
     library: ctypes.CDLL, num_ranks: int, dtype: torch.dtype
 ) -> None:
     weight, x = _random(50, 96, dtype=dtype), _random(7, 96, dtype=dtype, seed=1)
-    whole = _into(library, x, weight, num_parts=4, mode=native_abi.STORE_F32)
-    parts = [
-        _into(library, x_part, w_part, num_parts=4 // num_ranks, mode=native_abi.STORE_F32)
-        for x_part, w_part in zip(x.chunk(num_ranks, 1), weight.chunk(num_ranks, 1), strict=True)
-    ]
-    while len(parts) > 1:  # the rest of the tree
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    assert torch.equal(parts[0], whole)
+    whole = run_into(PackedLinear, library, x, weight, num_parts=4, mode=native_abi.STORE_F32)
+    shares = list(zip(x.chunk(num_ranks, 1), weight.chunk(num_ranks, 1), strict=True))
+    assert_ranks_add_up(PackedLinear, library, shares, whole, num_parts=4)
 
 
 @pytest.mark.quick_cells(32)
@@ -122,7 +116,7 @@ def test_nothing_is_written_beside_the_result(
 ) -> None:
     weight, x = _random(num_out, 10, dtype=dtype), _random(14, 10, dtype=dtype, seed=1)
     width = num_out // 2 if mode == native_abi.GATED else num_out
-    out = _into(library, x, weight, mode=mode, margin=3)
+    out = run_into(PackedLinear, library, x, weight, mode=mode, margin=3)
     assert (out[:, width:] == SENTINEL).all()
     assert (out[-3:] == SENTINEL).all()
     inside = out[:-3, :width]
@@ -133,35 +127,6 @@ def test_nothing_is_written_beside_the_result(
         plain = plain + SENTINEL
     expected = x.float() @ weight.float().T if mode == native_abi.STORE_F32 else plain
     torch.testing.assert_close(inside.float(), expected.float(), atol=0.05, rtol=2**-6)
-
-
-def _into(
-    library: ctypes.CDLL,
-    x: Tensor,
-    weight: Tensor,
-    *,
-    mode: int,
-    num_parts: int = 1,
-    margin: int = 0,
-) -> Tensor:
-    """The layer's result in a larger tensor of sentinels: ``margin`` columns and rows more."""
-    gated = mode == native_abi.GATED
-    linear = PackedLinear(library, Arena(library), weight, None, num_parts=num_parts, gated=gated)
-    dtype = torch.float32 if mode == native_abi.STORE_F32 else x.dtype
-    out = torch.full((len(x) + margin, linear.num_out + margin), SENTINEL, dtype=dtype)
-    x = x.contiguous()
-    arguments = native_abi.LinearArgs(
-        dtype=native_abi.DTYPES[x.dtype],
-        mode=mode,
-        weights=ctypes.pointer(linear.weights),
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
-        out=out.data_ptr(),
-        out_stride=out.stride(0),
-        num_rows=len(x),
-    )
-    library.quire_linear(byref(arguments), 2)
-    return out
 
 
 def test_what_cannot_be_packed_stays_with_pytorch(backend: NativeBackend) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.kernels import native_ops
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.backend import AttentionBackend
+from quire.kernels.batch import Batch, GreedyEdits, WantedColumns
 from quire.kernels.cpu import CpuBackend
 from quire.kernels.experts import Expert, Router
 from quire.kernels.loop import Loop
@@ -26,13 +27,11 @@ from quire.kernels.ops import (
     AddNorm,
     AllReduce,
     Attend,
-    Batch,
     Clamped,
     Embed,
     GateActivation,
     GatedLinear,
     Gather,
-    GreedyEdits,
     KvCache,
     Linear,
     Logits,
@@ -44,7 +43,6 @@ from quire.kernels.ops import (
     RotaryTable,
     RotateAndWrite,
     Value,
-    WantedColumns,
 )
 from quire.kernels.quantization import SCALE_BYTES
 from quire.kernels.reference_sampling import adjust_logits

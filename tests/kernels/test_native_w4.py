@@ -4,6 +4,7 @@ import ctypes
 
 import pytest
 import torch
+from tests.kernels.linear_layers import SENTINEL, assert_ranks_add_up, run_into
 from tools.kernels import twins
 from torch import Tensor
 
@@ -19,7 +20,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 8, 8), (31, 64, 32), (33, 48, 16), (96, 640, 128), (50, 72, 24)]
 """Outputs, inputs, and inputs in a group."""
 ROWS = [1, 2, 3, 5, 12, 13, 97]
-SENTINEL = 7.0
 
 
 @pytest.fixture
@@ -121,22 +121,14 @@ def test_ranks_that_share_the_input_add_up_to_the_bits_of_one(
 ) -> None:
     """A part of 16 inputs cuts groups of 64."""
     weight, x = _weight(50, 64, group, has_zeros=True), _random(7, 64, seed=1)
-    whole = _into(library, x, weight, num_parts=4, mode=native_abi.STORE_F32)
+    whole = run_into(PackedLinear, library, x, weight, num_parts=4, mode=native_abi.STORE_F32)
     _close(whole, twins.grouped_linear(x, weight))
     size = 64 // num_ranks
-    parts = [
-        _into(
-            library,
-            x[:, rank * size : (rank + 1) * size],
-            _columns(weight, rank * size, (rank + 1) * size),
-            num_parts=4 // num_ranks,
-            mode=native_abi.STORE_F32,
-        )
-        for rank in range(num_ranks)
+    shares = [
+        (x[:, begin : begin + size], _columns(weight, begin, begin + size))
+        for begin in range(0, 64, size)
     ]
-    while len(parts) > 1:  # the rest of the tree
-        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
-    assert torch.equal(parts[0], whole)
+    assert_ranks_add_up(PackedLinear, library, shares, whole, num_parts=4)
 
 
 def _columns(weight: GroupedWeight, first: int, last: int) -> GroupedWeight:
@@ -160,7 +152,7 @@ def test_nothing_is_written_beside_the_result(
 ) -> None:
     weight, x = _weight(num_out, 24, 8, dtype=dtype), 0.3 * _random(14, 24, dtype=dtype, seed=1)
     width = num_out // 2 if mode == native_abi.GATED else num_out
-    out = _into(library, x, weight, mode=mode, margin=3)
+    out = run_into(PackedLinear, library, x, weight, mode=mode, margin=3)
     assert (out[:, width:] == SENTINEL).all()
     assert (out[-3:] == SENTINEL).all()
     expected = twins.grouped_linear(x, weight)
@@ -254,21 +246,3 @@ def test_a_backend_in_w4_rounds_layers_and_has_its_lm_head_in_int8(
     layer = backend.pack_linear(broken)
     assert isinstance(layer, PackedLinear)
     assert not layer.is_finite
-
-
-def _into(
-    library: ctypes.CDLL,
-    x: Tensor,
-    weight: GroupedWeight,
-    *,
-    mode: int,
-    num_parts: int = 1,
-    margin: int = 0,
-) -> Tensor:
-    """The layer's result in a larger tensor of sentinels: ``margin`` columns and rows more."""
-    gated = mode == native_abi.GATED
-    linear = PackedLinear(library, Arena(library), weight, None, num_parts=num_parts, gated=gated)
-    dtype = torch.float32 if mode == native_abi.STORE_F32 else x.dtype
-    out = torch.full((len(x) + margin, linear.num_out + margin), SENTINEL, dtype=dtype)
-    linear.run(x, out, mode)
-    return out

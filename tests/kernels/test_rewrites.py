@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from quire.kernels.batch import Batch
 from quire.kernels.cpu import CpuBackend
 from quire.kernels.loop import Loop
 from quire.kernels.ops import (
     Add,
     AddNorm,
     AllReduce,
-    Batch,
     Embed,
     Gather,
     Linear,

@@ -189,7 +189,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def change(self, group: GroupId, number: int, tier: int, is_removal: bool) -> None:
         log = self.logs[group]
         story = self.stories[group, log.epoch]
-        tier %= log.num_tiers
+        tier %= len(log._tiers)
         seq = log.next_seq
         if is_removal:
             log.removed(below(number), tier)

@@ -89,7 +89,6 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.num_callbacks = 0
         self._now_s = 0.0
         self._random = random.Random(seed)
         self._posted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
@@ -140,7 +139,6 @@ class SimLoop(asyncio.BaseEventLoop):
             if process is not None and process.is_frozen:
                 process.park(handle)
                 continue
-            self.num_callbacks += 1
             handle._run()
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:

@@ -55,7 +55,6 @@ class Plan:
 class Result:
     digest: str
     simulated_s: float
-    num_callbacks: int
     outcomes: Counter[str]
     faults: Counter[str]
     num_replaced: int
@@ -113,7 +112,6 @@ class World:
         return Result(
             digest=self.digest,
             simulated_s=loop.time(),
-            num_callbacks=loop.num_callbacks,
             outcomes=outcomes,
             faults=Counter(fault.kind for fault in self.chaos.faults),
             num_replaced=self.cluster.num_replaced,

@@ -2,14 +2,13 @@
 another group that is slow, stops early, or never ends. Every token equals what the prompt alone
 gives, every block that is lent has its bytes, and nothing is left behind."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 from tests.examples import examples
@@ -27,7 +26,6 @@ from quire.worker.cache.loan import Lent, Loan
 from quire.worker.cache.pull import Pull
 from quire.worker.step.messages import StepInput
 
-PH = [Phase.generate] if os.environ.get("NOSHRINK") else list(Phase)
 SECONDS = [0.0, 0.001, 0.1, 40.0]
 
 

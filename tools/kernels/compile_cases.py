@@ -171,7 +171,6 @@ def _head_cases(dtype: torch.dtype, head_size: int) -> Iterator[Head]:
     yield "prefill_merge", prefill_merge_kernel, behind
     yield "merge", merge_kernel, decode
     yield "write_kv", write_kernel, write
-    yield "rotary", rotary_kernel, partial(_turn, dtype, head_size)
     yield "rotary_kv", rotary_kernel, rotate
     yield "write_fp8", write_kernel, partial(write, is_float8=True)
     yield "rotary_fp8", rotary_kernel, partial(rotate, is_float8=True)
@@ -254,11 +253,6 @@ def _slots() -> Tensor:
 def _write(dtype: torch.dtype, head_size: int, *, is_float8: bool = False) -> None:
     kv = _meta(ROWS, KV_HEADS, head_size, dtype=dtype)
     triton_kv_write.write_kv(kv, kv, *_caches(dtype, head_size, is_float8), _slots())
-
-
-def _turn(dtype: torch.dtype, head_size: int) -> None:
-    angles = _meta(ROWS, head_size // 2)
-    triton_rotary.rotary_embedding(_meta(ROWS, 32, head_size, dtype=dtype), angles, angles)
 
 
 def _rotate(dtype: torch.dtype, head_size: int, *, is_float8: bool = False) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.backend import AttentionBackend
+from quire.kernels.batch import Rows
 from quire.kernels.grouped import GroupedWeight
-from quire.kernels.ops import Rows
 from quire.kernels.quantization import SCALE_BYTES
 from quire.kernels.shared_prefix import SharedSplits, find_shared
 

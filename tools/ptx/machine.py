@@ -216,4 +216,5 @@ class Machine:
         self.cta = np.repeat(np.arange(int(runs.sum())), threads)
         self._next, self._waits = self._next[lanes], self._waits[lanes]
         self.copies.keep(lanes)
+        self.products.keep(lanes)
         self.num_lanes = len(self.threads)

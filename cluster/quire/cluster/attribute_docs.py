@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 class Attribute(NamedTuple):
     annotation: str
-    """As written."""
+    """The annotation as the source has it."""
     text: str
     """The docstring below it, as one paragraph; empty where there is none."""
 

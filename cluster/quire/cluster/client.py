@@ -67,7 +67,7 @@ class Server:
         return grpc.secure_channel(self.address, grpc.ssl_channel_credentials(root))
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """To send with each call."""
+        """The metadata to send with each call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
 

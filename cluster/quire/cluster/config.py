@@ -307,7 +307,7 @@ class ClusterConfig(ModelConfig):
 
     @property
     def models(self) -> "dict[str, ClusterConfig]":
-        """By what clients call them, each as if it were the only one."""
+        """By the clients' name of each model, the configuration as if it were the only one."""
         alone = map(self.serving, self.each_model)
         return {config.model_name: config for config in alone}
 

@@ -24,7 +24,7 @@ CERTIFICATE_NAME = "group.quire"
 
 _LOOK_EVERY_S = 30.0
 _MAX_UNREAD_S = 60.0
-"""For how long renewed files may not fit each other, before that is logged."""
+"""How long renewed files may not fit each other before that is logged."""
 _CLOCK_SKEW = datetime.timedelta(days=1)
 _LIFETIME = datetime.timedelta(days=36500)
 """Lifetime of a group's own certificate: it is only used until the group's process ends."""
@@ -98,13 +98,13 @@ class OwnTls:
 
     grpc_credentials: grpc.ServerCredentials
     context: ssl.SSLContext
-    """For servers without gRPC."""
+    """The context for servers without gRPC."""
     certificate: str
     """PEM, which clients must be told: no authority has signed it."""
 
 
 def trusting_only(certificate: str) -> ssl.SSLContext:
-    """For a client of who has told it this certificate of its own, PEM."""
+    """The context of a client that trusts only this certificate, in PEM."""
     context = ssl.create_default_context(cadata=certificate)
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.batch import Rows
 from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight
 from quire.kernels.low_rank import LowRankLayers
-from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner, Rows
+from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
@@ -58,7 +59,8 @@ class AttentionBackend(Protocol):
         *,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """`rotary_embedding` of Q and K, then `write_kv` of K and V; returns Q, ``[T, H, D]``."""
+        """`reference.rotary_embedding` of Q and K, then `write_kv` of K and V; returns Q,
+        ``[T, H, D]``. ``cos`` and ``sin`` are float32."""
 
     def attend(
         self,
@@ -93,9 +95,6 @@ class AttentionBackend(Protocol):
         is_centred: bool,
     ) -> Tensor:
         """A norm in float32, rounded at its end; weight and bias are float32."""
-
-    def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-        """Rotates channel i with channel i + R; ``cos`` and ``sin`` are float32."""
 
     def pack_linear(
         self,

@@ -22,12 +22,13 @@ from torch.nn.functional import pad
 
 from quire.kernels import reference
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.batch import Rows
 from quire.kernels.experts import Router, multiply_one_by_one
 from quire.kernels.grouped import GroupedWeight, decoded, round_to_groups
 from quire.kernels.linear import PlainGatedLinear, PlainInt8Linear, PlainLinear, wide_linear
 from quire.kernels.loop import Loop
 from quire.kernels.low_rank import LowRankLayers, PlainLowRank
-from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner, Rows
+from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
 from quire.kernels.rewrites import fuse_add_norm, gather_before_add
 

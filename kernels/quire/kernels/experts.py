@@ -54,8 +54,8 @@ class Router:
         return layer.unrounded(x_TC) if isinstance(layer, NativeLinear) else layer(x_TC.float())
 
     def choose(self, score_TX: Tensor) -> tuple[Tensor, Tensor]:
-        """Of `scores`: experts ``[T, k]``, the best first, and weights ``[T, S]``, the shared
-        expert's last."""
+        """Chooses by `scores`. Returns experts ``[T, k]``, the best first, and weights ``[T, S]``,
+        the shared expert's last."""
         score_TE = score_TX[:, : self.num_experts]
         if self.score == "sigmoid":
             score_TE = 1 / (1 + torch.exp(-score_TE))

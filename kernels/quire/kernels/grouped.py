@@ -13,9 +13,11 @@ ZERO = 8
 """The code of 0 in symmetric weights."""
 LINE = 8
 """Inputs that a kernel takes at once: groups are multiples of it."""
+_GROUP = 32
+"""Inputs that share a scale in weights that `round_to_groups` makes, unless parts are smaller."""
 
 _FACTORS = (1.08, 1.04, 1.0, 0.96, 0.92, 0.88, 0.84)
-"""Of the scale that holds a group's extreme."""
+"""Factors that are tried on the scale that just holds a group's extreme."""
 _LEAST_SCALE = 1e-30
 """Below it a quotient could overflow: the group is zeros."""
 _CHUNK = 1 << 17
@@ -33,7 +35,7 @@ class GroupedWeight:
     zero_OG: Tensor | None
     """uint8, 0 to 16; ``None`` is `ZERO` everywhere."""
     dtype: torch.dtype
-    """Of what it is multiplied with."""
+    """The type of the inputs that it is multiplied with."""
 
     @property
     def shape(self) -> torch.Size:
@@ -85,9 +87,7 @@ class GroupedWeight:
         )
 
 
-def round_to_groups(
-    weight_OI: Tensor, *, num_parts: int = 1, group: int = 32
-) -> GroupedWeight | None:
+def round_to_groups(weight_OI: Tensor, *, num_parts: int = 1) -> GroupedWeight | None:
     """The nearest weights of 4 bits, or ``None`` where a part of the input is not whole lines.
 
     Of some scales the one with the least squares of errors. What a group becomes depends on it
@@ -95,7 +95,7 @@ def round_to_groups(
     """
     if weight_OI.shape[1] % (LINE * num_parts):
         return None
-    group = math.gcd(group, weight_OI.shape[1] // num_parts)
+    group = math.gcd(_GROUP, weight_OI.shape[1] // num_parts)
     code_OI = torch.empty(weight_OI.shape, dtype=torch.uint8)
     scale_OG = torch.empty(len(weight_OI), weight_OI.shape[1] // group)
     step = max(1, _CHUNK // weight_OI.shape[1])

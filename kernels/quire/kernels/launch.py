@@ -215,7 +215,7 @@ def _config(block_m: int, block_n: int, num_warps: int, num_stages: int) -> Laun
 # Registers, stack, shared memory and tensor-core instructions of each:
 # `python -m tools.kernels.compile_check`. Without a GPU at hand these were chosen as the largest
 # tiles that spill nothing; what a benchmark on one shows to be better replaces them.
-# Of decodes, two buffers for K and V: Triton halves the stages between the loads of a block table
+# Decodes get two buffers for K and V: Triton shares the stages between the loads of a block table
 # and of the KV that it points to, so that 3 and 4 leave one buffer and wait for every load.
 _DECODE_STAGES = 5
 # MI300 has 64 KiB of shared memory, and two buffers take 96.
@@ -267,7 +267,7 @@ WRITE_OPTIONS = compiler_options(num_warps=4)
 ELEMENTWISE_OPTIONS = compiler_options(num_warps=4)
 SAMPLE_OPTIONS = compiler_options(num_warps=16)
 GROUPED_TILE = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64}
-"""Of products with weights of 4 bits."""
+"""The tile of products with weights of 4 bits."""
 LOW_RANK_STEP = 16
 """Ranks of an adapter in one step: the least that `tl.dot` takes."""
 LOW_RANK_TILE = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128}

@@ -66,7 +66,7 @@ def wide_linear(weight_OI: Tensor, bias_O: Tensor | None) -> PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class PlainInt8Linear:
-    """In int8: exact integer sums, slowly."""
+    """The product in int8, by exact integer sums, slowly."""
 
     weight_OPI: Tensor
     scale_OP: Tensor

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from quire.kernels import reference
 from quire.kernels.backend import AttentionBackend
+from quire.kernels.batch import Batch, GreedyEdits, WantedColumns
 from quire.kernels.experts import mix_experts
 from quire.kernels.linear import unrounded
 from quire.kernels.low_rank import StepAdapters, multiply
@@ -18,11 +19,9 @@ from quire.kernels.ops import (
     AddNorm,
     AllReduce,
     Attend,
-    Batch,
     Embed,
     GatedLinear,
     Gather,
-    GreedyEdits,
     KvCache,
     Linear,
     Logits,
@@ -32,7 +31,6 @@ from quire.kernels.ops import (
     RotaryTable,
     RotateAndWrite,
     Value,
-    WantedColumns,
 )
 
 # S rows that are sampled   V vocabulary

@@ -166,11 +166,11 @@ class _Part:
     b: PlainLinear
     part: LowRank
     first: int
-    """Of the ranks of the adapter's parts of this layer."""
+    """The first of its ranks among those of all the adapter's parts of this layer."""
 
     @property
     def rank(self) -> int:
-        """With the zeros that fill it up."""
+        """The rank, with the zeros that fill it up."""
         return len(self.a.weight_OI)
 
 
@@ -186,7 +186,7 @@ class PlainLowRank:
         self._program, self._adapted = program, adapted_layers(program)
         self._num_slots = self._max_rank = 0
         self._parts: dict[str, dict[int, list[_Part]]] = {}
-        """By layer and slot."""
+        """Parts by layer and slot."""
 
     def open(self, *, num_slots: int, max_rank: int) -> None:
         check_room(num_slots=num_slots, max_rank=max_rank)
@@ -244,6 +244,6 @@ class PlainLowRank:
 
 
 def _filled_up(x: Tensor, *, dims: tuple[int, ...]) -> Tensor:
-    """In float32, with zeros up to whole units in some dimensions."""
+    """The tensor in float32, filled with zeros up to whole units in some dimensions."""
     missing = [-x.shape[dim] % _UNIT if dim in dims else 0 for dim in range(2)]
     return pad(x.float(), (0, missing[1], 0, missing[0]))

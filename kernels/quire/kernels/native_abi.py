@@ -88,7 +88,7 @@ BUFFER_TYPES = {
     **dict.fromkeys((PARTIAL, SCORES, SHARES, RESULTS), torch.float32),
     **dict.fromkeys((CHOSEN, PLACES), torch.int32),
 }
-"""Of those that are not of the model's type."""
+"""Types of the buffers that do not have the model's type."""
 
 _ALL_TOKENS = (1 << 31) - 1
 _FIELDS_OF_OP: Any = Op._fields_

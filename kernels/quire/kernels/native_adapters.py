@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.kernels import native_abi
 from quire.kernels.low_rank import check_adapter, check_room, check_slot
-from quire.kernels.native_linear import NativeLinear, can_pack, empty_huge
+from quire.kernels.native_linear import NativeLinear, PackedLinear, empty_huge
 from quire.kernels.ops import AdapterLayers, LowRank, PackedAdapter
 
 # I, O a layer's inputs and outputs   R the ranks of an adapter's parts of a layer
@@ -37,7 +37,7 @@ class _Packed:
 
     rank: int
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
-    """As `LowRankWeights` has them: a, b, scales, vectors."""
+    """Pointers as in `LowRankWeights`: a, b, scales, vectors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ class NativeAdapters:
         self._slots: dict[str, Any] = {}
         """`LowRankWeights` of each slot, by layer."""
         self._adapters: dict[int, _Adapter] = {}
-        """By slot."""
+        """Adapters by slot."""
         self.rank = 0
         """The most ranks of a layer that there have been."""
 
@@ -123,7 +123,7 @@ def _pack(layer: NativeLinear, parts: Sequence[LowRank]) -> _Packed:
     """
     num_out, num_in = layer.shape
     steps = 4 // layer.dtype.itemsize
-    if not can_pack(parts[0].a_RI, num_parts=layer.weights.splits):
+    if not PackedLinear.can_pack(parts[0].a_RI, num_parts=layer.weights.splits):
         raise ValueError(
             f"an adapter of {num_in} inputs: must be a multiple of {2 * layer.weights.splits}"
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quire.kernels import native_abi
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.batch import Rows
 from quire.kernels.cpu import CpuBackend
 from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight, decoded, round_to_groups
@@ -22,11 +23,11 @@ from quire.kernels.native_check import (
     rows_pointer,
 )
 from quire.kernels.native_experts import route_op
-from quire.kernels.native_int8 import Int8Linear, can_pack_int8
-from quire.kernels.native_linear import Arena, PackedLinear, can_pack
+from quire.kernels.native_int8 import Int8Linear
+from quire.kernels.native_linear import Arena, PackedLinear
 from quire.kernels.native_ops import can_attend
 from quire.kernels.native_program import NativeProgram
-from quire.kernels.ops import GateActivation, LinearLayer, NormKind, Program, ProgramRunner, Rows
+from quire.kernels.ops import GateActivation, LinearLayer, NormKind, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
 
 _log = logging.getLogger(__name__)
@@ -92,14 +93,14 @@ class NativeBackend(CpuBackend):
         }
         if kind == "int8":
             weight_OI = decoded(weight_OI)
-            if not can_pack_int8(weight_OI, num_parts=num_parts):
+            if not Int8Linear.can_pack(weight_OI, num_parts=num_parts):
                 return None
             return Int8Linear(self._library, self._arena, weight_OI, bias_O, **options)
         if kind == "w4" and isinstance(weight_OI, Tensor):
             weight_OI = round_to_groups(weight_OI, num_parts=num_parts) or weight_OI
-        if not can_pack(weight_OI, num_parts=num_parts):
+        if not PackedLinear.can_pack(weight_OI, num_parts=num_parts):
             weight_OI = decoded(weight_OI)
-        if not can_pack(weight_OI, num_parts=num_parts):
+        if not PackedLinear.can_pack(weight_OI, num_parts=num_parts):
             return None
         return PackedLinear(self._library, self._arena, weight_OI, bias_O, **options)
 

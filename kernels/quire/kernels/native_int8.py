@@ -3,15 +3,13 @@
 The meaning, to the bit, is that of `quire.kernels.reference.int8_linear`.
 """
 
-import ctypes
 from ctypes import byref
 
 import torch
 from torch import Tensor
 
 from quire.kernels import native_abi
-from quire.kernels.native_linear import Arena, NativeLinear
-from quire.kernels.ops import GateActivation
+from quire.kernels.native_linear import NativeLinear
 
 # T tokens   I, O a layer's input and output   P parts of the input
 
@@ -24,27 +22,12 @@ _MAX_PART = 130_000
 class Int8Linear(NativeLinear):
     """Over weights that it quantises itself; each part has scales of its own."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        arena: Arena,
-        weight_OI: Tensor,
-        bias_O: Tensor | None,
-        *,
-        num_parts: int = 1,
-        gated: bool = False,
-        activation: GateActivation = "silu",
-    ) -> None:
-        """Copies what it needs of ``weight`` and ``bias``; see `can_pack_int8`."""
-        if not can_pack_int8(weight_OI, num_parts=num_parts):
-            raise ValueError(f"weight: {weight_OI.dtype} {weight_OI.shape}, {num_parts=}")
-        super().__init__(
-            *(library, arena, weight_OI, bias_O),
-            num_parts=num_parts,
-            gated=gated,
-            activation=activation,
-            is_int8=True,
-        )
+    is_int8 = True
+
+    @staticmethod
+    def can_pack(weight_OI: Tensor, *, num_parts: int = 1) -> bool:
+        """float32 or bfloat16, in parts that 32-bit sums can hold."""
+        return weight_OI.dtype in native_abi.DTYPES and weight_OI.shape[1] <= num_parts * _MAX_PART
 
     @property
     def input_bytes(self) -> int:
@@ -69,8 +52,3 @@ class Int8Linear(NativeLinear):
         )
         self._library.quire_quantize(byref(quantize), torch.get_num_threads())
         self._multiply(values, out_TO, mode, scales_TP)
-
-
-def can_pack_int8(weight_OI: Tensor, *, num_parts: int = 1) -> bool:
-    """float32 or bfloat16, in parts that 32-bit sums can hold."""
-    return weight_OI.dtype in native_abi.DTYPES and weight_OI.shape[1] <= num_parts * _MAX_PART

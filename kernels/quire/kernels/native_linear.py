@@ -7,6 +7,7 @@ what a decode step does, and a table walk for every 4 KiB would cost a tenth of 
 import ctypes
 from abc import ABC, abstractmethod
 from ctypes import byref
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -55,6 +56,8 @@ class NativeLinear(ABC):
     ranks with half of the input and half of the parts each, added, give the bits of one rank.
     """
 
+    is_int8: ClassVar[bool] = False
+
     def __init__(
         self,
         library: ctypes.CDLL,
@@ -62,11 +65,13 @@ class NativeLinear(ABC):
         weight_OI: Tensor | GroupedWeight,
         bias_O: Tensor | None,
         *,
-        num_parts: int,
-        gated: bool,
-        activation: GateActivation,
-        is_int8: bool,
+        num_parts: int = 1,
+        gated: bool = False,
+        activation: GateActivation = "silu",
     ) -> None:
+        """Copies what it needs of ``weight`` and ``bias``; see `can_pack`."""
+        if not self.can_pack(weight_OI, num_parts=num_parts):
+            raise ValueError(f"weight: {weight_OI.dtype} {weight_OI.shape}, {num_parts=}")
         _check_weights(weight_OI, bias_O, num_parts=num_parts, gated=gated)
         num_out, num_in = weight_OI.shape
         panel = library.quire_panel_columns()
@@ -78,7 +83,7 @@ class NativeLinear(ABC):
         self._bias = None if bias_O is None else torch.empty(num_columns)
         self.dtype = weight_OI.dtype
         self.activation = activation
-        """Of a gated layer."""
+        """The activation, which only a gated layer applies."""
         self.shape = (num_out, num_in)
         self.num_out = columns
         self.weights = native_abi.LinearWeights(
@@ -87,7 +92,7 @@ class NativeLinear(ABC):
             num_out=num_out,
             splits=num_parts,
             gated=gated,
-            is_int8=is_int8,
+            is_int8=self.is_int8,
         )
         if isinstance(activation, Clamped):
             self.weights.alpha, self.weights.limit = activation.alpha, activation.limit
@@ -100,7 +105,7 @@ class NativeLinear(ABC):
             self.weights.wide_scales = not torch.equal(scale_OG, scale_OG.bfloat16().float())
             self.weights.has_zeros = zero_OG is not None
             num_bytes, pack = library.quire_w4_bytes(byref(self.weights)), library.quire_pack_w4
-        elif is_int8:
+        elif self.is_int8:
             num_bytes, pack = library.quire_int8_bytes(byref(self.weights)), library.quire_pack_int8
         else:
             num_bytes, pack = num_columns * num_in * self.dtype.itemsize, library.quire_pack
@@ -158,6 +163,11 @@ class NativeLinear(ABC):
         halves = out_TP.view(len(x_TI), num_panels, 2, -1).transpose(1, 2).flatten(2)
         return halves[:, :, : self.num_out].reshape(len(x_TI), num_out)
 
+    @staticmethod
+    @abstractmethod
+    def can_pack(weight_OI: Any, *, num_parts: int = 1) -> bool:
+        """Whether the layer can have these weights."""
+
     @abstractmethod
     def run(self, x_TI: Tensor, out_TO: Tensor, mode: int) -> None:
         """Puts the result where ``mode`` says."""
@@ -196,34 +206,12 @@ def _check_weights(
 class PackedLinear(NativeLinear):
     """In the input's own type; see `native/gemm.cpp` and, for weights of 4 bits, `gemm_w4.cpp`."""
 
-    def __init__(
-        self,
-        library: ctypes.CDLL,
-        arena: Arena,
-        weight_OI: Tensor | GroupedWeight,
-        bias_O: Tensor | None,
-        *,
-        num_parts: int = 1,
-        gated: bool = False,
-        activation: GateActivation = "silu",
-    ) -> None:
-        """Copies what it needs of ``weight`` and ``bias``; see `can_pack`."""
-        if not can_pack(weight_OI, num_parts=num_parts):
-            raise ValueError(f"weight: {weight_OI.dtype} {weight_OI.shape}, {num_parts=}")
-        super().__init__(
-            *(library, arena, weight_OI, bias_O),
-            num_parts=num_parts,
-            gated=gated,
-            activation=activation,
-            is_int8=False,
-        )
+    @staticmethod
+    def can_pack(weight_OI: Tensor | GroupedWeight, *, num_parts: int = 1) -> bool:
+        """float32 or bfloat16, and whole pairs of inputs in each part; of 4 bits, whole lines."""
+        unit = LINE if isinstance(weight_OI, GroupedWeight) else 2
+        return weight_OI.dtype in native_abi.DTYPES and weight_OI.shape[1] % (unit * num_parts) == 0
 
     def run(self, x_TI: Tensor, out_TO: Tensor, mode: int) -> None:
         x_TI = x_TI if x_TI.stride(1) == 1 and x_TI.stride(0) % 2 == 0 else x_TI.contiguous()
         self._multiply(x_TI, out_TO, mode)
-
-
-def can_pack(weight_OI: Tensor | GroupedWeight, *, num_parts: int = 1) -> bool:
-    """float32 or bfloat16, and whole pairs of inputs in each part; of 4 bits, whole lines."""
-    unit = LINE if isinstance(weight_OI, GroupedWeight) else 2
-    return weight_OI.dtype in native_abi.DTYPES and weight_OI.shape[1] % (unit * num_parts) == 0

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels import native_abi
+from quire.kernels.batch import Batch, GreedyEdits, WantedColumns
 from quire.kernels.native_adapters import NativeAdapters
 from quire.kernels.native_check import check_caches, pointer, rows_pointer
 from quire.kernels.native_linear import empty_huge
 from quire.kernels.native_ops import NativeOps
-from quire.kernels.ops import Batch, GreedyEdits, KvCache, Program, WantedColumns
+from quire.kernels.ops import KvCache, Program
 
 # T tokens of the step, packed   S rows that are sampled   G of these that are greedy
 # V vocabulary

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
-from quire.kernels.shared_prefix import SharedSplits
+from quire.kernels.batch import Batch, GreedyEdits, WantedColumns
 
 if TYPE_CHECKING:  # They are made of what is here.
     from quire.kernels.experts import Expert, Router
@@ -54,7 +54,7 @@ class LinearLayer(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the matrix: outputs, of a gated layer gates and ups, and inputs."""
+        """The shape of the matrix: outputs (a gated layer's gates and ups) and inputs."""
 
     def __call__(self, x_TI: Tensor) -> Tensor: ...
 
@@ -93,7 +93,7 @@ class Linear:
     """``out``: the layer's product with ``x``. The batch says which adapters its rows use."""
 
     name: str
-    """Where the layer is in the model, such as "layers.3.qkv"."""
+    """The layer's place in the model, such as "layers.3.qkv"."""
     layer: LinearLayer
     x: Value
     out: Value
@@ -128,12 +128,13 @@ class LowRank:
     """
 
     a_RI: Tensor
-    """Of the model's type, as is B: the columns of this rank's inputs."""
+    """The columns of this rank's inputs. A and B have the model's type."""
     b_OR: Tensor
     """This rank's outputs, in the layer's order: heads of Q and K are reordered as the layer's
     are."""
     first_row: int
-    """Of the layer's outputs on this rank: qkv is Q, K and V, gate_up is gates, then ups."""
+    """The first of the layer's outputs on this rank that it adds to: qkv is Q, K and V; gate_up is
+    gates, then ups."""
     scale: float
 
 
@@ -141,7 +142,7 @@ AdapterLayers = Mapping[str, tuple[LowRank, ...]]
 """What an adapter adds, by the layers' names: those of `Linear` and `GatedLinear`, and of a
 mixture's shared expert the mixture's name with ".shared.gate_up" or ".shared.down" behind it."""
 MAX_RANK = 256
-"""Of one `LowRank`."""
+"""The greatest rank of one `LowRank`."""
 
 
 class PackedAdapter:
@@ -160,12 +161,12 @@ class MixExperts:
     """
 
     name: str
-    """Where the mixture is in the model, such as "layers.3"."""
+    """The mixture's place in the model, such as "layers.3"."""
     router: "Router"
     experts: tuple["Expert", ...]
     shared: "Expert | None"
     bias_EC: Tensor | None
-    """Of each expert's last product, float32: added once the ranks' shares are summed."""
+    """The bias of each expert's last product, float32, added once the ranks' shares are summed."""
     is_split: bool
     x: Value
     out: Value
@@ -276,87 +277,6 @@ Op = (
 Program = tuple[Op, ...]
 
 
-@dataclass(slots=True)
-class Hidden:
-    """Hidden states behind the last norm, as they go into the LM head, of some of the S rows."""
-
-    rows_H: Tensor
-    values_HC: Tensor | None = None
-    """float32; `ProgramRunner.forward` puts them here."""
-
-    def take(self, x_SC: Tensor) -> None:
-        self.values_HC = x_SC[self.rows_H].float()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rows:
-    """A step's sequences on the device, as attention reads them. The tensors are int32."""
-
-    block_tables_BM: Tensor
-    seq_lens_B: Tensor
-    query_starts_B1: Tensor
-    num_decodes: int
-    """Rows ``0:num_decodes`` have one query each."""
-    max_query_len: int
-    max_seq_len: int
-    """Over all rows, as plain ints so that nothing waits for the device. Larger ones give the same
-    bits and waste a little time."""
-    shared: SharedSplits | None = None
-    """Decodes that read the same blocks, where there are enough of them: it may save time, and
-    changes no bit."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Batch(Rows):
-    """A step's input on the device."""
-
-    token_ids_T: Tensor
-    positions_T: Tensor
-    slot_mapping_T: Tensor
-    last_tokens_S: Tensor
-    """Index in T of the last token of each row that is sampled."""
-    hidden: Hidden | None = None
-    adapter_slots_T: Tensor | None = None
-    """int32: the slot of each token's adapter, or -1. ``None`` where no token has one, which then
-    costs nothing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GreedyEdits:
-    """What is changed in the logits of G rows before the greatest is found.
-
-    `quire.kernels.reference_sampling.adjust_logits` says what it means. The ids of each row ascend.
-    Starts are int64: where each row's pairs begin, and the end of all.
-    """
-
-    biased_starts_G1: Tensor
-    biased_ids_A: Tensor
-    bias_A: Tensor
-    seen_starts_G1: Tensor
-    seen_ids_E: Tensor
-    seen_counts_E: Tensor
-    presence_G: Tensor
-    frequency_G: Tensor
-    repetition_G: Tensor
-    mask_of_G: Tensor
-    """int32: a row of ``mask_KW``, or -1."""
-    mask_KW: Tensor
-    first_column: int = 0
-    """The token of the first column of this rank."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WantedColumns:
-    """Which columns of the LM head are wanted of S rows; the others' logits mean nothing."""
-
-    mask_of_S: Tensor
-    """int32: a row of ``mask_KW``, or -1, which wants all."""
-    mask_KW: Tensor
-    """int32: bit ``t % 32`` of word ``t // 32`` wants token ``t``; those behind are not wanted."""
-    first_column: int = 0
-    """The token of the first column of this rank."""
-
-
 class AdapterSlots(Protocol):
     """The adapters that a program's batches may name, by the numbers of their slots."""
 
@@ -402,8 +322,8 @@ class ProgramRunner(Protocol):
         *,
         all_reduce: Callable[[Tensor], Tensor],
         greatest_G2: Tensor | None = None,
-        edits: "GreedyEdits | None" = None,
-        wanted: "WantedColumns | None" = None,
+        edits: GreedyEdits | None = None,
+        wanted: WantedColumns | None = None,
     ) -> Tensor:
         """Computes the step's tokens and writes their KV. Fills in ``batch.hidden``.
 

@@ -20,7 +20,7 @@ from quire.kernels.quantization import SCALE_BYTES
 
 
 def to_int8(x_TKD: Tensor) -> Tensor:
-    """As an int8 cache keeps tokens, ``[T, K, D + SCALE_BYTES]``; `quantize` says how."""
+    """Tokens as an int8 cache keeps them, ``[T, K, D + SCALE_BYTES]``; see `quantize`."""
     values_N1D, scale_N1 = quantize(x_TKD.flatten(0, 1))
     joined = torch.cat([values_N1D[:, 0], scale_N1.view(torch.int8)], dim=1)
     return joined.view(*x_TKD.shape[:2], -1)

@@ -120,7 +120,7 @@ class Scores(NamedTuple):
     logprobs_R: Doubles
     ranks_R: Longs
     top_ids_RK: Longs
-    """Of the best tokens, lower ids first among equals."""
+    """Ids of the best tokens; of equal ones the lower id comes first."""
     top_RK: Doubles
     """Their log-probabilities."""
     log_totals_R: Doubles

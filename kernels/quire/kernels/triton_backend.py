@@ -11,12 +11,13 @@ from torch import Tensor
 
 from quire.kernels import triton_elementwise, triton_kv_write, triton_rotary
 from quire.kernels.attention_options import PLAIN, AttentionOptions
+from quire.kernels.batch import Rows
 from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight
 from quire.kernels.linear import PlainGatedLinear, PlainLinear, wide_linear
 from quire.kernels.loop import Loop
 from quire.kernels.low_rank import LowRankLayers
-from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner, Rows
+from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner
 from quire.kernels.rewrites import fuse_add_norm, gather_before_add
 from quire.kernels.triton_decode import decode_attention
 from quire.kernels.triton_experts import (
@@ -113,9 +114,6 @@ class TritonBackend:
     ) -> Tensor:
         return triton_elementwise.wide_norm(x_TC, weight_C, bias_C, eps=eps, is_centred=is_centred)
 
-    def rotary_embedding(self, x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-        return triton_rotary.rotary_embedding(x_THD, cos_TR, sin_TR)
-
     def rotate_and_write_kv(
         self,
         qkv_TAD: Tensor,
@@ -127,7 +125,7 @@ class TritonBackend:
         *,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        """`rotary_embedding` of Q and K and `write_kv` of K and V in one kernel; returns Q."""
+        """Rotates Q and K and writes K and V in one kernel; returns Q."""
         return triton_rotary.rotate_and_write_kv(
             qkv_TAD, cos_TR, sin_TR, k_cache, v_cache, slot_mapping_T, options=options
         )

@@ -117,9 +117,9 @@ def _launch(
 
 @triton.jit
 def find_rows(starts, tile, NUM: tl.constexpr, POWER: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of ``NUM`` groups of sorted rows, whose rows a tile has: the group, the tile's first row, and
-    the end of the group; of a tile beyond the last, the first row is not before the end. ``POWER``
-    of 2, not below ``NUM``."""
+    """Finds the rows of a tile among ``NUM`` groups of sorted rows. Returns the group, the tile's
+    first row and the end of the group; the first row of a tile beyond the last is not before the
+    end. ``POWER`` is a power of 2, not below ``NUM``."""
     groups = tl.arange(0, POWER)
     is_one = groups < NUM
     begins = tl.load(starts + groups, mask=is_one, other=0)

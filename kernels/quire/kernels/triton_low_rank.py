@@ -36,7 +36,7 @@ from quire.kernels.triton_experts import SortedPairs, find_rows
 MAX_PARTS = 4
 """What an adapter may add to one layer: Q, K and V have one each."""
 _FIELDS = 5
-"""Of a part: its first output, their number, its first rank, their number, where its B begins."""
+"""A part's first output, number of outputs, first rank, number of ranks, and where its B begins."""
 _USUAL_PARTS = {"qkv": 3, "gate_up": 2}
 
 

@@ -1,6 +1,6 @@
 """Triton rotary embedding, and the KV write that follows it, as one kernel.
 
-`rotate_and_write_kv` takes the fused QKV product as it comes from its matrix product: queries are
+The kernel takes the fused QKV product as it comes from its matrix product: queries are
 rotated into a tensor of their own, keys are rotated into the cache, values are copied to it. A
 program takes a few heads of one token.
 
@@ -8,7 +8,6 @@ Traffic: Q, K and V are read once and written once, and ``8 R`` bytes of cosines
 Apart, the two steps would write the rotated keys, and read them again.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,13 +18,6 @@ from quire.kernels.triton_fp8 import cache_view, to_e4m3
 
 # T tokens of the step, packed   A heads of the fused product: H query heads and twice K KV heads
 # D head size   R half of the rotated size
-
-
-def rotary_embedding(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-    """`reference.rotary_embedding`; a token's heads are one piece, tokens may lie apart."""
-    out_THD = torch.empty_like(x_THD, memory_format=torch.contiguous_format)
-    _launch(x_THD, out_THD, cos_TR, sin_TR, num_heads=x_THD.shape[1], cache=None)
-    return out_THD
 
 
 def rotate_and_write_kv(
@@ -40,48 +32,32 @@ def rotate_and_write_kv(
 ) -> Tensor:
     """`tools.kernels.twins.rotate_and_write_kv`; only the tokens of ``qkv`` may lie apart."""
     num_tokens, num_all_heads, head_size = qkv_TAD.shape
-    num_heads = num_all_heads - 2 * k_cache.shape[2]
+    num_kv_heads = k_cache.shape[2]
+    num_heads = num_all_heads - 2 * num_kv_heads
     q_THD = qkv_TAD.new_empty(num_tokens, num_heads, head_size)
-    cache = (cache_view(k_cache), cache_view(v_cache), slot_mapping_T)
-    _launch(qkv_TAD, q_THD, cos_TR, sin_TR, num_heads=num_heads, cache=cache, options=options)
-    return q_THD
-
-
-def _launch(
-    x_TAD: Tensor,
-    out_THD: Tensor,
-    cos_TR: Tensor,
-    sin_TR: Tensor,
-    *,
-    num_heads: int,
-    cache: tuple[Tensor, Tensor, Tensor] | None,
-    options: AttentionOptions = PLAIN,
-) -> None:
-    num_tokens, num_all_heads, head_size = x_TAD.shape
     if num_tokens == 0:
-        return
+        return q_THD
     block_h = rotary_heads(head_size)
-    # Without a cache its arguments are never looked at.
-    k_cache, v_cache, slots = (x_TAD, x_TAD, cos_TR) if cache is None else cache
     rotary_kernel[(num_tokens, triton.cdiv(num_all_heads, block_h))](
-        x_TAD,
-        out_THD,
+        qkv_TAD,
+        q_THD,
         cos_TR,
         sin_TR,
-        k_cache,
-        v_cache,
-        slots,
+        cache_view(k_cache),
+        cache_view(v_cache),
+        slot_mapping_T,
         1 / options.k_scale,
         1 / options.v_scale,
-        x_TAD.stride(0),
+        qkv_TAD.stride(0),
         NUM_HEADS=num_heads,
-        NUM_KV_HEADS=0 if cache is None else k_cache.shape[2],
+        NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
         HALF=cos_TR.shape[1],
         BLOCK_H=block_h,
         BLOCK_D=triton.next_power_of_2(head_size),
         **ELEMENTWISE_OPTIONS,
     )
+    return q_THD
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots_ptr"])
@@ -125,16 +101,15 @@ def rotary_kernel(
 
     q_offsets = (token * NUM_HEADS + heads) * HEAD_SIZE + channels
     tl.store(out_ptr + q_offsets, out, mask=inside & (heads < NUM_HEADS))
-    if NUM_KV_HEADS > 0:
-        # int64: a cache of 2^31 elements is 4 GiB of bfloat16.
-        slot = tl.load(slots_ptr + token).to(tl.int64)
-        k_heads = heads - NUM_HEADS
-        v_heads = k_heads - NUM_KV_HEADS
-        k_offsets = (slot * NUM_KV_HEADS + k_heads) * HEAD_SIZE + channels
-        v_offsets = (slot * NUM_KV_HEADS + v_heads) * HEAD_SIZE + channels
-        if k_cache_ptr.dtype.element_ty == tl.uint8:
-            factor = tl.where(v_heads < 0, k_factor, v_factor)
-            out = to_e4m3(out.to(tl.float32) * factor)
-        is_k = inside & (k_heads >= 0) & (v_heads < 0)
-        tl.store(k_cache_ptr + k_offsets, out, mask=is_k)
-        tl.store(v_cache_ptr + v_offsets, out, mask=inside & (v_heads >= 0))
+    # int64: a cache of 2^31 elements is 4 GiB of bfloat16.
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    k_heads = heads - NUM_HEADS
+    v_heads = k_heads - NUM_KV_HEADS
+    k_offsets = (slot * NUM_KV_HEADS + k_heads) * HEAD_SIZE + channels
+    v_offsets = (slot * NUM_KV_HEADS + v_heads) * HEAD_SIZE + channels
+    if k_cache_ptr.dtype.element_ty == tl.uint8:
+        factor = tl.where(v_heads < 0, k_factor, v_factor)
+        out = to_e4m3(out.to(tl.float32) * factor)
+    is_k = inside & (k_heads >= 0) & (v_heads < 0)
+    tl.store(k_cache_ptr + k_offsets, out, mask=is_k)
+    tl.store(v_cache_ptr + v_offsets, out, mask=inside & (v_heads >= 0))

@@ -17,7 +17,6 @@ _GROUP_RATE = 0.05
 class AccuracyStats:
     """Accuracy of predictions, over requests whose first token has arrived."""
 
-    num_started: int
     num_predicted_tokens: int
     """Prompt tokens predicted to be cached: compare the next."""
     num_cached_tokens: int
@@ -40,14 +39,13 @@ class AccuracyStats:
 class HistogramStats:
     bounds: Sequence[float]
     counts: Sequence[int]
-    """In each bucket, of which the last has no bound."""
+    """The number in each bucket, of which the last has no bound."""
     total: float
     """The sum of what was counted."""
 
 
 class Accuracy:
     def __init__(self) -> None:
-        self._num_started = 0
         self._num_predicted_tokens = 0
         self._num_cached_tokens = 0
         self._num_wrong_tokens = 0
@@ -58,7 +56,6 @@ class Accuracy:
         self._errors_ratio = _Histogram(ERROR_BUCKETS_RATIO)
 
     def count_cached(self, *, num_predicted_tokens: int, num_cached_tokens: int) -> None:
-        self._num_started += 1
         self._num_predicted_tokens += num_predicted_tokens
         self._num_cached_tokens += num_cached_tokens
         self._num_wrong_tokens += abs(num_predicted_tokens - num_cached_tokens)
@@ -76,7 +73,6 @@ class Accuracy:
 
     def stats(self) -> AccuracyStats:
         return AccuracyStats(
-            num_started=self._num_started,
             num_predicted_tokens=self._num_predicted_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_wrong_tokens=self._num_wrong_tokens,

@@ -11,12 +11,10 @@ from quire.worker.api.errors import QuireError
 class NoGroupAvailable(QuireError):
     """Every group is gone or excluded. Nothing was reserved."""
 
-    def __init__(self, *, num_groups: int, num_excluded: int) -> None:
+    def __init__(self, *, num_groups: int) -> None:
         super().__init__(
-            f"no replica group can take the request: {num_groups} known, {num_excluded} excluded"
+            f"no replica group can take the request: {num_groups} known, {num_groups} excluded"
         )
-        self.num_groups = num_groups
-        self.num_excluded = num_excluded
 
 
 class UnknownDecision(QuireError):

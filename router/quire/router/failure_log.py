@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 _MAX_KINDS = 64
-"""That are remembered."""
+"""Kinds of failures that are remembered."""
 
 
 class FailureLog:

@@ -17,7 +17,7 @@ class HotPrefix:
     """A prefix that several requests had."""
 
     name: BlockHash
-    """Of its last block."""
+    """The name of its last block."""
     parent: BlockHash | None
     """The prefix of half its length, where that is told of too."""
     num_blocks: int

@@ -54,8 +54,9 @@ class Lenders:
                 del kept[name]
 
     def best(self, lengths: Lengths, *, now_s: float) -> Source | None:
-        """Who has most of a prompt, and how many blocks of it. Among several, the one whose step
-        ends first, then that from which the fewest requests fetch, then the least loaded."""
+        """The group with the most blocks of a prompt, and their number. Ties go to the group whose
+        step ends first, then to the one that the fewest requests fetch from, then to the least
+        loaded."""
         if not self.names:
             return None
         lent = lengths.take(self._slots)

@@ -60,7 +60,7 @@ class Members:
         self._slots[:, group.position], self._is_heard[group.position] = slots, 1
 
     def by_slot(self, lengths: Lengths) -> "array[int]":
-        """In the members' order, what the directory's slots of KV caches have."""
+        """For each member, the length of the prefix in its KV cache."""
         if not len(lengths):
             return array("q", bytes(8 * len(self.groups)))
         return array("q", (lengths.take(self._slots[0]) * self._is_heard).tobytes())

@@ -50,9 +50,9 @@ class Group:
     num_reserved_requests: int = 0
     num_reserved_tokens: int = 0
     adapters: Counter[str] = field(default_factory=Counter)
-    """Of requests under way there."""
+    """How many requests under way there use each adapter."""
     reserved: deque["InFlight"] = field(default_factory=deque)
-    """In the order of routing; those shown since by other means are passed over."""
+    """Requests in the order of routing; those that a frame has shown since are passed over."""
     waits: Line = field(default_factory=lambda: Line(window=_WAITS_KEPT))
     wait: tuple[float, float] | None = None
     """See `GroupState.wait`."""
@@ -60,11 +60,11 @@ class Group:
     forecast_error: float | None = None
     """Mean of its recent forecasts' errors, as shares of the waits."""
     position: int = 0
-    """Among the members."""
+    """Its place among the members."""
     slots: tuple[Slot, ...] = ()
-    """Those of its tiers in the directory, once it has some."""
+    """The slots of its tiers in the directory, once it has some."""
     loads: Loads | None = None
-    """Where its state is kept up to date, while it is a member."""
+    """The arrays that hold its state while it is a member."""
     state: GroupState = field(init=False)
     """Its load now. Never changed but replaced: decisions keep it."""
 
@@ -182,7 +182,7 @@ class InFlight:
     num_predicted_tokens: int
     num_prefill_tokens: int
     fetch_cost: float
-    """In tokens."""
+    """The cost of fetching, in tokens."""
     source: GroupId | None
     blocks: BlockHashes
     """Those that the directory lacked when it was routed, counted as in flight."""

@@ -22,7 +22,7 @@ class RoutingStats:
     """Counters since the start, and how full what has a limit is."""
 
     num_routed: Mapping[str, int]
-    """By reason."""
+    """Requests routed so far, by reason."""
     num_unroutable: int
     accuracy: AccuracyStats
     forecasts: Mapping[GroupId, GroupForecasts]

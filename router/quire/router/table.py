@@ -311,7 +311,7 @@ class RoutingTable:
             return answer
 
     def events_position(self, group_id: GroupId) -> Position:
-        """With what to subscribe to the group's events."""
+        """The position from which to subscribe to the group's events."""
         with self._lock:
             return self._directory.position(group_id)
 

@@ -17,11 +17,11 @@ from quire.worker.api.events import BlockEvent, EventBatch, EventLog
 
 
 class Routed(NamedTuple):
-    """Where a request goes. Groups are numbers."""
+    """The group that a request goes to. Groups are numbers."""
 
     group: int
     num_predicted_tokens: int
-    """That the group is expected to find, or to fetch."""
+    """Tokens that the group is expected to find, or to fetch."""
     source: int | None
     num_source_blocks: int
 

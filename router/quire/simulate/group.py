@@ -152,7 +152,7 @@ class Group:
         self._wake(now)
 
     def resume(self, transfer: Transfer, now: float) -> None:
-        """Who waited for the transfer need not any longer."""
+        """Resumes the requests that waited for the transfer."""
         assert self._fetching is not None
         resumed = self._fetching.resumed(transfer)
         for request_id in resumed:

@@ -70,11 +70,6 @@ class Trace:
         columns = (self.arrival_ms, self.num_input, self.num_output, self.chains)
         return [Row(*row) for row in zip(*columns, strict=True)]
 
-    def part(self, begin: float, end: float) -> "Trace":
-        """From one share of the requests to another: 0.5 to 1 is the second half."""
-        first, last = int(begin * len(self)), int(end * len(self))
-        return Trace.of(self.rows[first:last], name=self.name, block_size=self.block_size)
-
     def first(self, num_requests: int) -> "Trace":
         return Trace.of(self.rows[:num_requests], name=self.name, block_size=self.block_size)
 

@@ -86,7 +86,7 @@ class Offer(NamedTuple):
 
 @dataclass(slots=True)
 class Counters:
-    """As a group's load has them."""
+    """Counters of travelling blocks, named as in a group's load."""
 
     num_host_tokens: int = 0
     num_peer_tokens: int = 0

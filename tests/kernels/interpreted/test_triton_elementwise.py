@@ -93,15 +93,6 @@ def test_a_gated_layer_is_a_linear_one_and_the_activation() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("head_size", "half"), [(16, 8), (80, 40), (96, 24)])
-def test_rotary_embedding_is_its_twin(head_size: int, half: int, dtype: torch.dtype) -> None:
-    x = randn(4, 5, head_size, dtype=dtype)[:, 1:4]
-    angles = randn(4, half)
-    got = TRITON.rotary_embedding(x, angles.cos(), angles.sin())
-    assert torch.equal(got, reference.rotary_embedding(x, angles.cos(), angles.sin()))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_size", "half"),
     [(6, 2, 64, 32), (3, 3, 80, 20), (70, 1, 16, 8)],

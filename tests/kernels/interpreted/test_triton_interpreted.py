@@ -31,6 +31,18 @@ from quire.kernels.triton_prefill import prefill_attention
 
 TRITON = TritonBackend()
 SENTINEL = 12345.0
+SHAPES = pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_size", "block_size", "dtype"),
+    [
+        (2, 2, 16, 4, torch.float32),
+        (6, 2, 64, 16, torch.float16),
+        (3, 1, 80, 8, torch.float32),
+        (4, 1, 96, 32, torch.float16),
+        (8, 2, 128, 64, torch.float32),
+        (2, 1, 256, 128, torch.float16),
+        (20, 1, 32, 16, torch.float32),
+    ],
+)
 
 
 def decode(batch: PagedBatch, *, longest: int) -> Tensor:
@@ -71,18 +83,7 @@ def prefill(batch: PagedBatch, *, first_row: int = 0, options: AttentionOptions 
 
 
 @pytest.mark.quick_cells(2)
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_size", "block_size", "dtype"),
-    [
-        (2, 2, 16, 4, torch.float32),
-        (6, 2, 64, 16, torch.float16),
-        (3, 1, 80, 8, torch.float32),
-        (4, 1, 96, 32, torch.float16),
-        (8, 2, 128, 64, torch.float32),
-        (2, 1, 256, 128, torch.float16),
-        (20, 1, 32, 16, torch.float32),
-    ],
-)
+@SHAPES
 def test_decode_is_its_twin_on_ragged_rows(
     num_heads: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype
 ) -> None:
@@ -98,18 +99,7 @@ def test_decode_is_its_twin_on_ragged_rows(
 
 
 @pytest.mark.quick_cells(1)
-@pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_size", "block_size", "dtype"),
-    [
-        (2, 2, 16, 4, torch.float32),
-        (6, 2, 64, 16, torch.float16),
-        (3, 1, 80, 8, torch.float32),
-        (4, 1, 96, 32, torch.float16),
-        (8, 2, 128, 64, torch.float32),
-        (2, 1, 256, 128, torch.float16),
-        (20, 1, 32, 16, torch.float32),
-    ],
-)
+@SHAPES
 def test_prefill_is_its_twin_on_ragged_rows_with_cached_context(
     num_heads: int, num_kv_heads: int, head_size: int, block_size: int, dtype: torch.dtype
 ) -> None:

@@ -74,10 +74,9 @@ def test_a_wrong_line_is_named(tmp_path: Path) -> None:
         load_trace(write(tmp_path, "empty.jsonl", ""))
 
 
-def test_parts_and_speeds_and_spreads_keep_the_requests(tmp_path: Path) -> None:
+def test_speeds_and_spreads_keep_the_requests(tmp_path: Path) -> None:
     trace = load_trace(write(tmp_path, "t.jsonl", LOG), format="log")
     assert trace.at_speed(2).arrival_ms == [0.0, 750.0, 1250.0]
-    assert trace.part(1 / 3, 1).arrival_ms == [0.0, 1000.0]
     assert trace.first(2).chains == trace.chains[:2]
     spread = trace.spread(seed=1, within_ms=1000)
     assert sorted(spread.chains) == sorted(trace.chains)

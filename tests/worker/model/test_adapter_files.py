@@ -39,7 +39,6 @@ def spec_of(mlp: Mlp | Experts | None = None, **names: Any) -> ModelSpec:
         max_positions=64,
         tied=False,
         dtype="float32",
-        bos_token_id=None,
         eos_token_ids=(),
         names=TensorNames(**names),
     )

@@ -12,7 +12,7 @@ from tests import peft_files
 from transformers import LlamaForCausalLM
 
 from quire.kernels import native
-from quire.kernels.ops import Batch
+from quire.kernels.batch import Batch
 from quire.kernels.shared_prefix import find_shared
 from quire.worker.api.config import EngineConfig
 from quire.worker.model.adapters.store import AdapterStore

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 CHECKPOINTS = ("tiny_llama", "tiny_llama_9_3", "tiny_llama_with_biases")
-BLOCK = 16
 AROUND_BORDERS = (1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129)
 
 

@@ -32,8 +32,9 @@ from tools.kernels.captured import Launch, captured
 from tools.kernels.compile_cases import shipped_cases
 
 from quire.kernels import triton_all_reduce, triton_logits, triton_sample
+from quire.kernels.batch import Batch
 from quire.kernels.launch import PREFILL_SPLIT_TOKENS, SPLIT_TOKENS
-from quire.kernels.ops import Batch, KvCache
+from quire.kernels.ops import KvCache
 from quire.kernels.shared_prefix import SharedArrays, find_shared
 from quire.kernels.triton_all_reduce import MAX_BYTES, Peers
 from quire.kernels.triton_backend import TritonBackend

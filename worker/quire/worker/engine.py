@@ -17,19 +17,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, suppress
-from itertools import islice
 from math import inf
 
-import numpy as np
-
-from quire.worker.api.arrays import Floats
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.engine_stats import EngineStats
-from quire.worker.api.errors import InvalidRequest, QueueFull, QuireError, RankFailure
+from quire.worker.api.errors import InvalidRequest, QueueFull, RankFailure
 from quire.worker.api.events import EventLog
 from quire.worker.api.hashing import BlockHash, BlockHashes
 from quire.worker.api.kv_format import KvFormat, PeerSource
-from quire.worker.api.outputs import FinishReason, TokenDelta, TokenLogprobs
+from quire.worker.api.outputs import TokenDelta
 from quire.worker.api.request import Prepared
 from quire.worker.cache.blocks import BlockPool
 from quire.worker.cache.loan import Loan
@@ -37,18 +33,17 @@ from quire.worker.cache.pull import Fetch
 from quire.worker.cache.travel import make_travel, num_tiers
 from quire.worker.model.facts import ModelFacts
 from quire.worker.schedule.audit import Audit
-from quire.worker.schedule.compiling import cannot_go_on
 from quire.worker.schedule.counters import Counters
-from quire.worker.schedule.deltas import Pooling, broken_logits, delta_of, failure_of
 from quire.worker.schedule.entrance import Entrance
 from quire.worker.schedule.intake import Intake, speculates
 from quire.worker.schedule.masks import Masks
+from quire.worker.schedule.outcomes import Outcomes
 from quire.worker.schedule.reading import Read
 from quire.worker.schedule.schedule import NOTHING, Schedule
 from quire.worker.schedule.scheduler import Scheduler
 from quire.worker.schedule.sequence import Sequence, Status
 from quire.worker.schedule.step_input import StepInputs
-from quire.worker.step.messages import Executor, StepOutput
+from quire.worker.step.messages import Executor
 from quire.worker.text.tokenizer import Tokenizer
 
 
@@ -107,7 +102,6 @@ class Engine:
             travel=self._travel,
         )
         self._inputs = StepInputs(block_size=config.block_size)
-        self._pooling = Pooling(model)
         self._entrance = Entrance(
             config,
             model,
@@ -120,9 +114,19 @@ class Engine:
         self._masks = Masks()
         self._under_way: deque[Schedule] = deque()
         self._sequences: dict[str, Sequence] = {}
-        self._ended_at_once: list[Sequence] = []
+        self._complete: list[Sequence] = []
         self._beside: list[Sequence] = []
         self._counters = Counters()
+        self._outcomes = Outcomes(
+            self._sequences,
+            scheduler=self._scheduler,
+            inputs=self._inputs,
+            masks=self._masks,
+            reading=self._entrance.reading,
+            counters=self._counters,
+            model=model,
+            audit=self._audit,
+        )
         self._failure: str | None = None
 
     @property
@@ -178,7 +182,7 @@ class Engine:
         self._sequences[request.request_id] = seq
         # The resumed output is already complete.
         if seq.finish_reason():
-            self._ended_at_once.append(seq)
+            self._complete.append(seq)
         elif self._entrance.add(seq):
             self._scheduler.add(seq)
 
@@ -191,11 +195,11 @@ class Engine:
         seq = self._sequences.get(request_id)
         if seq is None:
             return False
-        if seq in self._ended_at_once:
-            self._ended_at_once.remove(seq)
+        if seq in self._complete:
+            self._complete.remove(seq)
         elif not self._entrance.remove(seq):
             self._scheduler.remove(seq)
-        self._forget(seq)
+        self._outcomes.forget(seq)
         return True
 
     def step(self) -> list[TokenDelta]:
@@ -209,14 +213,14 @@ class Engine:
         """
         self._check_alive()
         begin_s = self._clock()
-        outputs = [self._output(seq, (), seq.finish_reason()) for seq in self._ended_at_once]
-        self._ended_at_once.clear()
+        outputs = [self._outcomes.output(seq, (), seq.finish_reason()) for seq in self._complete]
+        self._complete.clear()
         if self._travel is not None:
             is_decoding = bool(self._scheduler.running)
             self._travel.advance(is_decoding=is_decoding, step_s=self._counters.step_s)
         if self._entrance.has_work:
             outputs += self._let_in()
-        outputs += self._take_masks(self._beside)
+        outputs += self._outcomes.end_refused(self._masks.take(beside=self._beside))
         if self._audit and not self._sequences:
             self._begin_check(self._audit)
         # What lands while a step runs is copied by the next one.
@@ -239,12 +243,12 @@ class Engine:
         if len(self._under_way) > (self._executor.num_ahead if is_step else 0):
             outputs += self._take_tokens()
         if edits_follow:
-            outputs += self._take_masks(schedule.sequences)
-            self._void_late(schedule)
+            outputs += self._outcomes.end_refused(self._masks.take(beside=schedule.sequences))
+            self._outcomes.void_late(schedule)
             with self._failing():
                 self._executor.send_edits(self._inputs.edits_that_follow(schedule))
         if not self._under_way and not schedule.sequences:
-            outputs += self._end_refused(self._masks.take_first())
+            outputs += self._outcomes.end_refused(self._masks.take_first())
         self._settle()
         if is_step:
             seconds = self._clock() - begin_s
@@ -376,12 +380,11 @@ class Engine:
         ended = []
         for seq, error in refused:
             seq.status = Status.FINISHED
-            ended.append(self._fail(seq, error))
+            ended.append(self._outcomes.fail(seq, error))
         return ended
 
     def _take_tokens(self) -> list[TokenDelta]:
-        """Waits for the oldest step under way, appends the tokens that it sampled, and lets go of
-        the requests that they end."""
+        """Waits for the oldest step under way, and takes its tokens."""
         with self._failing():
             result = self._executor.result()
         schedule = self._under_way.popleft()
@@ -389,129 +392,7 @@ class Engine:
         if self._travel is not None:
             self._travel.finished()
         self._scheduler.finished()
-        token_ids: list[int] = result.token_ids_S.tolist()
-        outputs = []
-        constrained = []
-        end = 0
-        hidden = iter(() if result.hidden_HC is None else result.hidden_HC)
-        for seq, num_samples, num_scored in zip(
-            schedule.sequences, schedule.num_samples, schedule.num_scored, strict=True
-        ):
-            begin, end = end, end + num_samples
-            own = list(islice(hidden, num_samples - num_scored)) if seq.wants_hidden else []
-            # One that has finished was aborted since, or its end was not known when this was
-            # submitted.
-            if not num_samples or seq.status is Status.FINISHED or seq in schedule.void:
-                continue
-            if self._audit is not None and self._audit.is_checking(seq):
-                self._audit.computed(seq)
-                self._scheduler.remove(seq)
-                self._forget(seq)
-                continue
-            drawn = begin + num_scored
-            if result.broken_rows and any(row in result.broken_rows for row in range(begin, drawn)):
-                outputs.append(self._break_off(seq))
-                continue
-            if seq.is_embedded:
-                outputs.append(self._take_embedding(seq, own[0]))
-                continue
-            if num_scored:
-                seq.prompt_logprobs += [each for each in result.logprobs[begin:drawn] if each]
-            if drawn < end:
-                output = self._take_samples(seq, token_ids[drawn:end], result, drawn)
-                if own and output.token_ids:
-                    output = output._replace(hidden=np.stack(own[: len(output.token_ids)]))
-                outputs.append(output)
-                if seq.matcher is not None and outputs[-1].finish_reason is None:
-                    constrained.append(seq)
-        if constrained:
-            self._masks.add(constrained)
-        return outputs
-
-    def _take_embedding(self, seq: Sequence, state_C: Floats) -> TokenDelta:
-        """Ends ``seq`` with its vector. The token behind it means nothing."""
-        vector_C = self._pooling.vector(state_C)
-        if vector_C is None:
-            return self._break_off(seq)
-        self._scheduler.remove(seq)
-        return self._output(seq, (), "stop")._replace(hidden=vector_C[None])
-
-    def _take_masks(self, beside: list[Sequence]) -> list[TokenDelta]:
-        """Waits a while for masks that are not known; ends the requests that cannot go on."""
-        return self._end_refused(self._masks.take(beside=beside))
-
-    def _end_refused(self, found: list[tuple[Sequence, str | None]]) -> list[TokenDelta]:
-        ended = []
-        for seq, reason in found:
-            if reason is not None:
-                self._scheduler.remove(seq)
-                ended.append(self._fail(seq, cannot_go_on(seq, reason)))
-        return ended
-
-    def _void_late(self, schedule: Schedule) -> None:
-        """The step under way draws no token for the requests whose masks are not known."""
-        for seq in schedule.sequences:
-            if seq.lacks_mask and seq.num_in_flight and seq.status is not Status.FINISHED:
-                schedule.void.add(seq)
-                self._scheduler.void_sample(seq)
-
-    def _take_samples(
-        self, seq: Sequence, drawn: list[int], result: StepOutput, begin: int
-    ) -> TokenDelta:
-        """Appends the tokens ``drawn`` for ``seq``, which are those from ``begin`` on of a step's
-        ``result``, and lets go of it where that ends it."""
-        if seq.draft:
-            del drawn[self._scheduler.settle_draft(seq, drawn) :]
-        finish_reason = None
-        for number, token_id in enumerate(drawn):
-            if result.broken_rows and begin + number in result.broken_rows:
-                return self._break_off(seq)
-            self._scheduler.append_token(seq, token_id)
-            finish_reason = seq.finish_reason()
-            if finish_reason is not None:
-                del drawn[number + 1 :]
-                break
-        self._counters.num_output_tokens += len(drawn)
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if result.logprobs:
-            shown = result.logprobs[begin : begin + len(drawn)]
-            logprobs = tuple(each for each in shown if each is not None)
-        output = self._output(seq, tuple(drawn), finish_reason, logprobs)
-        if finish_reason is not None:
-            self._scheduler.remove(seq)
-        return output
-
-    def _output(
-        self,
-        seq: Sequence,
-        token_ids: tuple[int, ...],
-        finish_reason: FinishReason | None,
-        logprobs: tuple[TokenLogprobs, ...] = (),
-    ) -> TokenDelta:
-        """The output of ``seq``, whose newest tokens are ``token_ids``; forgets an ended one."""
-        if finish_reason is not None:
-            self._forget(seq)
-        fetched, seq.fetched = seq.fetched, None
-        if fetched is not None and self._audit is not None:
-            self._audit.fetched(seq, fetched)
-        return delta_of(seq, token_ids, finish_reason, logprobs, fetched)
-
-    def _break_off(self, seq: Sequence) -> TokenDelta:
-        """Ends ``seq``, whose logits are broken."""
-        self._scheduler.remove(seq)
-        return self._fail(seq, broken_logits(seq))
-
-    def _fail(self, seq: Sequence, error: QuireError) -> TokenDelta:
-        """The last output of ``seq``, which the scheduler no longer has."""
-        self._forget(seq)
-        return failure_of(seq, error)
-
-    def _forget(self, seq: Sequence) -> None:
-        del self._sequences[seq.request.request_id]
-        self._masks.drop(seq)
-        if seq.request.adapter:
-            self._entrance.reading.forget(seq)
-        self._inputs.forget(seq)
+        return self._outcomes.take(schedule, result)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

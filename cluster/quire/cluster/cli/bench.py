@@ -4,6 +4,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from quire.cluster.cli.help import DefaultsFormatter, Parser
 from quire.worker.api.config import BLOCK_SIZES, EngineConfig
 
 if TYPE_CHECKING:
-    from quire.worker.bench.sweep import SweepConfig
+    from quire.worker.bench.command import Kind
     from quire.worker.bench.workload import Workload
 
 _SWEPT = (4, 8, 16, 32, 64)
@@ -40,11 +41,11 @@ def add_bench_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         "show the theoretical bound beside it",
     )
     _add_sweep_flags(prefix, cache_sizes=_CACHE_SIZES, output=Path("quire-bench-prefix"))
-    prefix.set_defaults(run=_prefix)
+    prefix.set_defaults(run=partial(_sweep, "prefix"))
 
     block_size = _add_kind(kinds, "blocksize", "run a workload over block sizes, prefix caching on")
     _add_sweep_flags(block_size, cache_sizes=["100%"], output=Path("quire-bench-blocksize"))
-    block_size.set_defaults(run=_block_size)
+    block_size.set_defaults(run=partial(_sweep, "blocksize"))
 
     reuse = _add_kind(
         kinds,
@@ -149,23 +150,22 @@ def _reuse(arguments: argparse.Namespace) -> int:
     return reuse(arguments)
 
 
-def _prefix(arguments: argparse.Namespace) -> int:
-    from quire.worker.bench.command import bench_prefix
+def _sweep(kind: "Kind", arguments: argparse.Namespace) -> int:
+    from quire.worker.bench.cache_size import parse_cache_size
+    from quire.worker.bench.command import bench
+    from quire.worker.bench.sweep import SweepConfig
 
-    config = _sweep_config(arguments)
-    return bench_prefix(
-        config,
-        _workload(arguments, config.engine.model),
-        output=arguments.output,
-        plot_format=arguments.plot_format,
+    config = SweepConfig(
+        engine=_engine(arguments),
+        block_sizes=tuple(dict.fromkeys(arguments.block_sizes)),
+        cache_sizes=tuple(parse_cache_size(text) for text in dict.fromkeys(arguments.cache_sizes)),
+        skips_small=arguments.cache_sizes == _CACHE_SIZES,
+        caching=(False, True) if kind == "prefix" else (True,),
+        repeats=arguments.repeats,
+        concurrency=arguments.concurrency,
     )
-
-
-def _block_size(arguments: argparse.Namespace) -> int:
-    from quire.worker.bench.command import bench_block_sizes
-
-    config = _sweep_config(arguments, caching=(True,))
-    return bench_block_sizes(
+    return bench(
+        kind,
         config,
         _workload(arguments, config.engine.model),
         output=arguments.output,
@@ -179,23 +179,6 @@ def _engine(arguments: argparse.Namespace) -> EngineConfig:
 
     config = engine_config(arguments, arguments.model)
     return replace(config, model=fetch_checkpoint(config.model))
-
-
-def _sweep_config(
-    arguments: argparse.Namespace, *, caching: tuple[bool, ...] = (False, True)
-) -> "SweepConfig":
-    from quire.worker.bench.cache_size import parse_cache_size
-    from quire.worker.bench.sweep import SweepConfig
-
-    return SweepConfig(
-        engine=_engine(arguments),
-        block_sizes=tuple(dict.fromkeys(arguments.block_sizes)),
-        cache_sizes=tuple(parse_cache_size(text) for text in dict.fromkeys(arguments.cache_sizes)),
-        skips_small=arguments.cache_sizes == _CACHE_SIZES,
-        caching=caching,
-        repeats=arguments.repeats,
-        concurrency=arguments.concurrency,
-    )
 
 
 def _workload(arguments: argparse.Namespace, model: Path) -> "Workload":

@@ -44,9 +44,9 @@ class FromEnvironment:
     """What the environment says of a command's flags that were not given."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """By destination, as argparse has it."""
+    """Values by argparse's destination."""
     variables: dict[str, str] = field(default_factory=dict)
-    """The variable of each."""
+    """Variables by the same destinations."""
     notes: list[str] = field(default_factory=list)
     """Variables that change nothing and look as if they should."""
 

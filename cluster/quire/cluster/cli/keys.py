@@ -223,7 +223,7 @@ def _checked(entry: dict[str, str]) -> None:
 
 
 def _flow(entry: dict[str, str]) -> str:
-    """As one line of YAML."""
+    """The entry as one line of YAML."""
     values = {**entry, "hash": f'"{entry["hash"]}"'}
     return "{" + ", ".join(f"{name}: {value}" for name, value in values.items()) + "}"
 
@@ -249,7 +249,7 @@ def _replace(path: Path, lines: list[str], wanted: dict[str, Any], *, by_hand: s
 
 
 def _write(path: Path, text: str) -> None:
-    """In one step: a gateway never reads half of it."""
+    """Replaces the file in one step, so that a gateway never reads half of it."""
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     part = path.with_name(f".{path.name}.part")
     try:

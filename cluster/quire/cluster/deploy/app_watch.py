@@ -61,7 +61,7 @@ class AppWatch:
         from ray import serve
 
         while not self.is_gone and not self._ended.wait(_LOOK_EVERY_S):
-            # Of many kinds, where Ray has died: the session notices that.
+            # Many kinds of error are possible once Ray has died, which the session notices.
             with contextlib.suppress(Exception):
                 self.look(serve.status().applications, now_s=time.monotonic())
 

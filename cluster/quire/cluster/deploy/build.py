@@ -96,8 +96,8 @@ def build_groups(
         serve.deployment(
             **group_count(config),
             **placement_options(config, on_gpu=is_on_gpu(config, ray.cluster_resources())),
-            # Of calls through handles; the engine queues and batches, and Serve's 5 would keep
-            # them from it.
+            # The engine queues and batches calls through handles; Serve's default of 5 would hold
+            # them back.
             max_ongoing_requests=config.engine.max_num_waiting,
             request_router_config=RequestRouterConfig(
                 request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]

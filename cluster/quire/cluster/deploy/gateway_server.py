@@ -57,7 +57,7 @@ class GatewayServer:
         """``host:port`` for clients, as is the next."""
         self.http_address = ""
         self.metrics_address = ""
-        """Where this gateway alone answers ``/metrics`` and ``/health``."""
+        """The address at which this gateway alone answers ``/metrics`` and ``/health``."""
         self._config = config
         self._served: dict[str, ServedModel] = {}
         self._tasks: list[asyncio.Task[None]] = []

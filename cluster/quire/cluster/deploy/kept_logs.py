@@ -60,7 +60,7 @@ def note_address(folder: Path | None, address: str) -> None:
 
 
 def addresses_here() -> list[str]:
-    """Where the Ray clusters are that `quire serve` runs on this machine, the newest first."""
+    """Addresses of the Ray clusters that `quire serve` runs on this machine, the newest first."""
     with contextlib.suppress(OSError, RuntimeError):
         folders = [each for each in (state_folder() / "logs").iterdir() if _is_of_running(each)]
         files = [each / _ADDRESS for each in sorted(folders, key=_age)]
@@ -89,7 +89,7 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _copy(logs: Path, folder: Path) -> None:
-    """As far as it can be: what is lost here must not keep a cluster from its end."""
+    """Copies what can be copied: a file that is lost must not keep a cluster from ending."""
     try:
         for source in sorted(path for path in logs.rglob("*") if path.is_file()):
             if source.is_symlink() or not source.stat().st_size:
@@ -117,7 +117,7 @@ def _remove_oldest(parent: Path) -> None:
 
 
 def _is_of_running(folder: Path) -> bool:
-    """By the process id in its name."""
+    """Whether the process whose id is in the folder's name runs."""
     pid = folder.name.rpartition("-")[2]
     return pid.isdigit() and Path(f"/proc/{pid}").exists()
 

@@ -137,7 +137,7 @@ def _shut_down() -> None:
     forget_client = ray_private.FORGET_CLIENT.get()
     if forget_client is not None:
         forget_client(None)
-    # Of what these threads miss then, there is nothing to say.
+    # Serve's threads lose Ray meanwhile; their errors mean nothing.
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     end_s = time.monotonic() + _SHUTDOWN_S
     if not finished(ray.shutdown, unless=lambda: time.monotonic() > end_s):

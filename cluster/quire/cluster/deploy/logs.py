@@ -18,7 +18,7 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.telemetry.timeline import in_call
 
 _MAX_LINES = 10_000
-"""That wait to be written."""
+"""Lines that may wait to be written."""
 _CLOSE_S = 5.0
 
 

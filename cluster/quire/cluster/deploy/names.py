@@ -36,7 +36,7 @@ def part_of(model: str, generation: int = 1) -> str:
 
 
 def next_part(part: str) -> str:
-    """That of the same model's next generation."""
+    """The part of the same model's next generation."""
     plain, _, generation = part.partition(":")
     return f"{plain}:{int(generation or 1) + 1}"
 

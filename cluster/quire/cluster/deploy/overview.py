@@ -41,7 +41,7 @@ def overview() -> list[dict[str, Any]]:
             "models": [],
             "addresses": {},
         }
-        # Of many kinds, where no gateway runs: what Serve says is told all the same.
+        # Many kinds of error are possible if no gateway runs. The rest is still reported.
         with contextlib.suppress(Exception):
             handle = gateways_of(name)
             grpc, http = handle.addresses.remote().result(timeout_s=_TIMEOUT_S)

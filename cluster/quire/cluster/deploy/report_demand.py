@@ -26,7 +26,7 @@ async def report_demand(demand: Demand, groups: "DeploymentHandle[Any]") -> None
         try:
             await _tell(note, name, demand)
             was_told = True
-        # Of many kinds, some of them while Serve replaces groups: the next try may do.
+        # Many kinds of error are possible, some while Serve replaces groups; the next try may work.
         except Exception as error:
             end_if_cancelled()
             if was_told:

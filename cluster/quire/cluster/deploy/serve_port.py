@@ -13,7 +13,8 @@ _EVERYWHERE = "[::]:"
 
 
 def keep_to_node_address() -> None:
-    """To be called as a replica's constructor begins: Serve opens the port when it has ended."""
+    """Has Serve listen on the node's address only. Call it as a replica's constructor begins: Serve
+    opens the port when that has ended."""
     import ray
 
     add_port, replica = ADD_PORT.get(), ADD_PORT.owner()

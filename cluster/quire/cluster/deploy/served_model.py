@@ -23,7 +23,7 @@ from quire.worker.text.tokenizer import Tokenizer
 def new_table(
     config: ClusterConfig, make: Callable[..., RoutingTable] = RoutingTable
 ) -> RoutingTable:
-    """Where policies draw lots, each gateway draws its own."""
+    """A routing table whose policies draw other random numbers than those of other gateways."""
     return make(
         block_size=config.engine.block_size,
         config=config.routing,

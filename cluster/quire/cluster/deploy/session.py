@@ -24,9 +24,9 @@ class RaySession:
     known."""
 
     logs: Path | None = None
-    """Where what Serve runs on this node logs."""
+    """The folder in which the processes that Serve runs on this node log."""
     kept_logs: Path | None = None
-    """Where all of that stays after the end of a cluster of our own."""
+    """The folder in which these logs stay after the end of a cluster of our own."""
 
     def lost(self) -> str | None:
         """The supervising process that has died, in words for a user; None if all live."""

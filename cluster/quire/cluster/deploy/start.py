@@ -256,7 +256,7 @@ def is_hopeless(deployments: "Mapping[str, DeploymentStatusOverview]") -> bool:
 
 
 def check_nodes(config: ClusterConfig) -> None:
-    """For a cluster of one node. Raises ConfigError: groups need more of them."""
+    """Raises ConfigError if groups need more nodes than the one that the cluster has."""
     if (num_nodes := max(each.nodes_per_group for each in config.models.values())) > 1:
         raise ConfigError(
             f"nodes_per_group={num_nodes}: a cluster of this machine's own has one "
@@ -267,8 +267,8 @@ def check_nodes(config: ClusterConfig) -> None:
 def check_room(
     config: ClusterConfig, *, on_gpu: bool, machine: Mapping[str, float]
 ) -> dict[str, float]:
-    """For a cluster that will not grow: what no room is for would be waited for without end.
-    Returns what a model's groups leave of ``machine``.
+    """Checks that a cluster that cannot grow has room for a model's groups: a start without room
+    would wait without end. Returns what the groups leave of ``machine``.
 
     Raises:
         ConfigError: ``machine``, the resources of the only node, are less than the groups reserve.
@@ -306,7 +306,7 @@ def _raised(message: str) -> str:
 
 
 def _in_short(message: str) -> str:
-    """In one line; of a traceback, what was raised."""
+    """The message in one line; for a traceback, the exception only."""
     if raised := _raised(message):
         return raised.removeprefix(_OUR_ERRORS)
     text = " ".join(message.split())

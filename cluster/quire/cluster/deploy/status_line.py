@@ -66,7 +66,7 @@ class StatusLine:
     def _repeat(self) -> None:
         former: tuple[float, pb.ListGroupsResponse] | None = None
         while not self._ended.wait(self._every_s if former else 0.0):
-            # Of many kinds, where Ray or the gateway is about to be replaced.
+            # Many kinds of error come while Ray or the gateway is being replaced.
             with contextlib.suppress(Exception):
                 now = time.monotonic(), self._look()
                 if former is not None:

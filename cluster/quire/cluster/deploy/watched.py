@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 _AGAIN_S = 5.0
 _BEATS = 16
-"""In the silence timeout: twice as many as are looked for."""
+"""Heartbeats sent within the silence timeout, twice as many as are expected."""
 
 
 async def be_watched(

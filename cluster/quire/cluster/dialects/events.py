@@ -18,7 +18,7 @@ class CallBegun:
     index: int
     name: str
     given_id: str = ""
-    """Where the model gives ids itself."""
+    """The call's id, if the model writes ids itself."""
 
 
 @dataclass(frozen=True)

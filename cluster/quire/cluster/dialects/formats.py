@@ -138,7 +138,7 @@ class ToolFormat:
     """The length of a call's id, behind its prefix."""
     around: Around | None = None
     frame: Frame | None = None
-    """Where there is one, the parser reads by it, and the grammar writes ``shapes``."""
+    """If there is a frame, the parser reads by it; the grammar still writes ``shapes``."""
 
 
 _MISTRAL_LIST = Shape(begin=" [", call=(CallObject("arguments"),), between=", ", end="]")

@@ -140,8 +140,8 @@ class Reader:
         return (yield from self._balanced(sink, _PYTHON))
 
     def _balanced(self, sink: Sink, outside: re.Pattern[str]) -> Reading[bool]:
-        """Of JSON, a list, an object or a string to its end; of Python, all before a comma or a
-        closing bracket that is in none of its own brackets. Models write single quotes in either.
+        """Reads a list, an object or a string of JSON to its end. Reads a value of Python up to the
+        comma or closing bracket outside its own brackets. Models write single quotes in either.
         """
         depth, quote, is_escaped = 0, "", False
         while True:

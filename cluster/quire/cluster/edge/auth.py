@@ -154,7 +154,7 @@ class GrpcAuth(grpc.aio.ServerInterceptor):
         self._why = why
         self._refused = refused
         self._open = tuple(f"/{service}/" for service in open_services)
-        # Of the kind that waits for no message of the client's.
+        # A handler of this kind refuses before the client has sent a message.
         self._refusal: Handler = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def intercept_service(

@@ -22,7 +22,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 
 from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
-from quire.cluster.edge.openai_schema import Body
+from quire.cluster.edge.served_fields import Body
 from quire.cluster.errors import Overloaded
 from quire.cluster.serving.bounds import ByteBudget, Hold
 from quire.worker.api.errors import InvalidRequest
@@ -80,7 +80,7 @@ class BodyReader:
             raise
 
     def in_turn(self, hold: Hold) -> AbstractAsyncContextManager[None]:
-        """For what is long with a large body and cannot leave the loop."""
+        """Takes turns for work that is long with a large body and cannot leave the event loop."""
         return in_turn(self._turn, is_large=hold.num_bytes > 0)
 
     def _validated(self, value: object, body_type: type[B]) -> B:
@@ -145,8 +145,8 @@ async def read_json(
 
 @asynccontextmanager
 async def in_turn(turn: asyncio.Lock, *, is_large: bool) -> AsyncIterator[None]:
-    """For what is long and cannot leave the loop: of several in a row, each begins once all else
-    that waits for the loop has had it."""
+    """Takes turns for long work that cannot leave the event loop. The next turn begins after all
+    else that waits for the loop has run."""
     if not is_large:
         yield
         return

@@ -313,7 +313,8 @@ class HttpConnection(HttpToolsProtocol):
         self._say_last(raw_response(error_response(error)))
 
     def _say_last(self, answer: bytes) -> None:
-        """Where the transport can end one direction alone, the other stays open for a while."""
+        """Sends the last answer of the connection. If the transport can end one direction alone,
+        the other stays open for a while."""
         self._is_refused = True
         self.transport.write(answer)
         if self.transport.can_write_eof():
@@ -343,7 +344,7 @@ class _UnchunkedAnswer:
 
 
 def raw_response(response: Response) -> bytes:
-    """As it goes over the wire, of a connection that is closed behind it."""
+    """The bytes of a response after which the connection is closed."""
     headers = [*response.raw_headers, (b"connection", b"close")]
     head = b"".join(b"%b: %b\r\n" % header for header in headers)
     return STATUS_LINE[response.status_code] + head + b"\r\n" + bytes(response.body)

@@ -23,7 +23,8 @@ from starlette.routing import Route
 
 from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.body import BodyReader
-from quire.cluster.edge.openai_schema import Body, Texts, TokenIds
+from quire.cluster.edge.openai_schema import Texts, TokenIds
+from quire.cluster.edge.served_fields import Body
 from quire.cluster.edge.streams import client_id, unless_disconnected
 from quire.cluster.serving.embeddings import Ask, Cost, best, embed, rank, score
 from quire.cluster.serving.models import Models

@@ -13,7 +13,7 @@ from quire.worker.api.errors import InvalidRequest
 
 _SMALL_MESSAGE_BYTES = 2**16
 _MAX_ITEMS = 1024
-"""In a list among the sampling parameters."""
+"""Entries that a list among the sampling parameters may have."""
 
 
 def client_id(context: Context) -> str:

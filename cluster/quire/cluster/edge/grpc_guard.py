@@ -56,8 +56,8 @@ _ALLOWED_IN_ATTACK_BYTES = 96 * 2**10
 _MAX_EXCESS_BYTES = 2**20
 """Bytes that all strangers together may send beyond that. More is a flood from many addresses."""
 _ALLOWED_LET_IN_BYTES = 64 * 2**20
-"""For a client that has been let in: calls that are cancelled before the event loop sees them
-explain nothing."""
+"""The allowance of a client that has been let in: calls that are cancelled before the event loop
+sees them explain nothing."""
 _ALLOWED_BYTES_PER_S = 16 * 2**10
 """So that a balancer may ask for our health several times a second, for ever."""
 _CALL_BYTES = 16 * 2**10

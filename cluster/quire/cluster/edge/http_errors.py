@@ -44,7 +44,7 @@ _ANTHROPIC_STATUSES = {404: "not_found_error", 413: "request_too_large"}
 
 
 def error_handlers() -> dict[Any, Any]:
-    """For Starlette: which function answers which exception."""
+    """The function that answers each type of exception, for Starlette."""
     return {
         Exception: _handle,
         QuireError: _handle,

@@ -73,9 +73,9 @@ class KeysFile:
     """What a file says."""
 
     keys: dict[bytes, KnownKey]
-    """By `digest`."""
+    """The known keys, by `digest`."""
     policies: dict[str, TenantPolicy] = field(default_factory=dict)
-    """By tenant; one that is not there has no limits."""
+    """Limits by tenant; a tenant without an entry has none."""
 
 
 class KeyEntry(BaseModel):
@@ -113,7 +113,7 @@ def digest(key: str) -> bytes:
 
 
 def hash_of(key: str) -> str:
-    """As the second format has it."""
+    """The hash of ``key`` as the second format writes it."""
     return f"sha256:{digest(key).hex()}"
 
 

@@ -35,7 +35,7 @@ from quire.worker.api.errors import QueueFull
 _log = logging.getLogger(__name__)
 
 _MAX_BATCHES = 4
-"""That wait for the subscriber."""
+"""Batches that may wait for the subscriber."""
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
 """Before a group's events are asked for again; doubles until a digest agrees. Without it, a group
 whose digest never does would be asked for all its blocks ten times a second."""
@@ -139,7 +139,7 @@ class Subscription:
         self._first: _Rank | None = None
         """The rank whose snapshot begins the stream."""
         self._has_begun = asyncio.Event()
-        """That snapshot was told."""
+        """Set once the first snapshot was sent."""
         self._num_chunks = 0
         self._event_ids = itertools.count(1)
         self._samples = itertools.count(1)

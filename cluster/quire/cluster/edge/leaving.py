@@ -24,14 +24,14 @@ from quire.cluster.edge.own_sockets import (
 )
 
 HANDSHAKE_S = 0.3
-"""For the last packet of a connection's handshake, a round trip behind its first."""
+"""Time for the last packet of a connection's handshake, a round trip after the first."""
 _LOOK_EVERY_S = 0.25
 _ACCEPTED_S = 5.0
-"""For a listening socket's owner to accept what waits there."""
+"""Time for a listening socket's owner to accept the connections that wait there."""
 
 _TCP_INFO_BYTES = 104
 _NUM_WAITING_AT = 24
-"""In a listening socket's TCP_INFO: the connections that wait to be accepted."""
+"""Offset in a listening socket's TCP_INFO of the number of connections that wait to be accepted."""
 
 
 async def stop_listening(listener: socket.socket) -> None:

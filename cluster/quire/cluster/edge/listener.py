@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 _ACCEPT_PAUSE_S = 0.1
 _CUT_WITHIN_S = 1
-"""For what is cut off at the end of the drain to end."""
+"""Time for requests that are cut off at the end of the drain to end."""
 _BACKLOG = 1024
 
 
@@ -108,7 +108,7 @@ class HttpListener:
                 except OSError as error:
                     if error.errno == errno.EINVAL:  # Somebody has ended the listening socket.
                         return
-                    # Of the client, which is gone; or there is no file left.
+                    # The client is gone, or this process has no file descriptor left.
                     _log.warning("a connection cannot be accepted: %s", error)
                     await asyncio.sleep(_ACCEPT_PAUSE_S)
                     continue

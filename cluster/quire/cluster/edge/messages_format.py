@@ -23,7 +23,7 @@ _DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""Of a block's type: its deltas' type, and the name of what they add."""
+"""By type of block: the type of its deltas, and the field that they add to."""
 
 
 class MessagesFormat(Format):
@@ -31,7 +31,7 @@ class MessagesFormat(Format):
         super().__init__(**fields)
         self._blocks: list[Json] = []
         self._texts: list[str] | None = None
-        """Of the last block, while it is not done."""
+        """The texts of the last block while it is not done."""
         self._is_begun = False
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
 

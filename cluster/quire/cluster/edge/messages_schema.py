@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Literal
 
 from quire.cluster.dialects.tools import ToolUse, check_tool_use
 from quire.cluster.edge.messages_input import Blocks, Turns, marks_of, turns_of
-from quire.cluster.edge.openai_schema import NOWHERE, Body, ChatFields, GenerationBody, Texts
+from quire.cluster.edge.openai_schema import NOWHERE, ChatFields, GenerationBody, Texts
+from quire.cluster.edge.served_fields import Body
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prompt
 from quire.worker.api.sampling_params import SamplingParams
@@ -40,9 +41,6 @@ class OutputFields(Body):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
-_PARTS: Mapping[str, type[Body]] = {"thinking": ThinkingFields, "output_config": OutputFields}
-
-
 class MessagesFields(ChatFields):
     """What decides the prompt."""
 
@@ -63,20 +61,17 @@ class MessagesFields(ChatFields):
         "continue_final_message": "a last message of the assistant is gone on with",
     }
 
+    parts: ClassVar[Mapping[str, type[Body]]] = {
+        "thinking": ThinkingFields,
+        "output_config": OutputFields,
+    }
+
     model: str | None = None
     messages: Turns
     system: Blocks | None = None
     thinking: ThinkingFields | None = None
     output_config: OutputFields | None = None
     cache_control: dict[str, Any] | None = None
-
-    @classmethod
-    def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
-        super().check_served(given, ignore_unknown=ignore_unknown)
-        for name, part in _PARTS.items():
-            fields = given.get(name)
-            if isinstance(fields, dict):
-                part.check_served(fields, ignore_unknown=ignore_unknown)
 
     @property
     def effort(self) -> str | None:

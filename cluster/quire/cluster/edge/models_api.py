@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from quire.cluster.edge.body import BodyReader
-from quire.cluster.edge.openai_schema import Body
+from quire.cluster.edge.served_fields import Body
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 

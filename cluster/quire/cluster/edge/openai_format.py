@@ -50,7 +50,7 @@ class Echo:
         if not isinstance(body, CompletionBody) or not body.echo:
             return None
         spans = [span for (span,) in body.prompts()]
-        # Of a truncated prompt the tokens that are left are shown.
+        # The echo of a truncated prompt is made from the tokens that are left.
         is_whole = not takes_any_length(body.params())
         texts = [span.text if isinstance(span, Text) and is_whole else None for span in spans]
         return cls(texts, is_all=body.shows_only_prompt)
@@ -190,7 +190,7 @@ class ChoicesFormat(Format):
         }
 
     def _prompt_logprobs(self, prompt: int) -> list[Json | None] | None:
-        """In vLLM's form; ``None`` unless asked for."""
+        """The prompt's log-probabilities in vLLM's form; ``None`` unless asked for."""
         if self._scores is None:
             return None
         scores = [self._by_token(entry) for entry in self._scores.get(prompt, ())]
@@ -362,7 +362,5 @@ class ChatFormat(ChoicesFormat):
         return self._logprobs[index].chat(entries) if self._logprobs else None
 
 
-def _delta(
-    index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None
-) -> Json:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+def _delta(index: int, delta: Json) -> Json:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -80,7 +80,7 @@ class Logprobs:
         self._offset += len(self._text.push(token_id))
 
     def _top(self, name: str, entry: TokenLogprobs) -> Json:
-        """By text, or as ``token_id:ID`` where another token has the same."""
+        """The likeliest tokens by text, or by ``token_id:ID`` if another token has that text."""
         top: Json = {}
         for token_id, logprob in entry.top:
             key = self._name(token_id)

@@ -1,31 +1,24 @@
-"""The bodies of OpenAI's completions and chat API, as far as they are served.
+"""The bodies of OpenAI's completions and chat API, as far as they are served."""
 
-Fields that change the answer and are not served are refused with their name, and so are fields
-that are not known, unless the gateway is told to ignore those: an answer that silently lacks a tool
-call, or a setting whose name was misspelt, is worse than none.
-"""
-
-import difflib
 import reprlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property, reduce
+from functools import cached_property, reduce
 from operator import or_
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, create_model
+from pydantic import Field, create_model
 
 from quire.cluster.dialects.tools import ToolUse, check_tool_use
 from quire.cluster.edge.openai_messages import MANY, ChatTurn
+from quire.cluster.edge.served_fields import Body
 from quire.cluster.edge.structured import FIELDS, constraint_of, told_of
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Text, Tokens
 from quire.worker.api.sampling_params import PARAMETERS, SamplingParams
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
-_MAX_NAME = 64
-"""Characters of an unknown field's name that are compared with those of known ones."""
 Texts = Annotated[list[str], MANY]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, max_length=2**20)]
 _JSON: Mapping[object, Any] = {
@@ -36,68 +29,8 @@ _JSON: Mapping[object, Any] = {
 """What bodies have for types of sampling parameters; others they have as they are."""
 
 
-_NOTHING: tuple[object, ...] = (None, False, "", [], {})
-"""Values with which an unserved field asks for nothing."""
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Fields that are not served, with the values that ask for nothing special."""
-    accepted: ClassVar[frozenset[str]] = frozenset()
-    """Fields that change nothing in the answer, whatever their value."""
-
-    unserved: ClassVar[frozenset[str]] = frozenset()
-    """Fields without which the request is served as well as it can be; the answer's header
-    X-Ignored-Fields names those that ask for something."""
-
-    _ignored: tuple[str, ...] = PrivateAttr(default=())
-
-    remedies: ClassVar[Mapping[str, str]] = {}
-    """What to do instead of using such a field, where it is more than to leave it out."""
-
-    def check(self) -> None:
-        """Raises InvalidRequest: fields contradict each other."""
-
-    def note_ignored(self, given: Mapping[str, object]) -> None:
-        """``given`` is the body as it came."""
-        names = (name for name in given if name in self.unserved)
-        self._ignored = tuple(name for name in names if given[name] not in _NOTHING)
-
-    @property
-    def ignored(self) -> Sequence[str]:
-        """What of the request is left out of the answer's making."""
-        return self._ignored
-
-    @classmethod
-    def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
-        """Raises InvalidRequest: ``given``, a body as it came, asks for what is not served, or has
-        a field that is not known, unless ``ignore_unknown``."""
-        known = _known(cls)
-        unknown = next((name for name in given if not ignore_unknown and name not in known), None)
-        if unknown is not None:
-            near = difflib.get_close_matches(unknown[:_MAX_NAME], sorted(known), n=1)
-            remedy = f"did you mean {near[0]}?" if near else "leave it out"
-            shown = f"{unknown[:_MAX_NAME]}={reprlib.repr(given[unknown])}"
-            raise InvalidRequest(
-                f"{shown} is no field of this request: {remedy}", param=unknown[:_MAX_NAME]
-            )
-        for name, allowed in cls.neutral.items():
-            value = given.get(name)
-            if value is not None and value not in allowed:
-                shown = reprlib.repr(value)
-                remedy = cls.remedies.get(name, "leave it out")
-                raise InvalidRequest(f"{name}={shown} is not supported: {remedy}", param=name)
-
-
-@cache
-def _known(body: type[Body]) -> frozenset[str]:
-    return frozenset(body.model_fields) | body.neutral.keys() | body.accepted | body.unserved
-
-
 class StreamOptions(Body):
-    neutral = {"include_obfuscation": (False,)}
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
@@ -135,6 +68,7 @@ class GenerationBody(Body):
             "verbosity",
         }
     )
+    parts: ClassVar[Mapping[str, type[Body]]] = {"stream_options": StreamOptions}
 
     model: str | None = None
     stream: bool | None = False
@@ -156,13 +90,6 @@ class GenerationBody(Body):
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
     timeout: float | None = None
-
-    @classmethod
-    def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
-        super().check_served(given, ignore_unknown=ignore_unknown)
-        options = given.get("stream_options")
-        if isinstance(options, dict):
-            StreamOptions.check_served(options, ignore_unknown=ignore_unknown)
 
     def check(self) -> None:
         super().check()
@@ -241,7 +168,7 @@ NOWHERE: Mapping[str, tuple[object, ...]] = {
 
 
 class CompletionBody(GenerationBody):
-    neutral = {
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NOWHERE,
         "parallel_tool_calls": (True, False),  # Without tools it says nothing.
         "reasoning_effort": (),
@@ -354,7 +281,7 @@ class ChatFields(Body):
 
 
 class ChatBody(ChatFields, GenerationBody):
-    neutral = {
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NOWHERE,
         "functions": ([],),
         "function_call": ("none", "auto"),

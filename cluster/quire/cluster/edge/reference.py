@@ -17,9 +17,9 @@ from starlette.routing import Route
 from quire import __version__
 from quire.cluster.edge.error_kinds import STATUSES
 from quire.cluster.edge.field_texts import described
-from quire.cluster.edge.openai_schema import Body
 from quire.cluster.edge.reference_calls import CALLS, Call, Json
 from quire.cluster.edge.reference_page import BASE, HEADERS, page_of
+from quire.cluster.edge.served_fields import Body
 
 _TEXT: Json = {"type": "string"}
 _MAYBE_TEXT: Json = {"type": ["string", "null"]}

@@ -11,8 +11,9 @@ from quire.cluster.edge.models_api import (
     LoadAdapterBody,
     UnloadAdapterBody,
 )
-from quire.cluster.edge.openai_schema import Body, ChatBody, CompletionBody
+from quire.cluster.edge.openai_schema import ChatBody, CompletionBody
 from quire.cluster.edge.responses_schema import ResponsesBody
+from quire.cluster.edge.served_fields import Body
 from quire.cluster.edge.text_api import DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]

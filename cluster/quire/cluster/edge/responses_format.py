@@ -36,7 +36,7 @@ class ResponsesFormat(Format):
         self._status = "in_progress"
         self._items: list[Json] = []
         self._texts: list[str] | None = None
-        """Of the last item, while it is not done."""
+        """The texts of the last item while it is not done."""
         self._num_events = 0
 
     @classmethod

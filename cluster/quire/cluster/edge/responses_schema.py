@@ -8,14 +8,9 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from quire.cluster.dialects.tools import ToolUse, check_tool_use
-from quire.cluster.edge.openai_schema import (
-    NOWHERE,
-    Body,
-    ChatFields,
-    Effort,
-    GenerationBody,
-)
+from quire.cluster.edge.openai_schema import NOWHERE, ChatFields, Effort, GenerationBody
 from quire.cluster.edge.responses_input import Input, turns_of
+from quire.cluster.edge.served_fields import Body
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prompt
 from quire.worker.api.sampling_params import SamplingParams
@@ -36,9 +31,6 @@ class ReasoningFields(Body):
     accepted = frozenset({"summary", "generate_summary"})
 
     effort: Effort | None = None
-
-
-_PARTS: Mapping[str, type[Body]] = {"text": TextFields, "reasoning": ReasoningFields}
 
 
 class ResponsesBody(ChatFields, GenerationBody):
@@ -72,6 +64,7 @@ class ResponsesBody(ChatFields, GenerationBody):
         "response_format": "send text={'format': …}",
         "reasoning_effort": "send reasoning={'effort': …}",
     }
+    parts: ClassVar[Mapping[str, type[Body]]] = {"text": TextFields, "reasoning": ReasoningFields}
 
     input: Input
     instructions: str | None = None
@@ -80,21 +73,6 @@ class ResponsesBody(ChatFields, GenerationBody):
     reasoning: ReasoningFields | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-
-    @classmethod
-    def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
-        super().check_served(given, ignore_unknown=ignore_unknown)
-        for name, part in _PARTS.items():
-            fields = given.get(name)
-            if isinstance(fields, dict):
-                part.check_served(fields, ignore_unknown=ignore_unknown)
-
-    def note_ignored(self, given: Mapping[str, object]) -> None:
-        super().note_ignored(given)
-        for name, part in _PARTS.items():
-            fields = given.get(name)
-            if isinstance(fields, dict):
-                self._ignored += tuple(f"{name}.{each}" for each in fields if each in part.unserved)
 
     @property
     def ignored(self) -> Sequence[str]:

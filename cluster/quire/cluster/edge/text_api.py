@@ -16,7 +16,8 @@ from starlette.routing import Route
 from quire import __version__
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.messages_schema import CountTokensBody
-from quire.cluster.edge.openai_schema import Body, ChatFields, ChatTurns, TokenIds
+from quire.cluster.edge.openai_schema import ChatFields, ChatTurns, TokenIds
+from quire.cluster.edge.served_fields import Body
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.prompts import off_loop
 from quire.cluster.serving.service import MAX_TOKEN_IDS

@@ -29,7 +29,7 @@ _USED = {
     ),
     (uvicorn, "Server"): ("config", "server_state", "should_exit", "serve", "capture_signals"),
 }
-"""By module and class, the attributes."""
+"""Private attributes, by module and class."""
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from quire.worker.api.sampling_params import PARAMETERS, SamplingParams
 from quire.worker.api.structured import StructuredOutputsParams
 
 _CONSTRAINTS = {"json_schema": "json"}
-"""Where our name is another."""
+"""Constraints whose names differ from ours."""
 _REFUSED = {
     "mm_inputs": "this model takes text alone",
     "extra_mm_inputs": "this model takes text alone",
@@ -80,7 +80,7 @@ class Answers:
         self._sampling = request.sampling
         self._is_stream = is_stream
         self._answers: dict[int, vllm.GenerateComplete] = defaultdict(vllm.GenerateComplete)
-        """By index: all tokens so far, but in a stream those of the last chunk."""
+        """Answers by index, with all tokens so far; in a stream, with those of the last chunk."""
 
     def of(self, chunk: Chunk) -> Iterator[vllm.GenerateResponse]:
         """What is to be sent now that ``chunk`` has come."""

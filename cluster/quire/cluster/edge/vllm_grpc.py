@@ -108,7 +108,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self._num_subscribers = 0
         self._keys = keys
         self._runs: dict[tuple[str, str], set[_Run]] = defaultdict(set)
-        """By tenant and the client's id: nobody aborts another tenant's."""
+        """Running calls by tenant and client's id, so that nobody aborts another tenant's."""
         self._began_s = time.monotonic()
         self._last_request_s = 0.0  # Since 1970.
         self._bundle: bytes | None = None
@@ -336,7 +336,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         return [client.description for client in clients if client.is_attached]
 
     def _load(self) -> vllm.SchedulerLoad:
-        """Of all groups together."""
+        """The load of all groups together."""
         groups, loads = self._groups(), list(self._model.groups.loads.values())
         num_running = sum(load.num_running for load in loads)
         num_waiting = sum(load.num_waiting for load in loads)

@@ -89,7 +89,7 @@ class Attempts:
 
     @property
     def decision(self) -> Decision:
-        """Where the last one went, and why."""
+        """The routing decision of the last attempt."""
         assert self._decision is not None
         return self._decision
 

@@ -19,7 +19,7 @@ class AttemptSpans:
     def __init__(self, traceparent: str, *, group_id: str, num_resumed_tokens: int) -> None:
         """``traceparent``: the gateway's span."""
         self.progress = Progress()
-        """For the engine to write to."""
+        """The record that the engine writes to."""
         self.has_begun = False
         """The engine has given its first output."""
         self._trace_id, self._parent_id = ids_in(traceparent)

@@ -81,7 +81,7 @@ class EngineLoop:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._hung: asyncio.Future[None] = self._loop.create_future()
         self.stats = engine.stats()
-        """As of the last step."""
+        """The engine's statistics after the last step."""
         self.contents = engine.events.contents
         """What blocks hold, which other threads may look up; ``None`` where nobody remembers."""
         self.failed: asyncio.Future[RankFailure] = self._loop.create_future()

@@ -16,8 +16,8 @@ _NVIDIA = Path("/dev/nvidiactl")
 
 
 def compile_native_code(*, device: str, is_logged: bool = True) -> None:
-    """For ``device``, as `EngineConfig.device` has it. What cannot be compiled is done without, as
-    the log of each process that misses it says."""
+    """Compiles the native libraries for ``device``, a value of `EngineConfig.device`. Failures are
+    logged by each process that does without a library."""
     if os.environ.get("QUIRE_NATIVE", "1") == "0":
         return
     builds = [native_hashing.build, native_index.build]

@@ -59,7 +59,7 @@ class RemoteRank(Rank):
         return "does not acknowledge" if num_retransmits else "acknowledges"
 
     def how_it_died(self) -> str | None:
-        """That it did, at least: its own node alone knows more."""
+        """How the connection ended, or ``None`` while it holds. Only the rank's node knows more."""
         try:
             with socket.socket(fileno=socket.dup(self.connection.fileno())) as raw:
                 said = raw.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -71,7 +71,7 @@ class RemoteRank(Rank):
 
 
 class Reception:
-    """Where the ranks of one group arrive, on a free port of ``host``."""
+    """The socket at which the ranks of one group arrive, on a free port of ``host``."""
 
     def __init__(self, host: str) -> None:
         self.key = secrets.token_bytes(32)

@@ -110,7 +110,7 @@ class GroupServer:
         address = f"{config.group_host}:{port}"
         certificate = tls.certificate if tls else ""
         self.contact = GroupContact(address=address, token=token, certificate=certificate)
-        """For gateways."""
+        """Address, token and certificate for gateways."""
 
     @classmethod
     async def start(
@@ -202,7 +202,7 @@ class GroupServer:
 
     @property
     def stats(self) -> EngineStats:
-        """As of the last step."""
+        """The engine's statistics after the last step."""
         return self._engine_loop.stats
 
     def check(self) -> None:

@@ -94,7 +94,7 @@ class GatewaySession:
         self._is_draining = False
         self._num_submits = 0
         self._unshown: deque[tuple[int, int]] = deque()
-        # Of submits that the engine's load may not count yet: their numbers there and here.
+        # Submits that the engine's load may not count yet: their numbers there and here.
 
     @property
     def num_requests(self) -> int:

@@ -68,7 +68,7 @@ class Gap(Exception):
 
 
 class Keys:
-    """By which keys the blocks of several groups are known to one who knows no hashes."""
+    """Keys that name the blocks of several groups to a subscriber that knows no hashes."""
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[BlockHash, int]] = {}  # With the number of groups.
@@ -103,7 +103,7 @@ class Ledger:
         self._told: dict[BlockHash, int] = {}
         """Keys, parents before children."""
         self._digests = [[0] * NUM_BUCKETS for _ in range(MAX_TIERS)]
-        """By tier: digest of the blocks of which it is the fastest."""
+        """By tier, the digest of the blocks whose fastest tier it is."""
         self._position = Position()
         self._num_more = 0
         """Messages with contents that have not come yet."""

@@ -123,7 +123,7 @@ class GroupClient:
 
     @property
     def phase(self) -> pb.StepFrame.Phase:
-        """As the group said in its last frame."""
+        """The phase that the group reported in its last frame."""
         return self._phase
 
     @property

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -16,6 +16,9 @@ import grpc.aio
 from quire.cluster.tls import CERTIFICATE_NAME
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
+
+_Asked = TypeVar("_Asked", contravariant=True)
+_Answer = TypeVar("_Answer", covariant=True)
 
 _OPTIONS = [
     # A snapshot of a million blocks is 32 MB.
@@ -62,46 +65,18 @@ class EventsCall(Protocol):
     def __aiter__(self) -> AsyncIterator[pb.EventBatch]: ...
 
 
-class _Describe(Protocol):
-    def __call__(
-        self, request: pb.DescribeRequest, *, timeout: float
-    ) -> Awaitable[pb.GroupDescription]: ...
+class _Unary(Protocol[_Asked, _Answer]):
+    def __call__(self, request: _Asked, /, *, timeout: float) -> Awaitable[_Answer]: ...
 
 
-class _Attach(Protocol):
-    def __call__(self) -> AttachCall: ...
-
-
-class _Events(Protocol):
-    def __call__(self, request: pb.EventsRequest) -> EventsCall: ...
-
-
-class _HoldAdapter(Protocol):
-    def __call__(
-        self, request: pb.HoldAdapterRequest, *, timeout: float
-    ) -> Awaitable[pb.HoldAdapterResponse]: ...
-
-
-class _WriteAdapter(Protocol):
-    def __call__(
-        self, request_iterator: AsyncIterator[pb.AdapterPiece], *, timeout: float
-    ) -> Awaitable[pb.WriteAdapterResponse]: ...
-
-
-class _ReadAdapter(Protocol):
-    def __call__(self, request: pb.ReadAdapterRequest) -> AsyncIterable[pb.AdapterPiece]: ...
-
-
-class _Blocks(Protocol):
-    def __call__(
-        self, request: pb.BlocksRequest, *, timeout: float
-    ) -> Awaitable[pb.BlocksLoan]: ...
-
-
-class _Warm(Protocol):
-    def __call__(
-        self, request: pb.WarmRequest, *, timeout: float
-    ) -> Awaitable[pb.WarmResponse]: ...
+_Describe = _Unary[pb.DescribeRequest, pb.GroupDescription]
+_Attach = Callable[[], AttachCall]
+_Events = Callable[[pb.EventsRequest], EventsCall]
+_HoldAdapter = _Unary[pb.HoldAdapterRequest, pb.HoldAdapterResponse]
+_WriteAdapter = _Unary[AsyncIterator[pb.AdapterPiece], pb.WriteAdapterResponse]
+_ReadAdapter = Callable[[pb.ReadAdapterRequest], AsyncIterable[pb.AdapterPiece]]
+_Blocks = _Unary[pb.BlocksRequest, pb.BlocksLoan]
+_Warm = _Unary[pb.WarmRequest, pb.WarmResponse]
 
 
 class GroupLink(Protocol):

@@ -77,7 +77,7 @@ class Groups:
         self._leaving: list[tuple[GroupClient, asyncio.Task[None]]] = []
         self._attached: dict[GroupId, GroupClient] = {}
         self.holders = Holders(self._attached.values, adapter_folder)
-        """For LoRA adapters."""
+        """Which of the attached groups hold each LoRA adapter."""
         self._retired: set[GroupClient] = set()
         self._is_draining = False
         self._loads: dict[GroupId, pb.Load] = {}
@@ -142,7 +142,7 @@ class Groups:
 
     @property
     def clients(self) -> list[GroupClient]:
-        """Of all groups that are known, those that are not attached or have left among them."""
+        """The clients of all known groups, including groups that are not attached or have left."""
         return [client for client, _ in (*self._clients.values(), *self._leaving)]
 
     def is_routed_to(self, client: GroupClient) -> bool:
@@ -174,7 +174,7 @@ class Groups:
         *,
         on_cleared: Callable[[], None] | None = None,
     ) -> GroupStream:
-        """As `GroupClient.submit`. Raises GroupLost: the group is not attached any longer."""
+        """Submits as `GroupClient.submit` does. Raises GroupLost: it is no longer attached."""
         client = self._attached.get(group_id)
         if client is None:
             raise GroupLost(f"group {group_id} is not attached")

@@ -7,7 +7,7 @@ one missed check however long it was, because the group's frames then lie unread
 from dataclasses import dataclass
 
 _BEATS = 8
-"""In the time after which a silent group is lost."""
+"""Checks within the time after which a silent group is lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ MAX_ADAPTERS = 4096
 """Names that are in use; as many that are in use no more are remembered."""
 MAX_NAME_CHARS = 256
 _GROUPS_TIMEOUT_S = 60.0
-"""In which the groups are to have an adapter that is loaded; those that are late get it later."""
+"""Time for the groups to receive an adapter that is loaded; late groups get it later."""
 _TELL_AGAIN_S = 2.0
 _TELLINGS = 30
 
@@ -238,7 +238,7 @@ class Adapters:
 
 
 async def nobody_knows() -> Iterable[Word]:
-    """Where there are no other gateways."""
+    """Answers for a gateway that is alone: no other gateway has adapters."""
     return ()
 
 

@@ -88,7 +88,7 @@ class Constraints:
         self._threads.close()
 
     def _compile(self, constraint: Constraint, tenant: str, vocab_size: int) -> str:
-        """In a thread."""
+        """Compiles the constraint. Runs in a thread."""
         refusal = self._known.get(tenant, constraint)
         if refusal is not None:
             return refusal  # Others waited for the same one.

@@ -21,7 +21,7 @@ class LazyHeap(Generic[T]):
         return len(self._keys)
 
     def __iter__(self) -> Iterator[T]:
-        """In no order."""
+        """Iterates over the entries in no order."""
         return iter(self._keys)
 
     def put(self, item: T, key: Any) -> None:

@@ -57,14 +57,14 @@ class Models:
         self.explanations = Explanations(lambda: [each.table for each in self._all])
         self.live = Live(lambda: [_watched(each) for each in self._all])
         self.bodies = ByteBudget(max_body_bytes)
-        """For the transports, of what they read before `ModelService.prepare` has returned."""
+        """Bytes that transports may read before `ModelService.prepare` has returned."""
         self.telemetry = GatewayTelemetry()
         self.telemetry.register(self.usage)
         self.telemetry.body_bytes.set_function(lambda: self.bodies.held)
         self.on_finished: list[Callable[[Timeline], object]] = [self.telemetry.count]
-        """What hears of each client's call that has ended. It must not wait."""
+        """Called with each client's call that has ended. None of them may wait."""
         self.traces: SpanExport | None = None
-        """Where the spans of calls go; ``None`` where nobody wants them."""
+        """The exporter of the calls' spans; ``None`` if nobody wants them."""
         self.is_draining = False
         self._watchers: list[Callable[[], None]] = []
         for service in services:

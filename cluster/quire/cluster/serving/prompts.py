@@ -229,7 +229,7 @@ class Prompts:
 
 
 def rough_num_tokens(span: Span) -> int:
-    """For those who start groups while nothing is known of the model."""
+    """A rough number of tokens, for starting groups while the model is unknown."""
     if isinstance(span, Tokens):
         return len(span.token_ids)
     if isinstance(span, Chat):

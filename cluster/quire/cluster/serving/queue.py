@@ -199,7 +199,7 @@ class AdmissionQueue:
             self._waiters.pop(ticket, None)
 
     def _set_timeout(self, ticket: Ticket) -> None:
-        """For how long it may wait, as things are now."""
+        """Sets how long the ticket may wait, by the present load."""
         waiter = self._waiters[ticket]
         if waiter.timeout.expired():
             return

@@ -373,7 +373,7 @@ class ModelService:
 
                     async def pass_on(chunk: Chunk) -> None:
                         num_cached = used.took(chunk)
-                        # Of a prompt's several completions, the first one computes it.
+                        # The first of a prompt's completions computes the prompt.
                         is_first = chunk.index % first.sampling.n == 0
                         self.admission.took(
                             ticket,

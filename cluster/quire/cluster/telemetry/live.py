@@ -34,7 +34,7 @@ _PREFIXES_EVERY = 5
 _MAX_PREFIXES = 48
 _MAX_DECISIONS = 200
 _MAX_GROUPS = 256
-"""In a picture; the others are only counted."""
+"""Groups in a picture; further ones are only counted."""
 _RATE_TICKS = 10
 _STALLED_S = 30.0
 """A viewer that takes nothing for that long is let go."""

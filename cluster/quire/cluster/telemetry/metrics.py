@@ -296,9 +296,9 @@ class _Page(Collector):
     def __init__(self, registry: CollectorRegistry) -> None:
         """``registry``: of what is of no one model."""
         self.registries: dict[str, list[CollectorRegistry]] = {"": [registry]}
-        """By model, whose name is the label ``model``; those of "" get none."""
+        """Registries by model, whose name is the label ``model``; those of "" get none."""
         self.kept: dict[str, dict[_Key, float]] = {}
-        """By model, what registries had counted that are gone: else the sums would fall."""
+        """By model, the counts of registries that are gone, without which the sums would fall."""
 
     def keep(self, model: str, registry: CollectorRegistry) -> None:
         kept = self.kept.setdefault(model, {})

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 NUM_MINUTES = 60
 _MAX_ROWS = 4096
 _OTHERS = ("", "")
-"""Where what is past `_MAX_ROWS` is counted."""
+"""The row in which everything past `_MAX_ROWS` is counted."""
 _METRICS = {
     "requests": "Requests that ended, by tenant and API key.",
     "prompt_tokens": "Prompt tokens of these.",
@@ -53,7 +53,8 @@ class Counts:
 class _Row:
     total: Counts = field(default_factory=Counts)
     minutes: deque[tuple[int, Counts]] = field(default_factory=lambda: deque(maxlen=NUM_MINUTES))
-    """By when they began, in seconds since 1970; those in which nothing ended are not there."""
+    """The counts of each minute, by its beginning in seconds since 1970. Minutes in which nothing
+    ended are left out."""
 
     def add(self, counts: Counts, minute_s: int) -> None:
         self.total.add(counts)

@@ -39,7 +39,7 @@ def decide(
         held = [held[i] for i in allowed]
         elsewhere = elsewhere and elsewhere.only(allowed)
     if not len(groups):
-        raise NoGroupAvailable(num_groups=num_groups, num_excluded=num_groups)
+        raise NoGroupAvailable(num_groups=num_groups)
     hits = own = np.minimum(overlap, request.usable_blocks) * float(request.block_size)
     fetches = None
     if elsewhere is not None:
@@ -104,7 +104,7 @@ def tied(hits: Column, costs: Column) -> list[int]:
 
 
 def nearest(request: RouteRequest, groups: Loads, indices: Sequence[int]) -> int:
-    """That of ``indices`` whose group the prefix's name is nearest to, or the adapter's."""
+    """The one of ``indices`` whose group is nearest to the prefix's name, or the adapter's."""
     if len(indices) == 1:
         return indices[0]
     states = groups.states

@@ -28,8 +28,8 @@ KINDS = ("host", "disk", "peer")
 MIN_SAVED_TOKENS = 32.0
 """A source is named only where that is forecast to save as much computing."""
 PATIENCE = 0.1
-"""As a share of the time that computing it takes: how long an engine waits for the first of what it
-fetches, once it could compute instead."""
+"""How long an engine that could compute waits for the first block that it fetches, as a share of
+the time that computing would take."""
 _PEER = KINDS.index("peer")
 _ROWS = {
     (0, True): slice(_PEER, None),
@@ -155,7 +155,7 @@ class Elsewhere:
     """What is left of the source's present step, in tokens: it lends from the next one on."""
 
     def only(self, positions: Sequence[int]) -> "Elsewhere":
-        """For the groups at these positions."""
+        """The part for the groups at these positions."""
         return replace(
             self, slower_TG=self.slower_TG[:, positions], takes_G=self.takes_G[positions]
         )

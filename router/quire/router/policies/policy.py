@@ -261,11 +261,11 @@ class Candidate:
     group: GroupId
     cost: float
     num_cached_tokens: int
-    """In its KV cache."""
+    """Prompt tokens in the group's KV cache."""
     num_fetched_tokens: int
-    """That it would fetch."""
+    """Prompt tokens that the group would fetch."""
     num_prefill_tokens: int
-    """That it would compute."""
+    """Prompt tokens that the group would compute."""
     num_queued_tokens: int
     num_sequences: int
     forecast_s: float | None
@@ -281,10 +281,10 @@ class Decision:
     group: GroupId
     reason: Reason
     predicted_cached_tokens: int
-    """In its KV cache, or fetched."""
+    """Prompt tokens in the chosen group's KV cache, or fetched by it."""
     num_prompt_tokens: int
     groups: Sequence[GroupState]
-    """As they were at the decision; nobody changes them."""
+    """The groups' states at the decision; nobody changes them."""
     index: int
     """Which of ``groups`` was chosen."""
     forecast_s: float | None

@@ -26,7 +26,7 @@ Slot = int
 """A small number that identifies a group."""
 
 Lengths = npt.NDArray[np.int32]
-"""By slot: how many blocks of a chain its group holds, from the first on."""
+"""For each slot, how many blocks of a chain its group holds, from the first on."""
 
 
 class PrefixIndex(Protocol):

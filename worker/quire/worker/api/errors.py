@@ -82,8 +82,6 @@ class NoFreeBlocks(QuireError):
 
     def __init__(self, *, needed: int, available: int) -> None:
         super().__init__(f"need {needed} blocks, {available} available")
-        self.needed = needed
-        self.available = available
 
 
 class QueueFull(QuireError):

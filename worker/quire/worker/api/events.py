@@ -69,7 +69,7 @@ class BlockContent(NamedTuple):
     """Little-endian uint32s."""
     adapter: str
     cache_salt: str
-    """With the tenant's name."""
+    """The salt of the cache, with the tenant's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class EventLog:
         self._events: deque[BlockEvent] = deque(maxlen=capacity)
         self._next_seq = 0
         self._tiers: list[set[BlockHash]] = [set() for _ in range(num_tiers)]
-        # Of the blocks of which a tier is the fastest, and those that came or went since.
+        # Digests of the blocks whose fastest tier it is, and the blocks that came or went since.
         self._digests = np.zeros((num_tiers, NUM_BUCKETS), dtype="<u8")
         self._undigested: list[list[BlockHash]] = [[] for _ in range(num_tiers)]
         self._subscribers: list[Callable[[int, BlockEvent], None]] = []
@@ -135,10 +135,6 @@ class EventLog:
     @property
     def next_seq(self) -> int:
         return self._next_seq
-
-    @property
-    def num_tiers(self) -> int:
-        return len(self._tiers)
 
     def stored(self, hashes: Iterable[BlockHash], tier: int = 0) -> None:
         """The blocks are in ``tier`` now. Appends an event for those that were in none as fast."""

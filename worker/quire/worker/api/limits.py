@@ -34,7 +34,7 @@ class RequestLimits:
 
     @property
     def max_prompt_len(self) -> int:
-        """In tokens. Behind a prompt that is embedded comes none."""
+        """The longest prompt, in tokens. No output follows a prompt that is embedded."""
         return self.max_model_len - (self.task == "generate")
 
 

@@ -55,7 +55,8 @@ class TokenDelta(NamedTuple):
     num_cached_tokens: int
     """Prompt tokens whose KV was in the cache when the request first ran."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Of the prompt's tokens behind the first, with the first output, where they were asked for."""
+    """Log-probabilities of the prompt's tokens after the first, if asked for; only in the first
+    output."""
     error: QuireError | None = None
     """Why the request ended before its time, with ``finish_reason`` "abort"."""
     hidden: Floats | None = None

@@ -35,7 +35,7 @@ class Rule:
     """Which values are, in words; empty: any of its type."""
 
     def kept(self, name: str, value: Any) -> Any:
-        """As ``convert``; of ``None`` too."""
+        """Converts like ``convert``, and keeps ``None``."""
         if value is None and NoneType in self.types:
             return self.none
         return self.convert(name, value)

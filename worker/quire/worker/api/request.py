@@ -25,9 +25,9 @@ MAX_SALT_CHARS = 1000
 MAX_CACHE_KEY_CHARS = 1000
 MAX_KEEP_S = 7 * 86_400.0
 MAX_MESSAGES = 10_000
-"""In one chat."""
+"""Messages in one chat."""
 MAX_TOOLS = 1024
-"""In one chat, and calls in one message."""
+"""Tools in one chat, and calls in one message."""
 
 Task = Literal["generate", "embed"]
 """What a group does with a request: "embed" makes one vector of its prompt."""
@@ -47,7 +47,7 @@ class Terms:
     priority: int = 0
     """Less runs sooner; 0 is the usual."""
     tenant: str = ""
-    """Whose request it is, without a "/"; empty where tenants are not told apart."""
+    """The tenant whose request it is, without a "/"; empty if tenants are not distinguished."""
     key_name: str = ""
     """The name of its API key, by which a gateway counts what is used. Groups are not told."""
     client_id: str = ""
@@ -171,7 +171,7 @@ class Prepared(Terms):
     adapter: str = ""
     """The digest of the content of the adapter to use; empty is the model alone."""
     cache_salt: str = ""
-    """With the tenant's name: cached prefixes are shared only among requests of the same salt."""
+    """A salt that has the tenant's name. Only requests of the same salt share cached prefixes."""
     is_checked: bool = False
     """A gateway has checked it by its groups' limits."""
     hashes: BlockHashes = field(default_factory=BlockHashes)

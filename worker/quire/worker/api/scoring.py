@@ -12,7 +12,7 @@ class LogitScore:
     true_token_id: int
     false_token_id: int
     add_generation_prompt: bool
-    """For the chat template."""
+    """Whether the chat template adds its generation prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

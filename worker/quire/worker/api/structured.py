@@ -16,7 +16,7 @@ from quire.worker.api.errors import InvalidRequest
 
 ConstraintKind = Literal["json_schema", "regex", "grammar", "structural_tag"]
 MAX_CONSTRAINT_BYTES = 2**19
-"""In UTF-8."""
+"""The longest constraint, in UTF-8."""
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 

@@ -23,7 +23,7 @@ class CacheSize:
     """A size of the KV cache. 100 % has a slot for every token of the workload."""
 
     text: str
-    """As the user wrote it."""
+    """The size as the user wrote it."""
     amount: float
     unit: Unit
 

@@ -15,25 +15,21 @@ from quire.worker.model.hub import model_name
 PlotFormat = Literal["png", "svg"]
 
 
-def bench_prefix(
-    config: SweepConfig, workload: Workload, *, output: Path, plot_format: PlotFormat
-) -> int:
-    """Measures prefix caching on against off; prints a table, writes JSON and a plot."""
-    report.check_writable(output)
-    rows = _sweep(config, workload)
-    print(report.prefix_table(rows))
-    _finish("prefix", config, workload, rows, output=output, plot_format=plot_format)
-    return 0
+Kind = Literal["prefix", "blocksize"]
+"""Prefix caching on against off, or block sizes against each other."""
+
+_TABLES = {"prefix": report.prefix_table, "blocksize": report.block_size_table}
+_PLOTS = {"prefix": plot.plot_prefix, "blocksize": plot.plot_block_sizes}
 
 
-def bench_block_sizes(
-    config: SweepConfig, workload: Workload, *, output: Path, plot_format: PlotFormat
+def bench(
+    kind: Kind, config: SweepConfig, workload: Workload, *, output: Path, plot_format: PlotFormat
 ) -> int:
-    """Measures block sizes against each other; prints a table, writes JSON and a plot."""
+    """Runs the measurements; prints a table, writes JSON and a plot."""
     report.check_writable(output)
     rows = _sweep(config, workload)
-    print(report.block_size_table(rows))
-    _finish("blocksize", config, workload, rows, output=output, plot_format=plot_format)
+    print(_TABLES[kind](rows))
+    _finish(kind, config, workload, rows, output=output, plot_format=plot_format)
     return 0
 
 
@@ -48,7 +44,7 @@ def _title(config: SweepConfig, workload: Workload) -> str:
 
 
 def _finish(
-    kind: str,
+    kind: Kind,
     config: SweepConfig,
     workload: Workload,
     rows: Sequence[Row],
@@ -75,6 +71,5 @@ def _finish(
         print(f"no plot: that needs matplotlib ({plot.INSTALL})")
         return
     picture = output.with_name(f"{output.name}.{plot_format}")
-    draw = plot.plot_prefix if kind == "prefix" else plot.plot_block_sizes
-    draw(rows, picture, title=_title(config, workload))
+    _PLOTS[kind](rows, picture, title=_title(config, workload))
     print(f"wrote {picture}")

@@ -11,7 +11,7 @@ class ReuseRow:
     num_tokens: int
     """Length of the prefix."""
     seconds: dict[str, float]
-    """To the first token, by place; medians."""
+    """Medians of the seconds to the first token, by place."""
 
     def share(self, place: str) -> float:
         """Share of the time that computing the prompt takes."""

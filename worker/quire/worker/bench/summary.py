@@ -40,7 +40,7 @@ class Speedup:
     measured: float
     """Uncached ÷ cached time; the median over the repeats, each a pair run back to back."""
     bound: float
-    """With hits that cost nothing, at the hits measured; see `quire.worker.bench.bound`."""
+    """The speed at the measured hits if hits cost nothing; see `quire.worker.bench.bound`."""
     infinite_bound: float
     """The same at the hit rate of a cache that never evicts."""
     reached: float

@@ -60,7 +60,7 @@ class Cell:
 
 
 Runs = dict[Cell, dict[bool, list[Run]]]
-"""By cell, then by whether prefix caching was on, a run for each repeat."""
+"""A run for each repeat, by cell and by whether prefix caching was on."""
 
 
 def run_sweep(config: SweepConfig, workload: Workload, *, progress: Callable[[str], None]) -> Runs:

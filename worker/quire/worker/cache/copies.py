@@ -23,7 +23,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._copies: list[tuple[tuple[int, int], tuple[int, int]]] = []
-        # Of the newest copies into the KV cache, which are made at once: the last one to a block.
+        # For each block, the last of the newest copies into the KV cache, which are made at once.
         self._into: dict[BlockId, int] = {}
         self._then: list[Callable[[], None]] = []
         self._under_way: deque[list[Callable[[], None]]] = deque()

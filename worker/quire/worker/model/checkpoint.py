@@ -39,9 +39,9 @@ class TensorInfo:
 
     file: Path
     name: str
-    """In the file."""
+    """The tensor's name in the file."""
     dtype: str
-    """As safetensors calls it: F32, BF16, F16, … Decoded values are F32."""
+    """The type by safetensors' name: F32, BF16, F16, … Decoded values are F32."""
     shape: tuple[int, ...]
 
 
@@ -52,7 +52,7 @@ class Checkpoint:
     path: Path
     files: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
-    """By the names that they have in a decoder of text."""
+    """The tensors by their names in a decoder of text."""
     prefixes: tuple[tuple[str, str], ...] = ()
     """How such names begin, and how they begin in the files, where that is not the same."""
 

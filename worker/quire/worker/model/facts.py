@@ -19,7 +19,7 @@ from quire.worker.model.spec import ModelSpec
 from quire.worker.model.weights_digest import weight_digests
 
 _NOT_IN_KV = (
-    *("bos_token_id", "eos_token_ids", "tied", "dtype", "names"),
+    *("eos_token_ids", "tied", "dtype", "names"),
     *("num_extra_layers", "is_text_part", "has_head", "pooling"),
 )
 """Fields of the model that its KV does not depend on; the KV's own type is hashed beside it."""
@@ -30,7 +30,7 @@ class ModelFacts:
     """The facts of one checkpoint that shape scheduling, validation and block hashes."""
 
     name: str
-    """As users call it."""
+    """The name that users call it by."""
     fingerprint: str
     """Differs whenever the weights do, or what is made of them; the block hashes begin from it.
     Empty where names of blocks never leave the process."""

@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Batch, GreedyEdits, KvCache, ProgramRunner, WantedColumns
+from quire.kernels.batch import Batch, GreedyEdits, WantedColumns
+from quire.kernels.ops import KvCache, ProgramRunner
 from quire.worker.api.arrays import Longs
 from quire.worker.model.tensor_parallel import TensorParallel
 

@@ -83,7 +83,8 @@ def _device(device: torch.device, *, is_native: bool, is_deterministic: bool) ->
 
 
 def _grammars() -> str:
-    """Who says which tokens a constraint allows: a machine that computes alone may lack it."""
+    """The library that says which tokens a constraint allows. A machine that computes alone may
+    lack it."""
     try:
         return version("llguidance")
     except PackageNotFoundError:
@@ -91,7 +92,7 @@ def _grammars() -> str:
 
 
 def _modules(spec: ModelSpec) -> list[str]:
-    """Who computes a model that has no description, by kernels of both libraries."""
+    """The libraries whose modules and kernels compute a model without a description."""
     if spec.through_transformers is None:
         return []
     build = native.build_name() if native.library() is not None else "none"

@@ -151,7 +151,7 @@ def read_scoring(path: Path) -> Scoring | None:
 
 
 def _pair_score(config: Fields) -> PairScore:
-    """By the function that sentence-transformers notes in ``config.json``."""
+    """The score of a pair, by the function that sentence-transformers notes in ``config.json``."""
     written = config.raw.get(_FUNCTION) or config.section("sentence_transformers").raw.get(
         "activation_fn", "Sigmoid"
     )

@@ -24,7 +24,7 @@ class Rope:
     kind: Literal["default", "linear", "llama3", "dynamic", "yarn", "longrope"] = "default"
     """"linear" is Chen et al. 2023, "llama3" Llama 3.1's; the others are transformers'."""
     factor: float = 1.0
-    """By how much the context was stretched: all kinds but "default"."""
+    """The factor by which the context was stretched, for all kinds but "default"."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 0
@@ -183,12 +183,11 @@ class ModelSpec:
     final_norm: Norm
     vocab_size: int
     max_positions: int
-    """That the model was trained for."""
+    """Positions that the model was trained for."""
     tied: bool
     """The LM head is the embedding."""
     dtype: str
-    """In which the checkpoint wants to be computed."""
-    bos_token_id: int | None
+    """The type in which the checkpoint wants to be computed."""
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0
     """Rounded to the type that is computed in."""

@@ -45,7 +45,7 @@ class StoredWeights:
     """All that are stored so, where they are listed."""
 
     def named_as_in(self, names: Iterable[str]) -> "StoredWeights":
-        """With the name that a checkpoint's ``names`` of tensors have for scales."""
+        """A copy with the name of scales that occurs among ``names``, the checkpoint's tensors."""
         if self.scale in _SCALES:
             endings = {name.rpartition(".")[2] for name in names}
             for scale in _SCALES:

@@ -28,7 +28,7 @@ class RankStart:
     """Ranks that share its node."""
     store: Store
     slots_offset: int
-    """Where in shared memory the slots of steps begin, and the size of each."""
+    """Offset in shared memory at which the slots of steps begin, and the size of each."""
     slot_bytes: int
 
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels.batch import Batch
 from quire.kernels.launch import SPLIT_TOKENS
-from quire.kernels.ops import Batch
 from quire.worker.step.late_tokens import LateTokens
 from quire.worker.step.messages import StepInput
 from quire.worker.step.staging import Array, stage

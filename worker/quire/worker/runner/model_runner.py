@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Batch, Hidden, KvCache, ProgramRunner
+from quire.kernels.batch import Batch, Hidden
+from quire.kernels.ops import KvCache, ProgramRunner
 from quire.kernels.products import make_batch_invariant
 from quire.kernels.shared_prefix import (
     MIN_SAVED_BYTES,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import GreedyEdits, WantedColumns
+from quire.kernels.batch import GreedyEdits, WantedColumns
 from quire.worker.api.arrays import Ints, Longs
 from quire.worker.sampling.draw import banned_rows, sample
 from quire.worker.step.messages import StepOutput

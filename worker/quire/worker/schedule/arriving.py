@@ -71,7 +71,7 @@ class Arriving:
         # Those whose blocks in host memory are being compared with their checksums before.
         self._checked: dict[Sequence, Check] = {}
         self._queued: dict[Sequence, tuple[_Waiting, float]] = {}  # And how long they had waited.
-        # Of recent steps with chunks of prompts; both fade.
+        # Sums over recent steps with chunks of prompts, which decay.
         self._num_tokens = 0.0
         self._seconds = 0.0
 

@@ -139,11 +139,6 @@ class Audit:
         self._travel.copies.out(here, slots[1])
         self._travel.copies.then(lambda: self._compare(item, slots))
 
-    def dropped(self, seq: Sequence) -> None:
-        """``seq`` could not run to its end."""
-        if seq is self._running:
-            self._running = self._item = None
-
     def _compare(self, item: _Item, slots: list[Slot]) -> None:
         one_C, other_C = self._travel.host_blocks_XC[slots]
         is_equal = np.array_equal(one_C, other_C)

@@ -92,7 +92,8 @@ def guess(token_ids: TokenIds, *, max_tokens: int) -> list[int]:
 
 
 def guess_after_change(token_ids: TokenIds, *, max_tokens: int) -> list[int]:
-    """As `guess`, for the run before the last token: what followed the token behind it then."""
+    """Like `guess`, but by the run of tokens that ends before the last one, going on behind the
+    token that followed the run then."""
     start = _behind_match(token_ids[:-1], least=_MIN_MATCH_BEFORE_CHANGE)
     return _repeated(token_ids, None if start is None else start + 1, max_tokens)
 

@@ -28,7 +28,7 @@ class Job:
     num_holders: int = 1
     """Requests that wait for it."""
     lane: Lane | None = None
-    """In which it was begun."""
+    """The lane in which it was begun."""
     is_late: bool = False
     """A step went on without it: no other one waits for it."""
 
@@ -48,7 +48,7 @@ class MaskQueue:
     """Jobs that have not begun, by their order of arrival, and how many have."""
 
     slow_share: float
-    """Of one core."""
+    """The share of one core for slow masks."""
     is_idle: bool = False
     """Nothing runs that slow masks could hold up."""
     _waiting: dict[Job, None] = field(default_factory=dict)

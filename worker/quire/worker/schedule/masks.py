@@ -185,7 +185,7 @@ class Masks:
             thread.start()
 
     def _work_on(self) -> None:
-        """In a thread."""
+        """Computes masks in a thread."""
         while True:
             with self._work:
                 while (job := self._queue.take(self._clock())) is None and not self._is_closed:

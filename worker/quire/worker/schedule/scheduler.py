@@ -66,7 +66,7 @@ class Scheduler:
         # Requests that wait for their adapter's turn: beside the queue, so that others go on.
         self._aside: set[Sequence] = set()
         self.running: list[Sequence] = []
-        """By rank."""
+        """Running sequences by rank."""
         self.waiting = WaitingQueue()
         self.num_preemptions = 0
         self.num_prompt_tokens = 0

@@ -31,7 +31,7 @@ from quire.worker.text.matcher import Matcher
 
 class Status(enum.Enum):
     WAITING = enum.auto()
-    """In the queue, for the first time or preempted. Holds no blocks."""
+    """The sequence is in the queue, for the first time or preempted. It holds no blocks."""
     RUNNING = enum.auto()
     LEAVING = enum.auto()
     """The last token that it may have is in flight. Still holds its blocks."""

@@ -32,7 +32,7 @@ class _Adapter:
         self.requests: dict[Sequence, None] = {}
         self.priorities: Counter[int] = Counter()
         self.slot = -1
-        """Where it is active."""
+        """The slot in which it is active; -1 in none."""
         self.began = 0
         """The step in which its turn began, or its place among those that wait for one."""
 

@@ -88,7 +88,7 @@ class WaitingQueue:
         self._tidy()
 
     def head(self) -> tuple[Turn, Sequence]:
-        """Whose turn it is. There must be one."""
+        """The sequence whose turn it is. There must be one."""
         while True:
             turn, _, seq = self._in_turn[0]
             if self._turns.get(seq) == turn:

@@ -87,7 +87,7 @@ class StepSlots:
         return _read(slot, rare)
 
     def write_output(self, number: int, output: StepOutput) -> object | None:
-        """As `write_step`."""
+        """Writes an output as `write_step` writes a step."""
         slot = self._slots[2 + number % 2][: 8 * (len(output.token_ids_S) + 1)]
         values = slot.view(np.int64)
         values[0] = len(output.token_ids_S)

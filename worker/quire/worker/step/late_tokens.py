@@ -66,7 +66,7 @@ class LateTokens:
     sampled_S: Tensor
     """int64, on the device."""
     tokens_L: Ints
-    """Where T has each of them."""
+    """The place of each of them in T."""
     rows_L: Ints
     """Which of S it is."""
 

@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 _LONG_CHARS = 1024
 _SHARE = 0.25
-"""Of one core, for what takes longer than honest constraints do."""
+"""The share of one core for constraints that take longer than honest ones do."""
 _HONEST_S = 0.05
 _MAX_FLOWS = 1024
-"""Whose past is known."""
+"""Flows whose past is known."""
 
 FlowKey = tuple[str, bool]
 

@@ -90,7 +90,7 @@ class OfflineCompletion:
         )
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """Of each token of the prompt, where they were asked for."""
+        """Log-probabilities of each token of the prompt, if the request asked for them."""
         num_ranked = self.request.sampling.prompt_logprobs
         if num_ranked is None:
             return None
@@ -98,7 +98,7 @@ class OfflineCompletion:
         return [None] * (len(self.request.prompt_token_ids) - len(scores)) + scores
 
     def _shown(self, token_ids: Sequence[int], reason: FinishReason | None) -> Sequence[int]:
-        """As in vLLM, the token that ends the text is not part of it."""
+        """The tokens of the text. As in vLLM, the token that ends it is not part of it."""
         hidden = reason == "stop" and not self.request.sampling.include_stop_str_in_output
         return token_ids[:-1] if hidden else token_ids
 

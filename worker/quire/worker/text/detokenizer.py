@@ -72,7 +72,7 @@ class Pieces:
         self.has_gaps = "BPEDecoder" in kinds
         """`gap` may be something."""
         self.later = _Later(self._later)
-        """Of tokens behind others."""
+        """The pieces of tokens that follow others."""
         self.is_plain = not (self.num_leading or backend.decoder is None or kinds[:join])
         """Whether pieces do not depend on where they stand."""
 

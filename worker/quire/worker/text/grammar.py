@@ -42,7 +42,7 @@ _SYMBOLS, _BYTES_A_SYMBOL, _MAX_GRAMMAR_SIZE = 5_000, 4, 500_000
 """llguidance's limits of compiling grow with the text. How near honest grammars come to them is in
 bench/results/structured.md."""
 _MAX_TENANTS = 1_024
-"""Whose costs are known at a time."""
+"""Tenants whose costs are known at a time."""
 _LLAMA_CPP = re.compile(r"^[ \t\r]*[\w-]+[ \t]*::=", re.MULTILINE)
 _MAX_LLAMA_CPP_RULES = 400
 """Translating them takes as long as their number's square, and Python's lock."""

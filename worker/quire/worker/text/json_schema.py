@@ -31,7 +31,8 @@ _FORMATS = frozenset(
 )
 """The formats that llguidance keeps. It refuses others, which are annotations."""
 _MAX_EXPONENT, _MAX_DIGITS, _MAX_WHOLE = 22, 19, 2**53
-"""Of a number that is read exactly: greater powers of ten are no floats, 19 digits fit 64 bits."""
+"""Bounds of numbers that are read exactly: greater powers of ten are no floats, and 19 digits fit
+64 bits."""
 _UPPER = frozenset({"maximum", "exclusiveMaximum"})
 _EXCLUSIVE = frozenset({"exclusiveMinimum", "exclusiveMaximum"})
 _BOUNDS = _UPPER | _EXCLUSIVE | {"minimum"}

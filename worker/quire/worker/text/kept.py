@@ -10,7 +10,8 @@ T = TypeVar("T")
 
 _MAX_KEPT = 256
 _MAX_COST = 8 * 2**20
-"""Of bytes of texts, and of µs of compiling them: what is made of them takes some times as much."""
+"""The sum of the texts' bytes and of the µs that compiling them took. The results take several
+times as much memory."""
 
 
 class Kept(Generic[T]):

@@ -13,9 +13,10 @@ _SLOW_S = 0.001
 ALLOWANCE_S = 0.005
 """A token may take 25 times the p99 of honest grammars; what is above adds up."""
 MAX_EXCESS_S = 1.0
-"""Of one grammar."""
+"""The most that one grammar may take above its allowance."""
 MAX_TENANT_EXCESS_S, _LEAST_EXCESS_S = 2.0, 0.25
-"""Of all grammars of a tenant, the older the less; and below which no grammar is to blame."""
+"""The most that a tenant's grammars may take above theirs, older excess weighing less; and the
+excess below which no grammar is to blame."""
 _CLEAN_S = 0.05
 _FAILURE_S = 0.1
 """What the grammar is charged for a request that its work ended."""
@@ -29,7 +30,7 @@ class MaskCost:
         """What the tenant's grammars took above their allowance in the last minute or so."""
         self.excess_s = 0.0
         self.mean_s = 0.0
-        """Of about the last 16."""
+        """The mean of about the last 16 masks."""
         self._num = 0
         self.is_spent = False
         """Its requests are to end, and no other one is to begin."""

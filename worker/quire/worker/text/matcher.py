@@ -158,7 +158,7 @@ class Matcher:
 
 
 def cut(error: str) -> str:
-    """As much of llguidance's ``error`` as a client is told."""
+    """The part of llguidance's ``error`` that a client is told."""
     error = error.removesuffix("<non-verbose/>").strip()
     return error if len(error) <= _MAX_ERROR_CHARS else f"{error[:_MAX_ERROR_CHARS]}…"
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # The command line reads the names of formats, and needs no N
     from quire.worker.text.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 8
-"""Of a prompt, in which a template that begins the reasoning has done so."""
+"""Last tokens of a prompt, among which a template that begins the reasoning does so."""
 _OPENS_TOKENS = 32
 """More than a mark has that begins reasoning, with space behind it."""
 _MAX_TURN_TOKENS = 32_768

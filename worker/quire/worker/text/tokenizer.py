@@ -81,7 +81,7 @@ class Tokenizer:
         self.bound: TextBound | None = text_bound(backend) if self.encodes_here else None
         """How few tokens a text can have, by its length alone; ``None`` where that is not known."""
         self.response_template = response_template
-        """As the checkpoint has it, unchecked; ``None`` where it has none."""
+        """The checkpoint's response template, unchecked; ``None`` if it has none."""
 
     @classmethod
     def load(cls, path: str | Path, *, chat_template: str | None = None) -> "Tokenizer":
@@ -254,7 +254,7 @@ class Tokenizer:
 def encode(
     backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool, name: str
 ) -> list[int]:
-    """As `Tokenizer.encode`, in this process whatever it takes."""
+    """Encodes as `Tokenizer.encode` does, but in this process whatever it takes."""
     try:
         # `encode` would keep other threads from running: 2 MB of text held a gateway up for 4 s, in
         # a thread or not. This one does not, and is faster, since it notes no places in the text.

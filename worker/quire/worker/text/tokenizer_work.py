@@ -16,7 +16,7 @@ from quire.worker.text.bounds import Part, parts_of
 
 _MAX_GROWTH = 64
 _MAX_WAYS = 64
-"""Of a regular expression to match at one place, besides the lengths of repetitions."""
+"""Ways in which a regular expression may match at one place, besides lengths of repetitions."""
 _MAX_TIMES = 64
 _MAX_WORD_CHARS = 1000
 """WordPiece looks at all parts of a word."""

@@ -34,7 +34,7 @@ class Dataset:
     prefix_repetition_num_prefixes: int = 10
     prefix_repetition_output_len: int = 128
     output_len: int | None = None
-    """In place of what a file of text says."""
+    """Output tokens to ask for, instead of the number that a file of text says."""
     trace_format: str | None = None
     trace_speed: float = 1.0
     """How many times as fast as the trace's requests came."""
@@ -103,7 +103,7 @@ class Target:
     insecure: bool = False
     """Whether any certificate will do."""
     timeout_s: float = 3600.0
-    """Of one request, from sending to its end."""
+    """The limit of one request, from sending to its end."""
     body: Mapping[str, Any] = field(default_factory=dict)
     """Fields of every request, over those that the load sets."""
 
@@ -153,7 +153,7 @@ class ServeBench:
     """Only where there is a terminal."""
     save_result: bool = False
     save_detailed: bool = False
-    """With figures of each request too."""
+    """Whether the result has the figures of each request too."""
     result_dir: Path = Path()
     result_filename: str | None = None
     """One with the label, the rate, the model and the time if absent."""

@@ -47,7 +47,7 @@ class Load:
     """What came of a load. Times are in seconds."""
 
     answers: list[Answer]
-    """In the order of the requests."""
+    """One answer for each request, in the order of the requests."""
     begin_s: float
     duration_s: float
     """From the begin to the end of the last answer."""

@@ -21,7 +21,7 @@ _TITLES = {
 
 
 def table(bench: ServeBench, load: Load, result: Mapping[str, Any]) -> str:
-    """For people."""
+    """The result as a table for people."""
     rows: list[tuple[str, str]] = [
         ("requests completed", f"{result['completed']:,}"),
         ("requests failed", f"{result['failed']:,}"),
@@ -84,7 +84,7 @@ def header(
 
 
 def file_name(bench: ServeBench, *, model: str, now: datetime) -> str:
-    """Of a result that was given none."""
+    """The name of a result file for which the caller gave none."""
     kind = bench.label or ("openai-chat" if bench.target.is_chat else "openai")
     limit = bench.traffic.max_concurrency
     name = (
@@ -95,7 +95,7 @@ def file_name(bench: ServeBench, *, model: str, now: datetime) -> str:
 
 
 def _rate(bench: ServeBench) -> float | str:
-    """As JSON can have it."""
+    """The request rate in a form that JSON has."""
     rate = bench.traffic.request_rate
     if rate is None:
         return "trace"

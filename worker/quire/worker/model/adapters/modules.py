@@ -18,7 +18,7 @@ class Module:
     """A linear module: one of our layers, or some of its rows."""
 
     number: int
-    """Of the decoder's layer that it is in."""
+    """The number of the decoder layer that it is in."""
     layer: str
     """Our name of the linear layer, such as "layers.3.qkv"."""
     roles: tuple[Role, ...]
@@ -28,7 +28,8 @@ class Module:
 
 
 def modules_of(spec: ModelSpec) -> dict[str, Module]:
-    """By their names in a decoder of text, such as "model.layers.3.self_attn.q_proj"."""
+    """The linear modules by their names in a decoder of text, such as
+    "model.layers.3.self_attn.q_proj"."""
     return {
         name: module
         for number, layer in enumerate(spec.layers)

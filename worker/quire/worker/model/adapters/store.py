@@ -30,7 +30,7 @@ from quire.worker.model.adapters.peft import CONFIG_NAME, WEIGHTS_NAME, read_con
 
 FILE_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
 MAX_BYTES = 16 << 30
-"""Of all adapters on a node together: 1,600 of rank 16 on all linear modules of a model of 3 B."""
+"""All adapters on a node together: 1,600 of rank 16 on all linear modules of a model of 3 B."""
 MAX_CONFIG_BYTES = 1 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")

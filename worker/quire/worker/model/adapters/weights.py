@@ -96,7 +96,7 @@ def _share(layer: Layer, role: Role, shard: Shard) -> _Range:
 
 
 def _first_row(layer: Layer, role: Role, shard: Shard) -> int:
-    """Of the rank's projections in one layer, where ``role`` begins."""
+    """The row of the rank's projections in one layer at which ``role`` begins."""
     before: dict[Role, tuple[Role, ...]] = {"k": ("q",), "v": ("q", "k")}
     mlp = layer.mlp.shared if isinstance(layer.mlp, Experts) else layer.mlp
     if mlp is not None and mlp.gated:

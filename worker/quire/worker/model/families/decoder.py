@@ -65,7 +65,6 @@ def decoder(
         vocab_size=config.count("vocab_size"),
         max_positions=max_positions(config),
         dtype=dtype_name(config),
-        bos_token_id=config.token_id("bos_token_id"),
         eos_token_ids=(),
         num_extra_layers=extra_layers(config),
         **model,
@@ -148,7 +147,7 @@ def experts(
 
 
 def windows(config: Fields) -> Windows:
-    """As Qwen's configurations say it: ``use_sliding_window``, and then which layers."""
+    """Windows by ``use_sliding_window`` and the fields that say which layers, as Qwen has them."""
     num_layers = config.count("num_hidden_layers")
     if not config.flag("use_sliding_window") or config.raw.get("sliding_window", 0) is None:
         return (None,) * num_layers
@@ -163,7 +162,7 @@ def windows(config: Fields) -> Windows:
 
 
 def windows_by_type(config: Fields, window: int | None, *, every: int | None = None) -> Windows:
-    """By ``layer_types``; a file without them means that ``every`` so many layers one sees all."""
+    """Windows by ``layer_types``. Without that field, one of ``every`` so many layers sees all."""
     num_layers = config.count("num_hidden_layers")
     kinds = config.names("layer_types")
     if not kinds and every is not None:

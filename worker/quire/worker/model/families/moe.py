@@ -20,7 +20,7 @@ _GPT_OSS_ROPE = {
     **{"rope_type": "yarn", "factor": 32.0, "truncate": False},
     "original_max_position_embeddings": 4096,
 }
-"""Where a configuration has none."""
+"""The scaling of gpt-oss if the configuration has none."""
 
 
 def mixtral(config: Fields) -> ModelSpec:

@@ -80,7 +80,6 @@ def other(config: Fields, *, for_embeddings: bool = False) -> ModelSpec:
         max_positions=max_positions(config, _first(config, _POSITIONS)) - first,
         tied=False,
         dtype=dtype_name(config),
-        bos_token_id=None,
         eos_token_ids=(),
         num_extra_layers=extra_layers(config),
         through_transformers=json.dumps(results, sort_keys=True),

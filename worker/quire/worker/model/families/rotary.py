@@ -119,7 +119,7 @@ def ropes_by_type(
 
 
 def _attention_factor(kind: str, fields: Fields, *, factor: float, original: int) -> float:
-    """Where it is not given, the two papers' functions of the factor."""
+    """The attention factor that is given, or else that of yarn's or longrope's paper."""
     if kind not in ("yarn", "longrope"):
         return 1.0
     if fields.raw.get("attention_factor") is not None or factor <= 1.0:

@@ -100,7 +100,7 @@ def text_part(config: Fields) -> Fields | None:
 
 
 def with_defaults(config: Fields, *, is_text_part: bool) -> Fields:
-    """With what transformers' classes have in the place of fields that are not there."""
+    """The configuration with the defaults of transformers' classes for fields that are absent."""
     architecture = architecture_of(config)
     defaults: dict[str, Any] = dict(_DEFAULTS.get(architecture, {})) if is_text_part else {}
     name = architecture.removesuffix("ForCausalLM")

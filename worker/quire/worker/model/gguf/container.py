@@ -21,7 +21,7 @@ from quire.worker.api.errors import CheckpointError
 SUFFIX = ".gguf"
 
 _MAX_HEADER_BYTES = 100_000_000
-"""As many as a safetensors file may have; a vocabulary of 262,144 tokens takes 16 million."""
+"""The bound of safetensors' headers; a vocabulary of 262,144 tokens takes 16 million."""
 _MAX_DIMENSIONS = 4
 _MAX_ENTRIES = 1 << 17
 """Fields of metadata, or tensors: models have thousands."""
@@ -57,9 +57,9 @@ class StoredTensor:
     name: str
     type: int
     shape: tuple[int, ...]
-    """As PyTorch has it: GGUF has the innermost dimension first."""
+    """The shape in PyTorch's order: GGUF has the innermost dimension first."""
     offset: int
-    """In bytes, from the file's start."""
+    """The place in bytes from the file's start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +215,7 @@ def _read_header(file: Path, stamp: tuple[int, ...]) -> Header:
 
 
 def _tensors(cursor: "_Cursor", count: int) -> Iterator[StoredTensor]:
-    """With offsets from where the tensors begin."""
+    """The tensors, with offsets from where the first one begins."""
     for _ in range(count):
         name, num_dimensions = cursor.string(), cursor.number("I")
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
@@ -291,7 +291,7 @@ class _Cursor:
         return strings
 
     def _step(self, size: int) -> int:
-        """Where the next ``size`` bytes begin, which are then behind it."""
+        """Moves past the next ``size`` bytes, and returns where they begin."""
         at, self.at = self.at, self.at + size
         if self.at > self._end:
             raise CheckpointError(

@@ -77,7 +77,7 @@ class Found:
     """What a dry run shows."""
 
     attentions: list[Attention] = field(default_factory=list)
-    """In the order of their calls; the cache's layers have this order."""
+    """Attentions in the order of their calls, which is the order of the cache's layers."""
     modules: list[str] = field(default_factory=list)
     """The names of the modules that make the calls."""
     plan: Plan = field(default_factory=Plan)
@@ -227,7 +227,7 @@ def _watched(model: nn.Module, ops: _Operations) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """In the place of a mask: the function of positions that transformers would make it of."""
+    """Stands in for a mask: the function of positions that transformers would make it from."""
 
     visible: Any
 

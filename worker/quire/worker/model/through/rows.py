@@ -5,7 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.kernels.ops import Batch, Hidden, KvCache, ProgramRunner
+from quire.kernels.batch import Batch, Hidden
+from quire.kernels.ops import KvCache, ProgramRunner
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import CheckpointError, ConfigError
 

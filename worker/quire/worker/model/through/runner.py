@@ -16,7 +16,8 @@ from transformers.utils import logging
 
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend
-from quire.kernels.ops import Batch, GreedyEdits, KvCache, WantedColumns
+from quire.kernels.batch import Batch, GreedyEdits, WantedColumns
+from quire.kernels.ops import KvCache
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.loader import Weights
 from quire.worker.model.pooling import PoolingKind

@@ -23,7 +23,7 @@ class _Lazy:
 
 
 def state_of(weights: Weights) -> dict[str, Any]:
-    """By the names of a decoder of text."""
+    """The weights by the names of a decoder of text."""
     modules = set(_stored_modules(weights))
     state: dict[str, Any] = {f"{each}.weight": _Lazy(_matrix(weights, each)) for each in modules}
     for name in weights.checkpoint.tensors:

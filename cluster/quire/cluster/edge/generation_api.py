@@ -1,0 +1,309 @@
+"""``POST`` of completions, chats, responses and messages: generated text, whole or as a stream.
+
+The status of a stream is decided by its first chunk; what goes wrong later is an ``error`` event in
+the stream. A client that goes away takes its requests with it.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import partial
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from quire.cluster.dialects.tools import ToolUse
+from quire.cluster.edge.auth import http_caller
+from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.http_errors import error_body, error_headers
+from quire.cluster.edge.messages_format import MessagesFormat
+from quire.cluster.edge.messages_schema import MessagesBody
+from quire.cluster.edge.openai_answer import Answer
+from quire.cluster.edge.openai_format import ChatFormat, CompletionFormat, Echo, Format
+from quire.cluster.edge.openai_logprobs import Logprobs
+from quire.cluster.edge.openai_schema import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    StreamOptions,
+)
+from quire.cluster.edge.responses_format import ResponsesFormat
+from quire.cluster.edge.responses_schema import ResponsesBody
+from quire.cluster.edge.streams import EventStream, Write, client_id, event, unless_disconnected
+from quire.cluster.edge.structured import told_of
+from quire.cluster.errors import DeadlineExceeded
+from quire.cluster.failover.chunk import Chunk
+from quire.cluster.failover.completion import Take
+from quire.cluster.serving.bounds import Hold
+from quire.cluster.serving.models import Models
+from quire.cluster.serving.service import ModelService
+from quire.cluster.telemetry import timeline
+from quire.cluster.telemetry.timing import server_timing
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.request import Prepared, Prompt, Request
+from quire.worker.api.sampling_params import SamplingParams
+
+TIMEOUT_HEADER = "X-Request-Timeout"
+"""Seconds from the request's arrival to its last token, as ``timeout`` in the body."""
+TIMING_HEADER = "X-Request-Timing"
+"""With "1", the answer of a completion or a chat says when what happened: `timing_of`."""
+
+_MANY_STEPS = 2**15
+
+Run = Callable[[Take], Awaitable[None]]
+"""Hands the chunks of an answer on."""
+
+_KINDS: Mapping[str, tuple[type[GenerationBody], type[Format], str]] = {
+    "/v1/completions": (CompletionBody, CompletionFormat, "cmpl-"),
+    "/v1/chat/completions": (ChatBody, ChatFormat, "chatcmpl-"),
+    "/v1/responses": (ResponsesBody, ResponsesFormat, "resp_"),
+    "/v1/messages": (MessagesBody, MessagesFormat, "msg_"),
+}
+"""By path: the body, the format of the answer, and how its id begins."""
+
+
+def generation_routes(models: Models, bodies: BodyReader) -> list[Route]:
+    """The calls that generate text."""
+    return [
+        Route(path, partial(_generate, models, bodies, *kind), methods=["POST"])
+        for path, kind in _KINDS.items()
+    ]
+
+
+async def _generate(
+    models: Models,
+    bodies: BodyReader,
+    body_type: type[GenerationBody],
+    format_type: type[Format],
+    prefix: str,
+    request: HttpRequest,
+) -> Response:
+    body, hold = await bodies.read(request, body_type)
+    with hold:
+        of_model = _OfModel(models.named(body.model))
+        async with bodies.in_turn(hold):
+            requests = of_model.requests(request, body)
+        options = (body.stream_options or StreamOptions()) if body.stream else None
+        return_token_ids, tool_use = bool(body.return_token_ids), body.tool_use
+        tells_timing = request.headers.get(TIMING_HEADER) == "1"
+        ignored = ", ".join(body.ignored)
+        forms, echo, new_format = body.forms, Echo.of(body), format_type.of(body)
+        # The prompts go once they are token ids, not with the answer.
+        del body
+        answer = of_model.answer(
+            requests,
+            hold,
+            new_format,
+            prefix=prefix,
+            options=options,
+            return_token_ids=return_token_ids,
+            echo=echo,
+            forms=forms,
+            tool_use=tool_use,
+            tells_timing=tells_timing,
+        )
+        response = await unless_disconnected(request, answer)
+        if ignored:
+            response.headers["X-Ignored-Fields"] = ignored
+        return response
+
+
+class _OfModel:
+    """Requests for one model."""
+
+    def __init__(self, gateway: ModelService) -> None:
+        self._gateway = gateway
+
+    def requests(self, request: HttpRequest, body: GenerationBody) -> list[Request]:
+        params, prompts = body.params(), body.prompts()
+        self._gateway.check_num_completions(len(prompts) * params.n)
+        shown_token_ids: frozenset[int] = frozenset()
+        use = body.tool_use
+        if use is not None:
+            dialect = self._gateway.dialect
+            dialect.check(use)
+            shown_token_ids = dialect.shown_token_ids(with_calls=bool(use.tools))
+        return [
+            _asked_for(request, body, prompt=prompt, params=params, shown_token_ids=shown_token_ids)
+            for prompt in prompts
+        ]
+
+    async def answer(
+        self,
+        requests: list[Request],
+        hold: Hold,
+        new_format: Callable[..., Format],
+        *,
+        prefix: str,
+        options: StreamOptions | None,
+        return_token_ids: bool,
+        echo: Echo | None,
+        forms: Mapping[str, object],
+        tool_use: ToolUse | None,
+        tells_timing: bool,
+    ) -> Response:
+        """The whole answer; or, with ``options``, a stream, whose first chunk decides its status.
+
+        Once the requests are prepared, their list is emptied and ``hold`` released.
+        """
+        with told_of(forms):
+            prepared = [await self._gateway.prepare(each, tool_use=tool_use) for each in requests]
+        requests.clear()
+        hold.release()
+        params = prepared[0].sampling
+        if echo is not None:
+            await echo.read([each.prompt_token_ids for each in prepared], self._gateway.detokenize)
+        reply_id = f"{prefix}{prepared[0].request_id}"
+        shape = new_format(
+            reply_id=reply_id,
+            model=self._gateway.model,
+            num_choices=len(prepared) * params.n,
+            num_per_prompt=params.n,
+            tokenizer=self._gateway.tokenizer,
+            fingerprint=_fingerprint(prepared[0]),
+            prompt_token_ids=[each.prompt_token_ids for each in prepared]
+            if return_token_ids
+            else None,
+            scores=params.prompt_logprobs is not None,
+            tells_timing=tells_timing,
+            echo=echo,
+            logprobs=[
+                Logprobs.of(each, self._gateway.tokenizer)
+                for each in prepared
+                for _ in range(params.n)
+                if params.num_logprobs >= 0
+            ],
+            answers=[
+                answer
+                for number, each in enumerate(prepared)
+                for answer in self._answers(f"{reply_id}/{number}", each, tool_use)
+            ],
+        )
+        run = partial(self._gateway.run, prepared)
+        response = (
+            await _collect(run, shape)
+            if options is None
+            else EventStream(partial(_relay, run, shape, options))
+        )
+        response.headers["X-Request-Id"] = reply_id  # Unless the client has a name for it.
+        if options is None:
+            now_s = time.monotonic()
+            response.headers["Server-Timing"] = server_timing(timeline.current(), now_s=now_s)
+        return response
+
+    def _answers(self, name: str, prepared: Prepared, tool_use: ToolUse | None) -> Iterator[Answer]:
+        """One for each of the prompt's choices, where it is a chat."""
+        if tool_use is None:
+            return
+        dialect = self._gateway.dialect
+        prompt = (self._gateway.tokenizer, prepared.prompt_token_ids)
+        reasons = bool(dialect.reasons(*prompt))
+        goes_on = reasons and dialect.goes_on(*prompt)
+        for number in range(prepared.sampling.n):
+            yield Answer(
+                f"{name}/{number}",
+                dialect=dialect,
+                tool_use=tool_use,
+                is_reasoning=reasons,
+                goes_on=goes_on,
+            )
+
+
+def _fingerprint(request: Prepared) -> str:
+    """Covers the weights, the adapter's too, and the numerics: equal requests with equal seeds have
+    equal answers as long as it is the same."""
+    card = request.model
+    assert card is not None, "a gateway prepared the request"
+    parts = [card.model_fingerprint, card.kv_dtype, card.numerics, request.adapter]
+    digest = hashlib.sha256("\0".join(filter(None, parts)).encode())
+    return f"fp_{digest.hexdigest()[:12]}"
+
+
+def _asked_for(
+    request: HttpRequest,
+    body: GenerationBody,
+    *,
+    prompt: Prompt,
+    params: SamplingParams,
+    shown_token_ids: frozenset[int],
+) -> Request:
+    caller = http_caller(request)
+    return Request(
+        prompt=prompt,
+        sampling=params,
+        cache_salt=body.cache_salt or "",
+        tenant=caller.tenant,
+        key_name=caller.key_name,
+        priority=body.priority or 0,
+        cache_key=body.prompt_cache_key or "",
+        keep_s=body.keep_s,
+        timeout_s=_timeout_s(request, body),
+        client_id=client_id(request.headers),
+        shown_token_ids=shown_token_ids,
+    )
+
+
+def _timeout_s(request: HttpRequest, body: GenerationBody) -> float | None:
+    """The shorter one of the header's and the body's. Raises InvalidRequest."""
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return body.timeout
+    try:
+        timeout_s = float(given)
+    except ValueError as error:
+        raise InvalidRequest(
+            f"{TIMEOUT_HEADER}={given!r}: must be a number of seconds, such as 2.5"
+        ) from error
+    return timeout_s if body.timeout is None else min(timeout_s, body.timeout)
+
+
+async def _collect(run: Run, shape: Format) -> Response:
+    """The whole answer; where the deadline passed, an error with what there is of it."""
+
+    async def take(chunk: Chunk) -> None:
+        shape.take(chunk)
+
+    try:
+        await run(take)
+    except DeadlineExceeded as error:
+        body = shape.failed(error_body(error))
+        return JSONResponse(body, status_code=504, headers=error_headers(error))
+    if shape.num_steps < _MANY_STEPS:
+        return JSONResponse(shape.whole())
+    return await asyncio.to_thread(lambda: _LongResponse(shape.whole()))
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+class _LongResponse(JSONResponse):
+    """Encoded by an encoder that lets other threads run meanwhile, as `json.dumps` does not."""
+
+    def render(self, content: object) -> bytes:
+        return "".join(_ENCODER.iterencode(content)).encode()
+
+
+async def _relay(run: Run, shape: Format, options: StreamOptions, write: Write) -> None:
+    """Writes the events of a stream. What fails once one was written is its last event."""
+    is_begun = False
+
+    async def take(chunk: Chunk) -> None:
+        nonlocal is_begun
+        events = b"".join(map(event, shape.stream(chunk, options)))
+        if events or not is_begun:
+            is_begun = True
+            await write(events)
+
+    try:
+        await run(take)
+    except Exception as error:
+        if not is_begun:
+            raise
+        await write(event(shape.stream_error(error_body(error))))
+        return
+    end = b"".join(map(event, shape.stream_end(options)))
+    if end:
+        await write(end)
