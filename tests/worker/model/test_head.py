@@ -12,7 +12,6 @@ from quire.worker.api.arrays import Ints, Longs
 from quire.worker.model.tensor_parallel import TensorParallel
 from quire.worker.sampling.draw import sample
 from quire.worker.sampling.head import HeadRows, edits_of, head_rows, sample_beside
-from quire.worker.step.messages import StepOutput
 from quire.worker.step.sampling_batch import Edits, SamplingBatch
 
 LOGITS = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
@@ -194,4 +193,6 @@ def test_a_batch_of_greedy_rows_alone_is_not_sampled() -> None:
     every = HeadRows(np.arange(7), num_greedy=7, wanted=None)
     output = sample_beside((LOGITS[:0], np.arange(7)), BATCH, every)
     assert output.token_ids_S.tolist() == list(range(7))
-    assert not (output.logprobs or output.broken_rows or output.hidden_HC)
+    assert not output.logprobs
+    assert not output.broken_rows
+    assert output.hidden_HC is None
