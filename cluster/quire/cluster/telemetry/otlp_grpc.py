@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1 import trace_pb2 as pb
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 
 from quire.cluster.telemetry.sdk_spans import QueuedSpan, readable
-from quire.cluster.telemetry.tracing import Span, Value
+from quire.cluster.telemetry.tracing import Span
 
 _KINDS = {
     "server": pb.Span.SPAN_KIND_SERVER,
@@ -61,19 +60,23 @@ def _write(span: Span, scope: pb.ScopeSpans) -> None:
     # Types are compared and all is in line, which takes a third less than `isinstance` and calls.
     for key, value in span.attributes.items():
         attribute = add()
-        attribute.key = key
-        to = attribute.value
-        if type(value) is str:
-            to.string_value = value
-        elif type(value) is int:
-            to.int_value = value
-        elif type(value) is float:
-            to.double_value = value
-        elif type(value) is bool:
-            to.bool_value = value
-        elif isinstance(value, list):
-            for each in value:
-                to.array_value.values.add().string_value = each
+        try:
+            attribute.key = key
+            to = attribute.value
+            if type(value) is str:
+                to.string_value = value
+            elif type(value) is int:
+                to.int_value = value
+            elif type(value) is float:
+                to.double_value = value
+            elif type(value) is bool:
+                to.bool_value = value
+            elif isinstance(value, list):
+                to.array_value.SetInParent()
+                for each in value:
+                    to.array_value.values.add().string_value = each
+        except ValueError:  # Text that is no Unicode, or an integer of more than 64 bits.
+            del attributes[-1]
 
 
 def _failed(why: str) -> pb.Status:

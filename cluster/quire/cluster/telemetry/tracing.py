@@ -32,7 +32,7 @@ _PACKAGES = {
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Span:
-    """A span that has ended; nothing of it changes. Ids are hexadecimal digits; times are in seconds since 1970."""
+    """A span that has ended. Ids are hexadecimal digits; times are in seconds since 1970."""
 
     name: str
     kind: SpanKind = "internal"
