@@ -5,14 +5,11 @@ import logging
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes as gen_ai
 from opentelemetry.semconv._incubating.attributes import rpc_attributes
 from opentelemetry.semconv.attributes import (
@@ -30,8 +27,6 @@ from tests.cluster.test_failover import FAST_S, PROMPT, SLOW_S, begin, generate,
 
 from quire.cluster.group.session import TracesTo
 from quire.cluster.telemetry.access_log import fields_of
-from quire.cluster.telemetry.otlp_grpc import GrpcExporter
-from quire.cluster.telemetry.sdk_spans import OnlyItself, QueuedSpan, readable
 from quire.cluster.telemetry.span_export import MAX_QUEUED, SpanExport
 from quire.cluster.telemetry.timeline import MAX_TRACED, Timeline
 from quire.cluster.telemetry.tracing import Span, new_span_id, start_tracing
@@ -139,7 +134,8 @@ async def test_a_stream_that_fails_over_is_one_trace_with_both_groups(
             token_ids=pb.TokenIds(ids=PROMPT),
             sampling=pb.SamplingParams(seed=5, max_tokens=40, ignore_eos=True),
         )
-        call = cluster.inference.Generate(request, metadata=[("traceparent", TRACEPARENT)])
+        trace = [("traceparent", TRACEPARENT), ("tracestate", "t@a=1 , "), ("tracestate", "b=2")]
+        call = cluster.inference.Generate(request, metadata=trace)
         chunks = await begin(call, num_chunks=5)
         killed = cluster.groups[chunks[0].start.routing.group]
         killed.service._door.traces = None  # A process that is killed sends nothing more.
@@ -151,6 +147,7 @@ async def test_a_stream_that_fails_over_is_one_trace_with_both_groups(
         await at_groups.close()
     assert tokens == cluster.model.continuation(PROMPT, seed=5, max_tokens=40)
     assert {each.span.trace_id.hex() for each in collector.spans} == {CLIENT_TRACE}
+    assert {each.span.trace_state for each in collector.spans} == {"t@a=1,b=2"}
 
     by_id = {each.span.span_id: each for each in collector.spans}
     assert len(by_id) == len(collector.spans) == 9
@@ -353,47 +350,6 @@ async def test_the_sampler_of_the_environment_decides(
         await collector.wait(4)
         await traces.close()
     assert {each.span.trace_id.hex() for each in collector.spans} == {CLIENT_TRACE}
-
-
-def an_id(num_bytes: int) -> st.SearchStrategy[str]:
-    return st.binary(min_size=num_bytes, max_size=num_bytes).filter(any).map(bytes.hex)
-
-
-RESOURCE = OnlyItself({"service.name": "quire-gateway", "numbers": [1, 2]}, "https://a.schema")
-SPANS = st.builds(
-    Span,
-    name=st.text(),
-    kind=st.sampled_from(["server", "client", "internal"]),
-    trace_id=an_id(16),
-    span_id=an_id(8),
-    parent_span_id=st.just("") | an_id(8),
-    trace_state=st.sampled_from(["", "a=1", "a=1,t@b=2"]),
-    begin_s=st.floats(0, 1e9),
-    end_s=st.floats(0, 1e9),
-    error=st.text(),
-    attributes=st.dictionaries(
-        st.text(min_size=1),
-        st.text(st.characters(codec=None, categories=["L", "Cs"]))
-        | st.integers(-(2**65), 2**65)
-        | st.floats(allow_nan=False)
-        | st.booleans()
-        | st.lists(st.text()),
-    ),
-)
-
-
-@pytest.fixture(scope="module")
-def exporter() -> Iterator[GrpcExporter]:
-    made = GrpcExporter("http://127.0.0.1:1", is_plain=True, resource=RESOURCE)
-    yield made
-    made.shutdown()
-
-
-@given(spans=st.lists(SPANS.map(QueuedSpan), min_size=1, max_size=3))
-def test_messages_over_grpc_are_those_of_opentelemetrys_own_encoder(
-    exporter: GrpcExporter, spans: list[QueuedSpan]
-) -> None:
-    assert exporter._translate_data(spans) == encode_spans(readable(spans, RESOURCE))
 
 
 def test_what_cannot_be_sent_to_is_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

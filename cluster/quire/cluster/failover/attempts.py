@@ -328,6 +328,7 @@ class Attempts:
             source=source,
             hand_over_after=int(self.hands_over),
             traceparent=attempt.traceparent,
+            tracestate=self._record.trace_state,
         )
 
     @property

@@ -20,7 +20,7 @@ from opentelemetry.trace import SpanKind, TraceState, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from quire.cluster.telemetry.sdk_spans import OnlyItself, QueuedSpan
-from quire.cluster.telemetry.timeline import Timeline
+from quire.cluster.telemetry.timeline import MAX_TRACE_STATE, Timeline
 from quire.cluster.telemetry.tracing import Role, Span, new_span_id
 
 _log = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ MAX_QUEUED = 8192
 """Spans that wait to be sent: some MB."""
 _MAX_BATCH = 512
 _CLOSE_S = 2.0
+_LONG_MEMBER = 128
+"""Characters of a member of ``tracestate``; longer ones are left out first."""
+_OF_HEADERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
+"""Loggers that quote what is malformed in a client's headers."""
 _W3C = TraceContextTextMapPropagator()
 
 
@@ -54,13 +58,15 @@ class SpanExport:
         self.count: Callable[[str, int], object] = lambda outcome, num: None
         """Hears how many spans were "sent", "failed" or "dropped", also in another thread."""
         self._sender.count = lambda outcome, num: self.count(outcome, num)
+        for name in _OF_HEADERS:  # Clients write no lines of our log.
+            logging.getLogger(name).disabled = True
 
     def begin(
         self, call: Timeline, *, traceparents: Sequence[str], tracestates: Sequence[str]
     ) -> None:
         """Makes ``call`` part of the client's trace, or of a new one, and decides whether it is
         sampled. The arguments are the values of the client's headers; malformed ones count as
-        absent."""
+        absent, and a long ``tracestate`` loses members."""
         headers: dict[str, list[str]] = {}
         if len(traceparents) == 1:
             headers = {"traceparent": [*traceparents], "tracestate": [*tracestates]}
@@ -77,7 +83,7 @@ class SpanExport:
         )
         call.trace_id, call.span_id = f"{trace_id:032x}", new_span_id()
         call.parent_span_id = f"{client.span_id:016x}" if client.is_valid else ""
-        call.trace_state = (result.trace_state or TraceState()).to_header()
+        call.trace_state = _shortened(result.trace_state or TraceState())
         call.is_sampled = result.decision is Decision.RECORD_AND_SAMPLE
 
     def add(self, spans: Iterable[Span]) -> None:
@@ -96,6 +102,18 @@ class SpanExport:
         closing = threading.Thread(target=self._processor.shutdown, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, _CLOSE_S)
+
+
+def _shortened(state: TraceState) -> str:
+    """The header of ``state``, of at most `MAX_TRACE_STATE` characters. As W3C's Trace Context has
+    it, whole members are left out: long ones first, then others from the end."""
+    members = [f"{key}={value}" for key, value in state.items()]
+    num_over = len(",".join(members)) - MAX_TRACE_STATE
+    for max_chars in (_LONG_MEMBER, 0):
+        for number in reversed(range(len(members))):
+            if num_over > 0 and len(members[number]) > max_chars:
+                num_over -= len(members.pop(number)) + 1
+    return ",".join(members)
 
 
 class _Sender(SpanExporter):
