@@ -93,7 +93,7 @@ class FakeGroups:
             self.num_routed += 1
             name, depth = f"{self.num_routed:024x}", chance.choice([8, 16, 64, 256])
             hashes = BlockHashes(chance.choice(self.prefixes)[: HASH_BYTES * depth])
-            self.table.route(name, hashes=hashes, num_prompt_tokens=16 * depth + 5, queued_s=0.01)
+            self.table.route(name, hashes=hashes, num_prompt_tokens=16 * depth + 5)
             self.table.started(name, num_cached_tokens=16 * depth)
             self.table.completed(name, outcome="stop")
 

@@ -61,7 +61,10 @@ class Models:
         self.telemetry = GatewayTelemetry()
         self.telemetry.register(self.usage)
         self.telemetry.body_bytes.set_function(lambda: self.bodies.held)
-        self.on_finished: list[Callable[[Timeline], object]] = [self.telemetry.count]
+        self.on_finished: list[Callable[[Timeline], object]] = [
+            self.telemetry.count,
+            self.live.note,
+        ]
         """What hears of each client's call that has ended. It must not wait."""
         self.traces: SpanExport | None = None
         """Where the spans of calls go; ``None`` where nobody wants them."""
