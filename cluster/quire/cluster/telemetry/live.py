@@ -34,14 +34,14 @@ from quire.router.table import RoutingTable
 
 MAX_VIEWERS = 32
 MAX_EVERY_S = 60
+MAX_CALLS = 50
+"""The last ones that ended, some kB each at most; kept also while nobody watches."""
 
 _TICK_S = 1.0
 _PREFIXES_EVERY = 5
 """Ticks."""
 _MAX_PREFIXES = 48
 _MAX_DECISIONS = 200
-_MAX_CALLS = 50
-"""The last ones that ended, some kB each at most; kept also while nobody watches."""
 _MAX_GROUPS = 256
 """In a picture; the others are only counted."""
 _RATE_TICKS = 10
@@ -94,7 +94,7 @@ class Live:
         self._series = Series()
         self._counts: dict[str, deque[_Counts]] = {}  # By group.
         self._names: dict[str, str] = {}  # Of groups, by address: those that are lost keep theirs.
-        self._calls: deque[Row] = deque(maxlen=_MAX_CALLS)
+        self._calls: deque[Row] = deque(maxlen=MAX_CALLS)
         self._num_calls = 0
         self._prefixes: list[Row] = []
         self._picture: dict[str, Any] = {}
@@ -286,8 +286,8 @@ class Live:
 
 
 def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What is new in ``after``: groups, calls and decisions by their rows, all else whole; ``gone`` names the groups
-    that went."""
+    """What is new in ``after``: groups, calls and decisions by their rows, all else whole;
+    ``gone`` names the groups that went."""
     changed = {name: value for name, value in after.items() if before.get(name) != value}
     former, groups = before.get("groups", {}), after["groups"]
     changed["groups"] = {key: row for key, row in groups.items() if former.get(key) != row}

@@ -14,7 +14,7 @@ Row = dict[str, Any]
 _NAME_BYTES = 6
 """Characters of a block's name that tell it from the others on the page."""
 _MAX_CHARS = 200
-_MAX_ATTEMPTS = 16
+MAX_ATTEMPTS = 16
 """Of a call; the last ones."""
 
 
@@ -86,7 +86,7 @@ def call_row(call: Timeline) -> Row:
 
     assert call.ended_s is not None
     longest = max(call.completions, key=lambda each: each.ended_s or 0.0, default=None)
-    attempts = longest.attempts[-_MAX_ATTEMPTS:] if longest is not None else []
+    attempts = longest.attempts[-MAX_ATTEMPTS:] if longest is not None else []
     return {
         "id": call.request_id,
         "client_id": call.client_id,
