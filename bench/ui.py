@@ -16,6 +16,7 @@ import random
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from quire.cluster.edge.openai_http import build_http_app
 from quire.cluster.serving.models import Models
 from quire.cluster.telemetry.live import Live, Watched
 from quire.cluster.telemetry.metrics import Telemetry
+from quire.cluster.telemetry.timeline import Timeline
 from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
@@ -78,7 +80,7 @@ class FakeGroups:
     def is_routed_to(self, client: object) -> bool:
         return True
 
-    def change(self) -> None:
+    def change(self) -> Iterator[Timeline]:
         """Another load of each group, and some requests."""
         chance = self.chance
         for load in self.loads.values():
@@ -93,9 +95,17 @@ class FakeGroups:
             self.num_routed += 1
             name, depth = f"{self.num_routed:024x}", chance.choice([8, 16, 64, 256])
             hashes = BlockHashes(chance.choice(self.prefixes)[: HASH_BYTES * depth])
-            self.table.route(name, hashes=hashes, num_prompt_tokens=16 * depth + 5, queued_s=0.01)
+            call = Timeline(request_id=name)
+            call.prepared()
+            decision = self.table.route(name, hashes=hashes, num_prompt_tokens=16 * depth + 5)
             self.table.started(name, num_cached_tokens=16 * depth)
             self.table.completed(name, outcome="stop")
+            completion = call.completion(name, index=0, is_first_of_prompt=True)
+            completion.attempts.append(completion.attempt(decision, num_resumed_tokens=0))
+            completion.attempts[0].end("stop")
+            completion.end("stop", num_output_tokens=1)
+            call.end()
+            yield call
 
 
 class TimedLive(Live):
@@ -108,7 +118,8 @@ class TimedLive(Live):
         self.sizes: list[int] = []
 
     def _sample(self) -> None:
-        self.groups.change()
+        for call in self.groups.change():
+            self.note(call)
         self.begin_s = time.thread_time()
         super()._sample()
 

@@ -507,7 +507,9 @@ async def _serve(cluster: Cluster, stack: contextlib.AsyncExitStack, keys: ApiKe
     cluster.inference = inference_pb2_grpc.InferenceStub(channel)
 
     app = build_http_app(cluster.models, keys=keys, allow_origins=["http://localhost:3000"])
-    http = HttpListener(app, limits=ConnectionLimits(), drain_timeout_s=0)
+    http = HttpListener(
+        app, limits=ConnectionLimits(), drain_timeout_s=0, finish=cluster.models.finished
+    )
     listener = listening_socket("127.0.0.1", 0, is_shared=False)
     port = listener.getsockname()[1]
     http.start(listener)

@@ -143,6 +143,42 @@ async def test_a_client_that_leaves_is_told_of(start_cluster: Any, lines: Lines)
     assert line["finish"] in ("cancelled", "length")
 
 
+@pytest.mark.parametrize(
+    ("sent", "begins"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "400 request_id="),  # TLS.
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "400 request_id="),
+        (b"hello\r\n\r\n", "400 request_id="),
+        (b"GET /" + b"a" * 2**17, "431 request_id="),
+        (b"GET /a?b HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", "GET /a 400 request_id="),
+    ],
+    ids=["tls", "http2", "words", "large", "hosts"],
+)
+async def test_a_connection_that_speaks_no_http_has_one_line(
+    start_cluster: Any, lines: Lines, sent: bytes, begins: str
+) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        cluster.models.on_finished.append(log_access)
+        url = httpx.URL(cluster.http_url)
+        silent = await asyncio.open_connection(url.host, url.port)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(sent)
+        answer = await reader.read()
+        writer.write(sent)  # Nobody reads more.
+        await lines.wait(1)
+        for each in (writer, silent[1]):
+            each.close()
+        page = cluster.models.telemetry.render().decode()
+    (line,) = [each.getMessage() for each in lines.records]
+    assert line.startswith(begins)
+    said = vars(lines.records[0])
+    assert said["client"] == "127.0.0.1"
+    assert said["error"] == "INVALID_REQUEST"
+    assert f"x-request-id: {said['request_id']}".encode() in answer.lower()
+    assert answer.lower().count(b"connection: close") == 1
+    assert f'quire_requests_total{{endpoint="other",status="{said["status"]}"}} 1.0' in page
+
+
 async def test_a_failover_names_both_groups(start_cluster: Any, lines: Lines) -> None:
     async with start_cluster(num_groups=2) as cluster:
         cluster.take_steps_of(0.01)

@@ -134,7 +134,8 @@ async def test_a_stream_that_fails_over_is_one_trace_with_both_groups(
             token_ids=pb.TokenIds(ids=PROMPT),
             sampling=pb.SamplingParams(seed=5, max_tokens=40, ignore_eos=True),
         )
-        call = cluster.inference.Generate(request, metadata=[("traceparent", TRACEPARENT)])
+        trace = [("traceparent", TRACEPARENT), ("tracestate", "t@a=1 , "), ("tracestate", "b=2")]
+        call = cluster.inference.Generate(request, metadata=trace)
         chunks = await begin(call, num_chunks=5)
         killed = cluster.groups[chunks[0].start.routing.group]
         killed.service._door.traces = None  # A process that is killed sends nothing more.
@@ -146,6 +147,7 @@ async def test_a_stream_that_fails_over_is_one_trace_with_both_groups(
         await at_groups.close()
     assert tokens == cluster.model.continuation(PROMPT, seed=5, max_tokens=40)
     assert {each.span.trace_id.hex() for each in collector.spans} == {CLIENT_TRACE}
+    assert {each.span.trace_state for each in collector.spans} == {"t@a=1,b=2"}
 
     by_id = {each.span.span_id: each for each in collector.spans}
     assert len(by_id) == len(collector.spans) == 9

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import re
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ import pytest
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.keys_file import Caller
 from quire.cluster.errors import Overloaded
-from quire.cluster.telemetry.live import MAX_EVERY_S, MAX_VIEWERS, Live
+from quire.cluster.telemetry.live import MAX_CALLS, MAX_EVERY_S, MAX_VIEWERS, Live
+from quire.cluster.telemetry.live_rows import MAX_ATTEMPTS
+from quire.cluster.telemetry.timeline import Attempt, Timeline
 
 pytestmark = pytest.mark.anyio
 
@@ -144,11 +147,24 @@ async def test_a_picture_comes_first_and_then_what_changes(start_cluster: Any) -
             messages=[{"role": "user", "content": "the cat sat on the mat"}],
             max_tokens=5,
         )
+        rows, calls = [], []
         async for name, change in seen:
             assert name == "change"
-            if rows := [row for row in change["decisions"] if row["outcome"]]:
+            rows += [row for row in change["decisions"] if row["outcome"]]
+            calls += change["calls"]
+            if rows and calls:
                 break
-        (row,) = rows
+        (row,), (call,) = rows, calls
+        assert call["id"] == answer.id.removeprefix("chatcmpl-")
+        assert call["client_id"] == HOSTILE
+        assert (call["tokens"], call["output"]) == (answer.usage.prompt_tokens, 5)
+        assert call["outcome"] == "length"
+        (attempt,) = call["attempts"]
+        assert attempt["group"] == row["group"]
+        times = [call["prepared"], call["admitted"], *(attempt[at] for at in ("sent", "first"))]
+        assert times[0] > 0
+        assert times == sorted(times)
+        assert times[-1] <= attempt["end"] <= call["total"]
         assert row["id"] == f"{answer.id.removeprefix('chatcmpl-')}-0"
         assert row["client_id"] == HOSTILE
         assert row["tokens"] == answer.usage.prompt_tokens
@@ -181,6 +197,38 @@ async def test_prefixes_that_were_asked_for_twice_are_shown_with_their_holders(
         for row in rows.values():
             if row["parent"] is not None:
                 assert rows[row["parent"]]["tokens"] * 2 == row["tokens"]
+
+
+async def test_calls_that_ended_are_kept_for_viewers_in_bounded_memory() -> None:
+    live = Live(lambda: [])
+    untokenized = Timeline()
+    untokenized.end()
+    live.note(untokenized)
+    for number in range(MAX_CALLS + 5):
+        call = Timeline(request_id=str(number), error="queue_full" if number % 2 else "")
+        call.prepared()
+        for index in range(3):
+            record = call.completion(f"{number}-{index}", index=index, is_first_of_prompt=True)
+            for turn in range(2 * MAX_ATTEMPTS):
+                attempt = Attempt(f"g{turn}", "least_loaded", None, 0, time.monotonic())
+                attempt.end("y" * 1000)
+                record.attempts.append(attempt)
+            record.end("stop" if index else "", num_output_tokens=1)
+        call.end()
+        live.note(call)
+    pictures: list[bytes] = []
+
+    async def write(event: bytes) -> None:
+        pictures.append(event)
+        live.end()
+
+    await live.watch(write)
+    (calls,) = (json.loads(each.partition(b"data: ")[2])["calls"] for each in pictures)
+    assert [each["id"] for each in calls] == [str(5 + number) for number in range(MAX_CALLS)]
+    assert all(len(each["attempts"]) == MAX_ATTEMPTS for each in calls)
+    assert calls[0]["attempts"][-1]["group"] == f"g{2 * MAX_ATTEMPTS - 1}"
+    assert calls[0]["admitted"] is None
+    assert len(pictures[0]) < MAX_CALLS * MAX_ATTEMPTS * 500
 
 
 async def test_a_tick_is_computed_once_for_all_viewers() -> None:

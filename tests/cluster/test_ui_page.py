@@ -5,6 +5,7 @@ import contextlib
 import re
 import shutil
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.keys_file import Caller
+from quire.cluster.telemetry.timeline import Timeline
 from quire.worker.api.config import EngineConfig
 
 playwright_api = pytest.importorskip("playwright.async_api")
@@ -102,6 +104,44 @@ async def test_it_shows_groups_a_chat_and_the_seam_where_its_group_was_killed(
         assert len(text) > 20
         assert shown[0], "nothing is before the seam"
         assert await page.locator("tbody tr").count() == 2
+
+
+async def test_a_request_is_drawn_from_its_tokenizing_to_its_last_token(
+    start_cluster: Any, tmp_path: Path
+) -> None:
+    async with (
+        start_cluster(num_groups=1) as cluster,
+        page_at(cluster.http_url, tmp_path) as page,
+    ):
+        cluster.take_steps_of(0.02)
+        ended: list[Timeline] = []
+        cluster.models.on_finished.append(ended.append)
+        await cluster.openai.chat.completions.create(
+            model=cluster.gateway.model,
+            messages=[{"role": "user", "content": "the cat sat on the mat"}],
+            max_tokens=8,
+        )
+        row = page.locator(".requests li")
+        await playwright_api.expect(row).to_have_count(1)
+        drawn = await row.locator(".waterfall i").evaluate_all(
+            "parts => parts.map(part => [part.className, parseFloat(part.style.width)])"
+        )
+        assert [kind for kind, _ in drawn] == ["tokenize", "queue", "prefill", "decode"]
+        (call,) = [each for each in ended if each.model]
+        (attempt,) = call.completions[0].attempts
+        assert call.prepared_s is not None
+        assert attempt.begun_s is not None
+        assert attempt.ended_s is not None
+        assert call.ended_s is not None
+        marks = [call.arrival_s, call.prepared_s, attempt.routed_s]
+        marks += [attempt.begun_s, attempt.ended_s]
+        for (_, width), (begin_s, end_s) in zip(drawn, pairwise(marks), strict=True):
+            share = 100 * (end_s - begin_s) / (call.ended_s - call.arrival_s)
+            assert width == pytest.approx(share, abs=0.2)
+        await row.get_by_role("button").click()
+        steps = page.locator(".steps li")
+        await playwright_api.expect(steps.nth(0)).to_contain_text("chat template and tokenizer")
+        await playwright_api.expect(steps.nth(1)).to_contain_text("in the queue")
 
 
 async def test_what_clients_send_is_text_and_nothing_else(

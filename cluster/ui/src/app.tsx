@@ -50,7 +50,7 @@ export function App({ status, why, view, onKey }: Shown & { onKey: (key: string)
             </p>
           )}
           <Chat models={models} groups={groups} />
-          {isOperator && <Requests decisions={view.decisions} />}
+          {isOperator && <Requests calls={view.calls} />}
           {isOperator && <Prefixes prefixes={view.prefixes} groups={groups} />}
           <Decisions decisions={view.decisions} />
         </main>

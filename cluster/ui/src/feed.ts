@@ -128,8 +128,6 @@ export async function own(query: string): Promise<Decision[]> {
     cached: each.num_cached_tokens ?? null,
     forecast: each.routing.forecast_s ?? null,
     waited: each.waited_s ?? null,
-    queued: null,
-    ended: null,
     outcome: each.outcome,
   }));
 }

@@ -37,11 +37,35 @@ export interface Decision {
   cached: number | null;
   forecast: number | null;
   waited: number | null;
-  /** Seconds since the request came; null where it is not told. */
-  queued: number | null;
-  /** Since 1970; null where it goes on or it is not told. */
-  ended: number | null;
   outcome: string;
+}
+
+/** A completion at one group. Times are in seconds since its call came. */
+export interface Attempt {
+  group: string;
+  sent: number;
+  first: number | null;
+  end: number | null;
+  outcome: string;
+}
+
+/** A call that ended, with the attempts of its completion that ended last. Times are as theirs. */
+export interface Call {
+  number: number;
+  id: string;
+  client_id: string;
+  tenant: string;
+  /** When it ended, since 1970. */
+  at: number;
+  prepared: number;
+  admitted: number | null;
+  total: number;
+  completions: number;
+  tokens: number;
+  cached: number;
+  output: number;
+  outcome: string;
+  attempts: Attempt[];
 }
 
 export interface Prefix {
@@ -69,6 +93,7 @@ export type Point = (number | null)[];
 export interface View {
   gateway: Gateway | null;
   groups: Map<string, Group>;
+  calls: Call[];
   decisions: Decision[];
   prefixes: Prefix[];
   series: Point[];
@@ -79,6 +104,7 @@ interface Event {
   point?: Point | null;
   groups: Record<string, Group>;
   gone?: string[];
+  calls: Call[];
   decisions: Decision[];
   prefixes?: Prefix[];
   series?: Point[];
@@ -90,6 +116,7 @@ const NUM_ROWS = 200;
 export const emptyView = (): View => ({
   gateway: null,
   groups: new Map(),
+  calls: [],
   decisions: [],
   prefixes: [],
   series: [],
@@ -106,6 +133,7 @@ export function apply(view: View, name: string, event: Event): View {
   return {
     gateway: event.gateway ?? view.gateway,
     groups,
+    calls: newest(event.calls, whole ? [] : view.calls, (each) => String(each.number)),
     decisions: newest(event.decisions, whole ? [] : view.decisions, (each) => `${each.id}/${each.attempt}`),
     prefixes: event.prefixes ?? view.prefixes,
     series: isNew ? [...series, event.point!].slice(-NUM_POINTS) : series,

@@ -173,7 +173,7 @@ class GroupCommand(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., credit: _Optional[_Union[Credit, _Mapping]] = ..., drain: bool = ..., is_draining: bool = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "work", "completion", "resumed_token_ids", "token_limit", "isolated_tokens", "source", "hand_over_after", "traceparent")
+    __slots__ = ("request_id", "attempt", "work", "completion", "resumed_token_ids", "token_limit", "isolated_tokens", "source", "hand_over_after", "traceparent", "tracestate")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     WORK_FIELD_NUMBER: _ClassVar[int]
@@ -184,6 +184,7 @@ class Submit(_message.Message):
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     HAND_OVER_AFTER_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    TRACESTATE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     work: bytes
@@ -194,7 +195,8 @@ class Submit(_message.Message):
     source: BlockSource
     hand_over_after: int
     traceparent: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[bytes] = ..., completion: _Optional[int] = ..., resumed_token_ids: _Optional[bytes] = ..., token_limit: _Optional[int] = ..., isolated_tokens: _Optional[int] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ..., hand_over_after: _Optional[int] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    tracestate: str
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., work: _Optional[bytes] = ..., completion: _Optional[int] = ..., resumed_token_ids: _Optional[bytes] = ..., token_limit: _Optional[int] = ..., isolated_tokens: _Optional[int] = ..., source: _Optional[_Union[BlockSource, _Mapping]] = ..., hand_over_after: _Optional[int] = ..., traceparent: _Optional[str] = ..., tracestate: _Optional[str] = ...) -> None: ...
 
 class Work(_message.Message):
     __slots__ = ("segments", "sampling", "adapter", "cache_salt", "priority", "tenant", "task", "keep_s")

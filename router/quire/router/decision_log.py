@@ -40,10 +40,6 @@ class Explanation:
     """From the decision to the first token."""
     fetched: Fetched | None = None
     """What it fetched; also None where nothing was or was to be."""
-    queued_s: float | None = None
-    """From the request's arrival to the decision, where the caller told."""
-    ended_at_s: float | None = None
-    """Since 1970; None while the attempt goes on, or where that is not known."""
     outcome: str = ""
     """How the attempt ended; empty while it goes on, or the request waits for another group."""
 
@@ -77,7 +73,6 @@ class DecisionLog:
         pressure: float | None,
         tenant: str = "",
         moved_because: str = "",
-        queued_s: float | None = None,
     ) -> None:
         """``moved_because``: why the attempt before this one ended, where there was one."""
         if not self.max_decisions:
@@ -85,7 +80,7 @@ class DecisionLog:
         former = self._latest.get(request_id)
         if former is not None:  # Not before: a request that finds no other group has not moved.
             outcome = f"moved: {moved_because}" if moved_because else "moved"
-            self.ended(request_id, outcome, at_s=decided_at_s)
+            self.ended(request_id, outcome)
         entry = Explanation(
             request_id=request_id,
             client_id=client_id,
@@ -95,7 +90,6 @@ class DecisionLog:
             policy=policy,
             pressure=pressure,
             decision=decision,
-            queued_s=queued_s,
         )
         self._entries.append(entry)
         self._latest[request_id] = entry
@@ -118,11 +112,10 @@ class DecisionLog:
             entry.num_cached_tokens, entry.waited_s = num_cached_tokens, waited_s
             entry.fetched = fetched
 
-    def ended(self, request_id: str, outcome: str, *, at_s: float | None = None) -> None:
-        """The request's last attempt ended so, if that is not known yet; ``at_s`` since 1970."""
+    def ended(self, request_id: str, outcome: str) -> None:
+        """The request's last attempt ended so, if that is not known yet."""
         entry = self._latest.get(request_id)
         if entry is not None and not entry.outcome:
-            entry.ended_at_s = at_s
             entry.outcome = outcome[:MAX_OUTCOME_CHARS]
 
     def find(self, name: str, *, tenant: str | None = None) -> list[Explanation]:

@@ -113,7 +113,6 @@ class RoutingTable:
         client_id: str = "",
         tenant: str = "",
         moved_because: str = "",
-        queued_s: float | None = None,
         former: Source | None = None,
         has_tokens: bool = False,
         is_submitted: bool = True,
@@ -122,8 +121,7 @@ class RoutingTable:
 
         Routing a request again, after its group failed, first takes it back from that group;
         ``moved_because`` says why for its explanation, in which ``client_id`` is the name that the
-        client gave the request, and which only ``tenant`` may see. ``queued_s``: how long ago the
-        request came, for the same. ``former``: the group that ran
+        client gave the request, and which only ``tenant`` may see. ``former``: the group that ran
         it until now, and the blocks that it has of it, output's too. ``has_tokens``: there is
         output, so that groups which only compute prompts do not take it. ``is_submitted``: it is
         one of those that `GroupLoad.num_shown` counts, as all are that gateways send.
@@ -201,7 +199,6 @@ class RoutingTable:
                 policy=self._config.policy,
                 pressure=self._policy.pressure,
                 moved_because=moved_because,
-                queued_s=queued_s,
             )
             return decision
 
@@ -250,7 +247,7 @@ class RoutingTable:
         """The request ended, with ``outcome``. May be called again, or for an unknown one."""
         with self._lock:
             self._forget(request_id)
-            self._log.ended(request_id, outcome, at_s=self._wall_clock())
+            self._log.ended(request_id, outcome)
 
     def explain(self, name: str, *, tenant: str | None = None) -> list[Explanation]:
         """The decisions on a completion, oldest attempt first; or, for the id of a whole request,

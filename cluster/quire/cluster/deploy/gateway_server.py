@@ -124,6 +124,7 @@ class GatewayServer:
             tls=self.tls.http_context if self.tls is not None else None,
             drain_timeout_s=config.drain_timeout_s,
             cut=lambda reason: telemetry.cut_connections.labels(reason).inc(),
+            finish=self.models.finished,
         )
         telemetry.max_connections.set(limits.max_connections)
         telemetry.grpc_connections.set_function(lambda: self._grpc_guard.num_connections)

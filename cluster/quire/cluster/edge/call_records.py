@@ -74,7 +74,7 @@ class HttpCalls:
                     )
             await send(message)
 
-        with _ended(call, self._finish):
+        with ended(call, self._finish):
             try:
                 await self._app(scope, receive, send_noting)
             finally:
@@ -142,7 +142,7 @@ class GrpcCalls(grpc.aio.ServerInterceptor):
             grpc_calls.header(context, "traceparent"),
             grpc_calls.header(context, "tracestate"),
         )
-        with _ended(call, self._finish):
+        with ended(call, self._finish):
             try:
                 yield
             except asyncio.CancelledError:
@@ -155,7 +155,8 @@ class GrpcCalls(grpc.aio.ServerInterceptor):
 
 
 @contextmanager
-def _ended(call: Timeline, finish: Finish) -> Iterator[None]:
+def ended(call: Timeline, finish: Finish) -> Iterator[None]:
+    """Ends ``call`` behind what is done within, and hands it on."""
     token = timeline.begin(call)
     try:
         yield

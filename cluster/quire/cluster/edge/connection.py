@@ -10,6 +10,7 @@ trailers.
 """
 
 import asyncio
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -23,9 +24,11 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
+from quire.cluster.edge.call_records import Finish, ended
 from quire.cluster.edge.error_kinds import HeadTooLarge
 from quire.cluster.edge.http_errors import error_response
 from quire.cluster.edge.limits import MAX_HEAD_BYTES, MAX_HEADERS, ConnectionLimits
+from quire.cluster.telemetry.timeline import Timeline
 from quire.worker.api.errors import InvalidRequest, QuireError
 
 LEAVE_S = 2.0
@@ -42,10 +45,14 @@ _MAX_REFUSED = 256
 class OpenConnections:
     """The connections of one listener. ``len(open) <= limits.max_connections``."""
 
-    def __init__(self, limits: ConnectionLimits, *, cut: Callable[[str], object]) -> None:
+    def __init__(
+        self, limits: ConnectionLimits, *, cut: Callable[[str], object], finish: Finish
+    ) -> None:
         """``cut`` hears the reason of each connection that is refused or closed early: ``full``,
-        ``address``, ``room``, ``head`` or ``body``."""
+        ``address``, ``room``, ``head`` or ``body``. ``finish`` hears of each request that cannot be
+        handed on and was answered here: one for a connection at most, which ends with it."""
         self.limits = limits
+        self.finish = finish
         self.open: set[HttpConnection] = set()
         self.refused: set[HttpConnection] = set()
         """Those that are being told that there is no room."""
@@ -186,9 +193,9 @@ class HttpConnection(HttpToolsProtocol):
         self._is_in_body = True
         problem = self._problem()
         if problem is not None:
-            response = error_response(problem)
-            response.headers["Connection"] = "close"
-            self.app = response
+            method, path = self.parser.get_method(), self.url.partition(b"?")[0]
+            call = Timeline(method=method.decode("latin-1"), path=path.decode("latin-1"))
+            self.app = self._answer(problem, call)
         super().on_headers_complete()
         self.app = self.config.loaded_app
         if self._connections.is_leaving or self.parser.should_upgrade():  # The latter by CONNECT.
@@ -310,7 +317,16 @@ class HttpConnection(HttpToolsProtocol):
             self.abort()  # In the midst of another answer.
             return
         self._unset_keepalive_if_required()
-        self._say_last(raw_response(error_response(error)))
+        self._say_last(raw_response(self._answer(error, Timeline())))
+
+    def _answer(self, error: QuireError, call: Timeline) -> Response:
+        """The answer to ``call``, which has an access line although it is not handed on."""
+        call.client, call.endpoint, call.request_id = self.host, "other", secrets.token_hex(12)
+        with ended(call, self._connections.finish):
+            response = error_response(error)
+            call.status = str(response.status_code)
+        response.headers.update({"Connection": "close", "X-Request-Id": call.request_id})
+        return response
 
     def _say_last(self, answer: bytes) -> None:
         """Sends the last answer of the connection. If the transport can end one direction alone,
@@ -344,9 +360,8 @@ class _UnchunkedAnswer:
 
 
 def raw_response(response: Response) -> bytes:
-    """The bytes of a response after which the connection is closed."""
-    headers = [*response.raw_headers, (b"connection", b"close")]
-    head = b"".join(b"%b: %b\r\n" % header for header in headers)
+    """The bytes of a response as they go over the wire."""
+    head = b"".join(b"%b: %b\r\n" % header for header in response.raw_headers)
     return STATUS_LINE[response.status_code] + head + b"\r\n" + bytes(response.body)
 
 

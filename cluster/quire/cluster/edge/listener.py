@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
+from quire.cluster.edge.call_records import Finish
 from quire.cluster.edge.connection import HttpConnection, OpenConnections, raw_response
 from quire.cluster.edge.http_errors import error_response
 from quire.cluster.edge.leaving import stop_listening
@@ -34,8 +35,9 @@ _BACKLOG = 1024
 class HttpListener:
     """Serves ``app`` from `start` to `stop`, in the event loop that both are called in.
 
-    ``cut`` hears the reason of each connection that is refused or closed early, as
-    `OpenConnections` says. Raises ConfigError where uvicorn's version is not one that this extends.
+    ``cut`` hears the reason of each connection that is refused or closed early, and ``finish`` of
+    requests that do not come as far as ``app``, as `OpenConnections` says. Raises ConfigError where
+    uvicorn's version is not one that this extends.
     """
 
     def __init__(
@@ -46,9 +48,10 @@ class HttpListener:
         tls: ssl.SSLContext | None = None,
         drain_timeout_s: float = 1.0,
         cut: Callable[[str], object] = lambda reason: None,
+        finish: Finish = lambda call: None,
     ) -> None:
         check_uvicorn()
-        self.connections = OpenConnections(limits, cut=cut)
+        self.connections = OpenConnections(limits, cut=cut, finish=finish)
         self._tls = tls
         self._server = _Server(
             uvicorn.Config(
@@ -68,7 +71,9 @@ class HttpListener:
             f"all of the gateway's {limits.max_connections} connections have requests, or your "
             "address has as many as one may have: try again"
         )
-        self._refusal = raw_response(error_response(error))
+        refusal = error_response(error)
+        refusal.headers["Connection"] = "close"
+        self._refusal = raw_response(refusal)
 
     def start(self, listener: socket.socket) -> None:
         """Takes over ``listener``, which listens and does not block."""

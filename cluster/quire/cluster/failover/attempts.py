@@ -241,7 +241,6 @@ class Attempts:
                     client_id=self._request.client_id,
                     tenant=self._request.tenant,
                     moved_because=str(self._error or ""),
-                    queued_s=self._clock() - self._request.arrival_s,
                     former=former,
                     has_tokens=len(token_ids) > 0,
                 )
@@ -328,6 +327,7 @@ class Attempts:
             source=source,
             hand_over_after=int(self.hands_over),
             traceparent=attempt.traceparent,
+            tracestate=self._record.trace_state,
         )
 
     @property

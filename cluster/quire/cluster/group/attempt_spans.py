@@ -16,13 +16,16 @@ from quire.worker.api.progress import Progress
 class AttemptSpans:
     """One attempt, from now on. Used in the event loop."""
 
-    def __init__(self, traceparent: str, *, group_id: str, num_resumed_tokens: int) -> None:
+    def __init__(
+        self, traceparent: str, *, trace_state: str, group_id: str, num_resumed_tokens: int
+    ) -> None:
         """``traceparent``: the gateway's span."""
         self.progress = Progress()
         """The record that the engine writes to."""
         self.has_begun = False
         """The engine has given its first output."""
         self._trace_id, self._parent_id = ids_in(traceparent)
+        self._trace_state = trace_state
         self._group_id = group_id
         self._num_resumed_tokens = num_resumed_tokens
         self._begun_at, self._begin_s = time.time(), time.monotonic()
@@ -85,6 +88,7 @@ class AttemptSpans:
             trace_id=self._trace_id,
             span_id=own_id,
             parent_span_id=self._parent_id,
+            trace_state=self._trace_state,
             begin_s=self._begun_at,
             end_s=self._wall_s(end_s),
             attributes=told,
@@ -114,6 +118,7 @@ class AttemptSpans:
             trace_id=self._trace_id,
             span_id=new_span_id(),
             parent_span_id=parent_id,
+            trace_state=self._trace_state,
             begin_s=self._wall_s(begin_s),
             end_s=self._wall_s(end_s),
             attributes=told,

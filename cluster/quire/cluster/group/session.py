@@ -233,6 +233,7 @@ class GatewaySession:
         if submit.traceparent and self._door.traces is not None:
             work.spans = AttemptSpans(
                 submit.traceparent,
+                trace_state=submit.tracestate,
                 group_id=self._door.traces.group_id,
                 num_resumed_tokens=len(request.resumed_token_ids),
             )

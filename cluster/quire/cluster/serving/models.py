@@ -61,7 +61,10 @@ class Models:
         self.telemetry = GatewayTelemetry()
         self.telemetry.register(self.usage)
         self.telemetry.body_bytes.set_function(lambda: self.bodies.held)
-        self.on_finished: list[Callable[[Timeline], object]] = [self.telemetry.count]
+        self.on_finished: list[Callable[[Timeline], object]] = [
+            self.telemetry.count,
+            self.live.note,
+        ]
         """Called with each client's call that has ended. None of them may wait."""
         self.traces: SpanExport | None = None
         """The exporter of the calls' spans; ``None`` if nobody wants them."""

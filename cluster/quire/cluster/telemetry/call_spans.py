@@ -127,6 +127,7 @@ def _part(call: Timeline, name: str, begin_s: float, end_s: float) -> Span:
         trace_id=call.trace_id,
         span_id=new_span_id(),
         parent_span_id=call.span_id,
+        trace_state=call.trace_state,
         begin_s=call.wall_s(begin_s),
         end_s=call.wall_s(end_s),
     )
@@ -167,6 +168,7 @@ def _of_attempt(
         trace_id=call.trace_id,
         span_id=span_id,
         parent_span_id=call.span_id,
+        trace_state=call.trace_state,
         begin_s=call.wall_s(attempt.routed_s),
         end_s=call.wall_s(end_s),
         attributes=told,

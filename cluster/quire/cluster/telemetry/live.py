@@ -19,14 +19,23 @@ from quire import __version__
 from quire.cluster.errors import Overloaded
 from quire.cluster.links.groups import Groups
 from quire.cluster.supervise import keep_going
-from quire.cluster.telemetry.live_rows import Row, group_row, newest_first, prefix_row
+from quire.cluster.telemetry.live_rows import (
+    Row,
+    call_row,
+    group_row,
+    newest_first,
+    prefix_row,
+)
 from quire.cluster.telemetry.metrics import TPOT_BUCKETS, TTFT_BUCKETS, Telemetry
 from quire.cluster.telemetry.series import Series, Totals, buckets, total
+from quire.cluster.telemetry.timeline import Timeline
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 
 MAX_VIEWERS = 32
 MAX_EVERY_S = 60
+MAX_CALLS = 50
+"""The last ones that ended, some kB each at most; kept also while nobody watches."""
 
 _TICK_S = 1.0
 _PREFIXES_EVERY = 5
@@ -85,6 +94,8 @@ class Live:
         self._series = Series()
         self._counts: dict[str, deque[_Counts]] = {}  # By group.
         self._names: dict[str, str] = {}  # Of groups, by address: those that are lost keep theirs.
+        self._calls: deque[Row] = deque(maxlen=MAX_CALLS)
+        self._num_calls = 0
         self._prefixes: list[Row] = []
         self._picture: dict[str, Any] = {}
         self._picture_event: bytes | None = None  # Made when it is first asked for.
@@ -105,6 +116,12 @@ class Live:
         if self._task is not None:
             self._task.cancel()
         self._ticked.set()
+
+    def note(self, call: Timeline) -> None:
+        """Shows a call that has ended, unless it was refused before it was tokenized."""
+        if call.prepared_s is not None:
+            self._num_calls += 1
+            self._calls.append({"number": self._num_calls, **call_row(call)})
 
     def check_room(self) -> None:
         """Raises Overloaded: as many watch as may."""
@@ -225,6 +242,7 @@ class Live:
                 [found for each in watched for found in each.table.recent(_MAX_DECISIONS)],
                 _MAX_DECISIONS,
             ),
+            "calls": list(self._calls),
             "prefixes": self._prefixes,
         }
 
@@ -268,12 +286,14 @@ class Live:
 
 
 def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What is new in ``after``: groups by their rows, all else whole; ``gone`` names the groups
-    that went."""
+    """What is new in ``after``: groups, calls and decisions by their rows, all else whole;
+    ``gone`` names the groups that went."""
     changed = {name: value for name, value in after.items() if before.get(name) != value}
     former, groups = before.get("groups", {}), after["groups"]
     changed["groups"] = {key: row for key, row in groups.items() if former.get(key) != row}
     changed["gone"] = [key for key in former if key not in groups]
+    last = max((row["number"] for row in before.get("calls", ())), default=0)
+    changed["calls"] = [row for row in after["calls"] if row["number"] > last]
     known = {(row["id"], row["attempt"]): row for row in before.get("decisions", ())}
     changed["decisions"] = [
         row for row in after["decisions"] if known.get((row["id"], row["attempt"])) != row

@@ -1,9 +1,10 @@
-"""The rows of the live page: groups, decisions and prefixes as JSON."""
+"""The rows of the live page: groups, calls, decisions and prefixes as JSON."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from quire.cluster.links.group_client import GroupClient
+from quire.cluster.telemetry.timeline import Timeline
 from quire.router.decision_log import Explanation
 from quire.router.hot_prefixes import HotPrefix
 from quire.v1 import group_pb2 as pb
@@ -13,6 +14,8 @@ Row = dict[str, Any]
 _NAME_BYTES = 6
 """Characters of a block's name that tell it from the others on the page."""
 _MAX_CHARS = 200
+MAX_ATTEMPTS = 16
+"""Of a call; the last ones."""
 
 
 def group_row(
@@ -70,9 +73,43 @@ def decision_row(each: Explanation) -> Row:
         "cached": each.num_cached_tokens,
         "forecast": _rounded(decision.forecast_s),
         "waited": _rounded(each.waited_s),
-        "queued": _rounded(each.queued_s),
-        "ended": _rounded(each.ended_at_s),
         "outcome": each.outcome,
+    }
+
+
+def call_row(call: Timeline) -> Row:
+    """A call that has ended, with the attempts of the completion that ended last. All but ``at``
+    is in seconds since the call came."""
+
+    def since(time_s: float | None) -> float | None:
+        return _rounded(None if time_s is None else time_s - call.arrival_s)
+
+    assert call.ended_s is not None
+    longest = max(call.completions, key=lambda each: each.ended_s or 0.0, default=None)
+    attempts = longest.attempts[-MAX_ATTEMPTS:] if longest is not None else []
+    return {
+        "id": call.request_id,
+        "client_id": call.client_id,
+        "tenant": call.tenant,
+        "at": round(call.wall_s(call.ended_s), 3),
+        "prepared": since(call.prepared_s),
+        "admitted": since(call.admitted_s),
+        "total": since(call.ended_s),
+        "completions": len(call.completions),
+        "tokens": call.num_prompt_tokens,
+        "cached": call.num_cached_tokens,
+        "output": call.num_output_tokens,
+        "outcome": ("+".join(call.outcomes) or call.error or call.status)[:_MAX_CHARS],
+        "attempts": [
+            {
+                "group": each.group,
+                "sent": since(each.routed_s),
+                "first": since(each.begun_s),
+                "end": since(each.ended_s),
+                "outcome": each.outcome[:_MAX_CHARS],
+            }
+            for each in attempts
+        ],
     }
 
 

@@ -16,19 +16,11 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import Decision
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import (
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    TraceState,
-    get_current_span,
-)
+from opentelemetry.trace import SpanKind, TraceState, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from quire.cluster.telemetry.timeline import Timeline
+from quire.cluster.telemetry.sdk_spans import OnlyItself, QueuedSpan
+from quire.cluster.telemetry.timeline import MAX_TRACE_STATE, Timeline
 from quire.cluster.telemetry.tracing import Role, Span, new_span_id
 
 _log = logging.getLogger(__name__)
@@ -37,13 +29,10 @@ MAX_QUEUED = 8192
 """Spans that wait to be sent: some MB."""
 _MAX_BATCH = 512
 _CLOSE_S = 2.0
-_SCOPE = InstrumentationScope("quire")
-_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
-_KINDS = {
-    "server": SpanKind.SERVER,
-    "client": SpanKind.CLIENT,
-    "internal": SpanKind.INTERNAL,
-}
+_LONG_MEMBER = 128
+"""Characters of a member of ``tracestate``; longer ones are left out first."""
+_OF_HEADERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
+"""Loggers that quote what is malformed in a client's headers."""
 _W3C = TraceContextTextMapPropagator()
 
 
@@ -59,8 +48,9 @@ class SpanExport:
         # Reads the sampler of the environment; no span is made by it.
         provider = TracerProvider(shutdown_on_exit=False)
         self._sampler, self._new_ids = provider.sampler, provider.id_generator
-        self._resource = _Itself(resource.merge(Resource(ours)).attributes)
-        self._sender = _Sender(_exporter(endpoint, protocol), where=endpoint or "the collector")
+        resource = OnlyItself(resource.merge(Resource(ours)).attributes)
+        exporter = _exporter(endpoint, protocol, resource)
+        self._sender = _Sender(exporter, where=endpoint or "the collector")
         self._processor = BatchSpanProcessor(
             self._sender, max_queue_size=MAX_QUEUED, max_export_batch_size=_MAX_BATCH
         )
@@ -68,13 +58,15 @@ class SpanExport:
         self.count: Callable[[str, int], object] = lambda outcome, num: None
         """Hears how many spans were "sent", "failed" or "dropped", also in another thread."""
         self._sender.count = lambda outcome, num: self.count(outcome, num)
+        for name in _OF_HEADERS:  # Clients write no lines of our log.
+            logging.getLogger(name).disabled = True
 
     def begin(
         self, call: Timeline, *, traceparents: Sequence[str], tracestates: Sequence[str]
     ) -> None:
         """Makes ``call`` part of the client's trace, or of a new one, and decides whether it is
         sampled. The arguments are the values of the client's headers; malformed ones count as
-        absent."""
+        absent, and a long ``tracestate`` loses members."""
         headers: dict[str, list[str]] = {}
         if len(traceparents) == 1:
             headers = {"traceparent": [*traceparents], "tracestate": [*tracestates]}
@@ -91,7 +83,7 @@ class SpanExport:
         )
         call.trace_id, call.span_id = f"{trace_id:032x}", new_span_id()
         call.parent_span_id = f"{client.span_id:016x}" if client.is_valid else ""
-        call.trace_state = (result.trace_state or TraceState()).to_header()
+        call.trace_state = _shortened(result.trace_state or TraceState())
         call.is_sampled = result.decision is Decision.RECORD_AND_SAMPLE
 
     def add(self, spans: Iterable[Span]) -> None:
@@ -102,7 +94,7 @@ class SpanExport:
                 self.count("dropped", 1)
             else:
                 self._num_added += 1
-                self._processor.on_end(self._readable(span))
+                self._processor.on_end(QueuedSpan(span))
 
     async def close(self) -> None:
         """Sends what waits, if that can be done in time."""
@@ -111,35 +103,17 @@ class SpanExport:
         closing.start()
         await asyncio.to_thread(closing.join, _CLOSE_S)
 
-    def _readable(self, span: Span) -> ReadableSpan:
-        trace_id = int(span.trace_id, 16)
-        state = TraceState.from_header([span.trace_state]) if span.trace_state else None
-        parent = None
-        if span.parent_span_id:
-            parent = SpanContext(trace_id, int(span.parent_span_id, 16), False, _SAMPLED, state)
-        return ReadableSpan(
-            span.name,
-            context=SpanContext(trace_id, int(span.span_id, 16), False, _SAMPLED, state),
-            parent=parent,
-            resource=self._resource,
-            attributes=dict(span.attributes),
-            kind=_KINDS[span.kind],
-            status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
-            start_time=int(span.begin_s * 1e9),
-            end_time=int(max(span.begin_s, span.end_s) * 1e9),
-            instrumentation_scope=_SCOPE,
-        )
 
-
-class _Itself(Resource):
-    """A resource that equals no other one. The exporters hash that of every span, and to hash all
-    its attributes costs a seventh of what a span does."""
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
+def _shortened(state: TraceState) -> str:
+    """The header of ``state``, of at most `MAX_TRACE_STATE` characters. As W3C's Trace Context has
+    it, whole members are left out: long ones first, then others from the end."""
+    members = [f"{key}={value}" for key, value in state.items()]
+    num_over = len(",".join(members)) - MAX_TRACE_STATE
+    for max_chars in (_LONG_MEMBER, 0):
+        for number in reversed(range(len(members))):
+            if num_over > 0 and len(members[number]) > max_chars:
+                num_over -= len(members.pop(number)) + 1
+    return ",".join(members)
 
 
 class _Sender(SpanExporter):
@@ -192,15 +166,15 @@ class _Reasons(logging.Handler):
         super().close()
 
 
-def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
+def _exporter(endpoint: str | None, protocol: str, resource: Resource) -> SpanExporter:
     if protocol == "grpc":
-        from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as grpc_exporter
+        from quire.cluster.telemetry.otlp_grpc import GrpcExporter
 
         # "grpc" is what vLLM's guides write; "https" asks for TLS.
         is_plain = True if endpoint and endpoint.startswith("grpc:") else None
-        return grpc_exporter.OTLPSpanExporter(endpoint=endpoint, insecure=is_plain)
+        return GrpcExporter(endpoint, is_plain=is_plain, resource=resource)
+    from quire.cluster.telemetry.otlp_http import HttpExporter
+
     if endpoint and not urlsplit(endpoint).path.strip("/"):
         endpoint = f"{endpoint.rstrip('/')}/v1/traces"
-    from opentelemetry.exporter.otlp.proto.http import trace_exporter as http_exporter
-
-    return http_exporter.OTLPSpanExporter(endpoint=endpoint)
+    return HttpExporter(endpoint, resource=resource)

@@ -14,6 +14,7 @@ from quire.cluster.telemetry.tracing import new_span_id, traceparent
 from quire.router.policies.policy import Decision
 from quire.worker.api.sampling_params import SamplingParams
 
+MAX_TRACE_STATE = 512
 MAX_TRACED = 32
 """Completions of a call whose attempts have spans: one call leaves room for those of others."""
 
@@ -63,6 +64,8 @@ class CompletionRecord:
     """It is its prompt's first completion, which computes the prompt."""
     trace_id: str = ""
     """The trace that has its attempts; empty where none has."""
+    trace_state: str = ""
+    """That of the trace, where there is one."""
     attempts: list[Attempt] = field(default_factory=list)
     first_token_s: float | None = None
     ended_s: float | None = None
@@ -106,7 +109,7 @@ class Timeline:
     parent_span_id: str = ""
     """The client's span, where it has one."""
     trace_state: str = ""
-    """W3C's ``tracestate``."""
+    """W3C's ``tracestate``: that of the client, shortened to `MAX_TRACE_STATE` characters."""
     is_sampled: bool = False
     """Its spans are sent."""
     server: tuple[str, int] | None = None
@@ -153,8 +156,10 @@ class Timeline:
         self, request_id: str, *, index: int, is_first_of_prompt: bool
     ) -> CompletionRecord:
         """The record of one more completion."""
-        trace_id = self.trace_id if self.is_sampled and index < MAX_TRACED else ""
-        made = CompletionRecord(index, request_id, is_first_of_prompt, trace_id)
+        trace = (self.trace_id, self.trace_state)
+        if not self.is_sampled or index >= MAX_TRACED:
+            trace = ("", "")
+        made = CompletionRecord(index, request_id, is_first_of_prompt, *trace)
         self.completions.append(made)
         return made
 

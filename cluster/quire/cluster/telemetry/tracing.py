@@ -30,7 +30,7 @@ _PACKAGES = {
 """By protocol, the package that speaks it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class Span:
     """A span that has ended. Ids are hexadecimal digits; times are in seconds since 1970."""
 
@@ -46,6 +46,15 @@ class Span:
     attributes: Mapping[str, Value] = field(default_factory=dict)
     error: str = ""
     """Why it failed; empty where it did not."""
+
+    @property
+    def begin_ns(self) -> int:
+        return int(self.begin_s * 1e9)
+
+    @property
+    def end_ns(self) -> int:
+        """Never before it began."""
+        return int(max(self.begin_s, self.end_s) * 1e9)
 
 
 def new_span_id() -> str:
