@@ -11,6 +11,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1 import trace_pb2 as pb
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
 
 from quire.cluster.telemetry.sdk_spans import QueuedSpan, readable
 from quire.cluster.telemetry.tracing import Span
@@ -21,6 +22,8 @@ _KINDS = {
     "internal": pb.Span.SPAN_KIND_INTERNAL,
 }
 _UNSET = pb.Status()
+_IS_OURS_ASKED = hasattr(OTLPSpanExporter, "_translate_data")
+"""The exporter of a version without this private name encodes the spans itself."""
 
 
 class GrpcExporter(OTLPSpanExporter):
@@ -29,9 +32,13 @@ class GrpcExporter(OTLPSpanExporter):
     def __init__(self, endpoint: str | None, *, is_plain: bool | None, resource: Resource) -> None:
         """``is_plain``: without TLS; ``None`` leaves that to ``endpoint`` and the environment."""
         super().__init__(endpoint=endpoint, insecure=is_plain)
+        self._resource = resource
         some = Span(name="", trace_id="1", span_id="1", begin_s=0, end_s=0)
         self._empty = encode_spans(readable([QueuedSpan(some)], resource))
         del self._empty.resource_spans[0].scope_spans[0].spans[:]
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        return super().export(spans if _IS_OURS_ASKED else readable(spans, self._resource))
 
     def _translate_data(self, data: Sequence[ReadableSpan]) -> ExportTraceServiceRequest:
         request = ExportTraceServiceRequest()
