@@ -11,13 +11,16 @@ import pytest
 from aiohttp import web
 from openai.types.chat import ChatCompletion
 
-from quire.cluster.batch import Ended, check_file, run_file
+from quire.cluster.batch import Ended, run_file
+from quire.cluster.batch_file import Limits, check_file
 from quire.cluster.cli.main import main
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.keys_file import Caller
 from quire.worker.api.errors import ConfigError, QuireError
 
 pytestmark = pytest.mark.anyio
+
+LIMITS = Limits()
 
 
 def request(custom_id: str, url: str = "/v1/chat/completions", **body: Any) -> dict[str, Any]:
@@ -39,8 +42,9 @@ def read(path: Path) -> dict[str, dict[str, Any]]:
     return {each["custom_id"]: each for each in answers}
 
 
-async def run(source: Path, target: Path, **options: Any) -> Ended:
-    return await run_file(source, target, asked=check_file(source), **options)
+async def run(source: Path, target: Path, limits: Limits = LIMITS, **options: Any) -> Ended:
+    asked = check_file(source, limits)
+    return await run_file(source, target, asked=asked, limits=limits, **options)
 
 
 async def test_each_request_has_its_answer(start_cluster: Any, tmp_path: Path) -> None:
@@ -50,7 +54,7 @@ async def test_each_request_has_its_answer(start_cluster: Any, tmp_path: Path) -
         request("text", "/v1/completions", prompt="the cat", max_tokens=3, seed=5),
         request("bad", "/v1/completions", prompt="the cat", max_tokens=-1),
     )
-    assert len(check_file(source)) == 22
+    assert len(check_file(source, LIMITS)) == 22
     target = tmp_path / "out.jsonl"
     async with start_cluster(num_groups=2) as cluster:
         ended = await run(source, target, server=cluster.http_url, max_concurrency=4)
@@ -109,7 +113,7 @@ async def serving(handler: Callable[[web.Request], Awaitable[web.Response]]) -> 
     """The address of a server that answers completions with ``handler``."""
     app = web.Application()
     app.router.add_post("/v1/completions", handler)
-    runner = web.AppRunner(app)
+    runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     (address,) = runner.addresses
@@ -150,6 +154,49 @@ async def test_a_connection_that_is_lost_is_an_error_of_its_request_alone(
     assert answers["keep"]["response"]["body"] == {"ok": True}
 
 
+async def test_a_request_beyond_a_limit_fails_alone_and_says_what_helps(tmp_path: Path) -> None:
+    async def answer(asked: web.Request) -> web.Response:
+        prompt = (await asked.json())["prompt"]
+        if prompt == "slow":
+            await asyncio.sleep(60)
+        if prompt.isdecimal():
+            text = "[" * int(prompt) + "]" * int(prompt)
+            return web.Response(text=text, content_type="application/json")
+        return web.json_response({"text": "x" * (2**20 if prompt == "long" else 2**19)})
+
+    deep = [str(depth) for depth in range(880, 1000, 4)]  # Some of which Python cannot write.
+    prompts = ("long", "slow", *deep, "good")
+    source = written(
+        tmp_path / "in.jsonl", *(request(each, "/v1/completions", prompt=each) for each in prompts)
+    )
+    limits = Limits(max_answer_mib=1, timeout_s=2)
+    async with serving(answer) as url:
+        ended = await run(source, tmp_path / "out.jsonl", server=url, limits=limits)
+    answers = read(tmp_path / "out.jsonl")
+    assert (ended.num_done, set(answers)) == (len(prompts), set(prompts))
+    said = {each: answers[each]["error"]["message"] for each in ("long", "slow")}
+    assert said == {
+        "long": "line 1: the answer is longer than 1 MiB: ask for less, or give --max-answer-mib",
+        "slow": "line 2: it was not answered within 2 s: give --timeout-s",
+    }
+    assert answers["long"]["response"] is answers["slow"]["response"] is None
+    assert len(answers["good"]["response"]["body"]["text"]) == 2**19
+
+
+def test_lines_that_are_too_long_are_named_and_others_are_counted_on(tmp_path: Path) -> None:
+    source, limits = tmp_path / "in.jsonl", Limits(max_line_mib=1)
+    longest = json.dumps(request("a", prompt=""))
+    longest = json.dumps(request("a", prompt="x" * (2**20 - len(longest) - 1)))
+    assert len(check_file(written(source, json.loads(longest)), limits)) == 1
+    long = json.dumps(request("b", prompt="x" * 3 * 2**20))
+    source.write_text(f"{longest}\n{long}\n[]\n{long}")
+    with pytest.raises(ConfigError) as raised:
+        check_file(source, limits)
+    too_long = "it is longer than 1 MiB: shorten it, or give --max-line-mib"
+    assert f"line 2: {too_long}\n  line 3: it must be" in str(raised.value)
+    assert str(raised.value).endswith(f"line 4: {too_long}")
+
+
 async def test_any_text_can_be_written_and_found_again_where_a_run_was_broken_off(
     tmp_path: Path,
 ) -> None:
@@ -187,6 +234,8 @@ async def test_any_text_can_be_written_and_found_again_where_a_run_was_broken_of
         (["-o", "none/out"], "output_file=none/out: must be a file in a folder that is there"),
         (["-o", "left"], "output_file=left: an earlier run left left.part: --resume goes on"),
         (["-o", "out", "some-model"], "model=some-model: the server has its own"),
+        (["-o", "out", "--timeout-s", "0"], "timeout_s=0.0: must be above 0, and finite"),
+        (["-o", "out", "--max-line-mib", "0"], "max_line_mib=0: must be 1 or more"),
         (["-o", "out", "--server", "ftp://x"], "server=ftp://x: must be such as http://"),
         (["-o", "out", "--server", "http://x/y"], "server=http://x/y: must be such as http://"),
         (["-o", "out", "--server", "127.0.0.1:1/v1/"], "server=http://127.0.0.1:1: cannot be re"),
@@ -217,6 +266,7 @@ def test_the_command_says_what_cannot_work_before_it_asks(
         (json.dumps(request("a")), "line 2: line 1 has this custom_id too"),
         (json.dumps(request("b") | {"method": "GET"}), "method='GET': must be 'POST'"),
         (json.dumps(request("b", "/v1/audio")), "url='/v1/audio': must be one of"),
+        (json.dumps(request("b", a="]")).replace('"]"', "[" * 199 + "]" * 199), "more than 200 li"),
         (json.dumps(request("b", stream=True)), "body.stream must be left out"),
     ],
 )
@@ -226,14 +276,14 @@ def test_lines_that_are_no_requests_are_named_before_anything_is_sent(
     source = written(tmp_path / "in.jsonl", request("a"))
     source.write_text(f"{source.read_text()}{line}\n")
     with pytest.raises(ConfigError, match=message):
-        check_file(source)
+        check_file(source, LIMITS)
 
 
 def test_an_empty_file_and_none_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no requests"):
-        check_file(written(tmp_path / "in.jsonl"))
+        check_file(written(tmp_path / "in.jsonl"), LIMITS)
     with pytest.raises(ConfigError, match="cannot be read"):
-        check_file(tmp_path / "none.jsonl")
+        check_file(tmp_path / "none.jsonl", LIMITS)
 
 
 async def test_the_command_says_how_it_ended(
@@ -259,5 +309,15 @@ async def test_a_key_that_the_server_does_not_know_ends_the_run_before_it_begins
         for key in (None, "wrong"):
             with pytest.raises(QuireError, match="set QUIRE_API_KEY"):
                 await run(source, tmp_path / "out.jsonl", server=cluster.http_url, api_key=key)
-        ended = await run(source, tmp_path / "out.jsonl", server=cluster.http_url, api_key="theirs")
-    assert ended.num_done == 1
+        flags = ["--server", cluster.http_url, "--api-key", "theirs"]
+        flags += ["-i", str(source), "-o", str(tmp_path / "out.jsonl")]
+        assert await asyncio.to_thread(main, ["run-batch", *flags]) == 0
+    assert read(tmp_path / "out.jsonl").keys() == {"a"}
+
+
+def test_a_key_without_a_server_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["-i", str(written(tmp_path / "in.jsonl", request("a"))), "-o", str(tmp_path / "out")]
+    assert main(["run-batch", *files, "--api-key", "theirs"]) == 2
+    assert "--api-key: is of --server" in capsys.readouterr().err

@@ -1,5 +1,5 @@
 """The table in ``helm/README.md`` tells what a changed value restarts: derived here from what the
-chart makes, what KubeRay takes for another Ray cluster, and the versions that Serve goes by."""
+chart makes, what KubeRay takes for another Ray cluster, and what Serve itself compares."""
 
 import copy
 import re
@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.helm.charts import CHART, Manifest, applications, of_kind, ray_cluster, render, settings
-
-from quire.cluster.deploy.serve_options import gateway_version, group_version
-from quire.cluster.settings import config_from
+from ray.serve._private.deploy_utils import get_app_code_version
+from ray.serve.schema import ServeApplicationSchema
+from tests.helm.charts import CHART, Manifest, applications, of_kind, ray_cluster, render
 
 NOTHING = "nothing in Ray"
 NUMBERS = "nothing: more or fewer of them run"
@@ -121,22 +120,20 @@ def restarted(before: list[Manifest], after: list[Manifest]) -> str:
     (old,), (new,) = of_kind(before, "RayService"), of_kind(after, "RayService")
     if compared(ray_cluster(before)) != compared(ray_cluster(after)):
         return CLUSTER
-    parts = []
-    old_config, new_config = (config_from(settings(each)) for each in (before, after))
-    if gateway_version(old_config) != gateway_version(new_config):
-        parts.append("gateways")
-    groups = [
-        {name: group_version(model) for name, model in config.models.items()}
-        for config in (old_config, new_config)
+    versions = [
+        {each["name"]: get_app_code_version(ServeApplicationSchema(**each)) for each in of}
+        for of in (applications(before), applications(after))
     ]
-    if any(groups[0][name] != groups[1].get(name, groups[0][name]) for name in groups[0]):
+    both = versions[0].keys() & versions[1].keys()
+    changed = {name for name in both if versions[0][name] != versions[1][name]}
+    parts = ["gateways"] if "quire" in changed else []
+    if changed - {"quire"}:
         parts.append("groups")
-    if parts:
-        return " and ".join(parts) + ", one after the other"
-    if groups[0].keys() != groups[1].keys():
-        return "nothing: the model's groups are started or stopped"
-    if old_config != new_config:
-        return "nothing: it is taken up as they run"
+    restarts = " and ".join(parts) + ", one after the other" if parts else ""
+    if versions[0].keys() != versions[1].keys():
+        return f"{restarts}; the model's groups are started or stopped"
+    if restarts:
+        return restarts
     if applications(before) != applications(after):
         return NUMBERS
     return NOTHING if old == new else LATER

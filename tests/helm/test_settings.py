@@ -28,6 +28,7 @@ from quire.cluster.deploy import wait_idle
 from quire.cluster.deploy.app import application, groups
 from quire.cluster.deploy.deployments import Gateway, ReplicaGroup
 from quire.cluster.deploy.names import application_of, part_of
+from quire.cluster.deploy.serve_options import check_of_groups, group_config
 from quire.cluster.settings import config_from
 from quire.router.config import RoutingConfig
 from quire.router.policies.catalog import POLICIES
@@ -129,13 +130,18 @@ def test_serve_accepts_its_configuration(manifests: list[Manifest], values: dict
     models = config_from(settings(manifests)).models
     names = ["quire", *(application_of("quire", part_of(each)) for each in models)]
     assert [application.name for application in config.applications] == names
-    given = [application.args for application in config.applications[1:]]
-    assert [{**each, "model": None} for each in given] == [
-        {"model": None, **settings(manifests)} for _ in models
-    ]
-    assert [each["model"] for each in given] == list(models)
     known = {ReplicaGroup.__name__, Gateway.__name__}
     assert num_replicas(manifests).keys() <= known
+
+
+def test_groups_are_given_what_they_use_of_the_settings_and_no_more(
+    manifests: list[Manifest],
+) -> None:
+    _, *given = [each["args"] for each in applications(manifests)]
+    models = config_from(settings(manifests)).models.values()
+    assert [group_config(config_from(each)) for each in given] == list(map(group_config, models))
+    for each in given:
+        check_of_groups(each)
 
 
 def test_what_is_run_by_its_name_is_there(manifests: list[Manifest]) -> None:

@@ -1,20 +1,19 @@
-"""Files of requests in OpenAI's batch format, asked of a server and answered into another file.
+"""Asks a server the requests of a file in OpenAI's batch format, and writes its answers.
 
-A line of the input is ``{"custom_id", "method", "url", "body"}``; a line of the output ``{"id",
-"custom_id", "response": {"status_code", "request_id", "body"}, "error"}``, in the order in which
-answers come. A request that no answer came to has an ``error`` and no ``response``.
+A line of the output is ``{"id", "custom_id", "response": {"status_code", "request_id", "body"},
+"error"}``, in the order in which answers come. A request that no answer came to, or none within
+`Limits`, has an ``error`` and no ``response``; all others are answered nonetheless.
 
 Answers are written as they come, to a file beside the output that takes its place at the end. An
 input of any length takes the memory of its longest lines and of a digest of each custom_id.
 """
 
 import asyncio
-import hashlib
 import json
 import os
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Set
+from collections.abc import AsyncIterator, Callable, Set
 from contextlib import suppress
 from http import HTTPStatus
 from pathlib import Path
@@ -22,30 +21,19 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from quire.worker.api.errors import ConfigError, QuireError
+from quire.cluster.batch_file import MIB, Item, Limits, digest_of, lines_of, part_of
+from quire.worker.api.errors import QuireError
 
-URLS = (
-    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"),
-    *("/v1/rerank", "/v1/score", "/rerank", "/score"),
-)
-_FIELDS = {"custom_id", "method", "url", "body"}
-_MAX_TOLD = 10
-_MAX_ID_CHARS = 512
 _MAX_SAID_CHARS = 1000
 _ATTEMPTS = 6
 _AGAIN = (429, 502, 503, 504)
 """Statuses with which a server has done nothing, and may later."""
 _MAX_PAUSE_S = 60.0
+_CHECK_TIMEOUT_S = 30.0
+_WRITTEN = 6
+"""A byte of an answer takes at most as many where it is written: those of "\\u0001"."""
 
 Json = dict[str, Any]
-
-
-class Item(NamedTuple):
-    """One request of a file."""
-
-    custom_id: str
-    url: str
-    body: Json
 
 
 class Ended(NamedTuple):
@@ -59,33 +47,6 @@ class Ended(NamedTuple):
     """Which request failed first, and why; empty where none did."""
 
 
-def check_file(path: Path) -> set[bytes]:
-    """Reads all of ``path``; returns a digest of the custom_id of each request.
-
-    Raises:
-        ConfigError: It cannot be read, or lines are no requests: the first ones are named.
-    """
-    wrong: list[str] = []
-    known: dict[bytes, int] = {}
-    num_wrong = number = 0
-    for number, line in _lines(path):
-        told = _trouble(line)
-        if not told:
-            digest = _digest(json.loads(line)["custom_id"])
-            first = known.setdefault(digest, number)
-            told = f"line {first} has this custom_id too" if first != number else ""
-        if told:
-            num_wrong += 1
-            if len(wrong) < _MAX_TOLD:
-                wrong.append(f"line {number}: {told}")
-    if num_wrong:
-        more = f"\n  and {num_wrong - len(wrong)} more" if num_wrong > len(wrong) else ""
-        raise ConfigError(f"{path} has lines that are no requests:\n  " + "\n  ".join(wrong) + more)
-    if not known:
-        raise ConfigError(f"{path} has no requests: write one a line")
-    return set(known)
-
-
 async def run_file(
     source: Path,
     target: Path,
@@ -93,6 +54,7 @@ async def run_file(
     server: str,
     api_key: str | None = None,
     asked: Set[bytes],
+    limits: Limits,
     max_concurrency: int = 256,
     resumes: bool = False,
     done: Callable[[int], object] = lambda num: None,
@@ -108,7 +70,9 @@ async def run_file(
             kept for a run that resumes.
     """
     part = part_of(target)
-    kept = _keep_answered(target, part, asked=asked) if resumes else set[bytes]()
+    kept = set[bytes]()
+    if resumes:
+        kept = _keep_answered(target, part, asked=asked, max_answer_mib=limits.max_answer_mib)
     counts = Counter[bool]()
     first_failure = ""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -123,12 +87,11 @@ async def run_file(
             async def work() -> None:
                 nonlocal first_failure
                 while (item := await queue.get()) is not None:
-                    answer = await _ask(session, item)
+                    answer = await _ask(session, item, limits)
                     if answer["error"]:
                         await _check_server(session, server)  # Else all that follow fail so too.
                     # One call, so that lines never mix; it is whole or, after a crash, left out.
-                    # In ASCII, as texts may hold halves of surrogate pairs.
-                    out.write(f"{json.dumps(answer)}\n")
+                    out.write(f"{_written(answer, item)}\n")
                     out.flush()
                     counts[_is_good(answer)] += 1
                     if not _is_good(answer):
@@ -136,10 +99,12 @@ async def run_file(
                     done(counts.total())
 
             async def feed() -> None:
-                for _, line in _lines(source):
+                for number, line in lines_of(source, max_bytes=limits.max_line_mib * MIB):
+                    assert line is not None, "`check_file` comes first"
                     read = json.loads(line)
-                    if _digest(read["custom_id"]) not in kept:
-                        await queue.put(Item(read["custom_id"], read["url"], read["body"]))
+                    custom_id, url, body = (read[name] for name in ("custom_id", "url", "body"))
+                    if digest_of(custom_id) not in kept:
+                        await queue.put(Item(number, custom_id, url, body))
                 for _ in range(max_concurrency):
                     await queue.put(None)
 
@@ -154,63 +119,20 @@ async def run_file(
     return Ended(counts.total() + len(kept), counts[False], len(kept), first_failure)
 
 
-def part_of(target: Path) -> Path:
-    """Where answers are until all are there."""
-    return target.with_name(f"{target.name}.part")
-
-
 async def _check_server(session: aiohttp.ClientSession, server: str) -> None:
     """Raises QuireError: it cannot be reached, or refuses the key. What else it answers does not
     matter."""
+    timeout = aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)
     try:
-        async with session.get("/v1/models") as response:
+        async with session.get("/v1/models", timeout=timeout) as response:
             if response.status == HTTPStatus.UNAUTHORIZED:
                 raise QuireError(
                     f"server={server}: it wants an API key, and this one is missing or not known "
-                    "there: set QUIRE_API_KEY"
+                    "there: give --api-key, or set QUIRE_API_KEY"
                 )
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         reason = str(error) or type(error).__name__
         raise QuireError(f"server={server}: cannot be reached: {reason}") from None
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Those that are not blank, with their numbers. They are bytes, as the last one of a run that
-    was broken off may end within a character. Raises ConfigError."""
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, line
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-
-
-def _trouble(line: bytes) -> str:
-    """Why it is no request; empty where it is one."""
-    try:
-        read = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return f"it is not JSON: {error}"
-    if not isinstance(read, dict) or not read.keys() >= _FIELDS:
-        missing = _FIELDS - read.keys() if isinstance(read, dict) else _FIELDS
-        return f"it must be an object; {', '.join(sorted(missing))} missing"
-    custom_id = read["custom_id"]
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_ID_CHARS:
-        return f"custom_id must be a text of 1 to {_MAX_ID_CHARS} characters"
-    if read["method"] != "POST":
-        return f"method={str(read['method'])[:64]!r}: must be 'POST'"
-    if read["url"] not in URLS:
-        return f"url={str(read['url'])[:64]!r}: must be one of {', '.join(URLS)}"
-    if not isinstance(read["body"], dict):
-        return "body must be an object"
-    if read["body"].get("stream"):
-        return "body.stream must be left out: answers are written whole"
-    return ""
-
-
-def _digest(custom_id: str) -> bytes:
-    return hashlib.blake2b(custom_id.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
 def _is_good(answer: Json) -> bool:
@@ -232,20 +154,25 @@ def _failure(answer: Json) -> str:
     return shown[:_MAX_SAID_CHARS]
 
 
-def _keep_answered(target: Path, part: Path, *, asked: Set[bytes]) -> set[bytes]:
+def _keep_answered(
+    target: Path, part: Path, *, asked: Set[bytes], max_answer_mib: int
+) -> set[bytes]:
     """Writes to ``part`` what it or ``target`` has of good answers to what is ``asked``; returns
     which these are."""
     kept: set[bytes] = set()
     fresh = part.with_name(f"{part.name}.{os.getpid()}")
+    max_bytes = (_WRITTEN * max_answer_mib + 1) * MIB
     with fresh.open("wb") as out:
         for path in (part, target):
             if not path.exists():
                 continue
-            for _, line in _lines(path):
+            for _, line in lines_of(path, max_bytes=max_bytes):
+                if line is None:
+                    continue
                 # What is cut off, say, is left out.
                 with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
                     answer = json.loads(line)
-                    digest = _digest(answer["custom_id"])
+                    digest = digest_of(answer["custom_id"])
                     if _is_good(answer) and digest in asked and digest not in kept:
                         kept.add(digest)
                         out.write(line.rstrip() + b"\n")
@@ -253,29 +180,67 @@ def _keep_answered(target: Path, part: Path, *, asked: Set[bytes]) -> set[bytes]
     return kept
 
 
-async def _ask(session: aiohttp.ClientSession, item: Item) -> Json:
+async def _ask(session: aiohttp.ClientSession, item: Item, limits: Limits) -> Json:
+    """The line of the output for ``item``."""
     answer: Json = {"id": f"batch_req_{secrets.token_hex(12)}", "custom_id": item.custom_id}
+    answer |= {"response": None, "error": None}
+    try:
+        async with asyncio.timeout(limits.timeout_s):
+            answer["response"] = await _response(session, item, limits.max_answer_mib * MIB)
+    except TimeoutError as error:
+        why = str(error) or f"it was not answered within {limits.timeout_s:g} s: give --timeout-s"
+        answer["error"] = _error(item, error, why)
+    except _TooLong as error:
+        why = f"the answer is longer than {limits.max_answer_mib} MiB: ask for less, or give "
+        answer["error"] = _error(item, error, f"{why}--max-answer-mib")
+    except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+        answer["error"] = _error(item, error, str(error))
+    return answer
+
+
+class _TooLong(Exception):
+    """An answer is longer than it may be."""
+
+
+async def _response(session: aiohttp.ClientSession, item: Item, max_bytes: int) -> Json:
+    """The server's answer. Raises _TooLong, and what the last attempt raises."""
     async for wait_s in _pauses():
         try:
             async with session.post(item.url, json=item.body) as response:
                 if response.status in _AGAIN and wait_s is not None:
                     await asyncio.sleep(_retry_after_s(response, wait_s))
                     continue
-                told = (await response.read()).decode(errors="replace")
-                return answer | {
-                    "response": {
-                        "status_code": response.status,
-                        "request_id": response.headers.get("X-Request-Id", ""),
-                        "body": _body(told),
-                    },
-                    "error": None,
+                told = bytearray()
+                async for piece in response.content.iter_any():
+                    told += piece
+                    if len(told) > max_bytes:
+                        response.close()
+                        raise _TooLong
+                return {
+                    "status_code": response.status,
+                    "request_id": response.headers.get("X-Request-Id", ""),
+                    "body": _body(told.decode(errors="replace")),
                 }
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError):
             if wait_s is None:
-                said = {"code": type(error).__name__, "message": str(error)}
-                return answer | {"response": None, "error": said}
+                raise
             await asyncio.sleep(wait_s)
-    raise AssertionError  # The last attempt returns.
+    raise AssertionError  # The last attempt returns or raises.
+
+
+def _error(item: Item, error: Exception, why: str) -> Json:
+    code = type(error).__name__.lstrip("_")
+    return {"code": code, "message": f"line {item.number}: {why}"}
+
+
+def _written(answer: Json, item: Item) -> str:
+    """Makes an error of an answer that cannot be written."""
+    try:
+        return json.dumps(answer)  # In ASCII, as texts may hold halves of surrogate pairs.
+    except RecursionError as error:
+        why = "the answer has too many lists and objects in each other"
+        answer |= {"response": None, "error": _error(item, error, why)}
+        return json.dumps(answer)
 
 
 async def _pauses() -> AsyncIterator[float | None]:

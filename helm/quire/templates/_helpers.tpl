@@ -215,6 +215,17 @@ capabilities: {drop: [ALL]}
 {{- toYaml $settings -}}
 {{- end -}}
 
+{{/* The arguments of quire.cluster.deploy.app:groups for one of the models that "quire.settings" names, the first being number
+0. Only what groups use: Serve replaces them when any of it changes. */}}
+{{- define "quire.groupSettings" -}}
+{{- $settings := include "quire.settings" .root | fromYaml -}}
+{{- $model := $settings -}}
+{{- if .number }}{{ $model = index $settings.more_models (sub .number 1 | int) }}{{ end -}}
+{{- $ofModel := pick $model "engine" "served_model_name" "nodes_per_group" "cpus_per_group" "group_resource" "autoscaling" -}}
+{{- $ofCluster := pick $settings "group_host" "tls_certificate" "tls_key" "log_level" "log_format" "otlp_traces_endpoint" "drain_timeout_s" "handover_s" "silence_timeout_s" "step_deadline_s" "start_first" -}}
+{{- toYaml (merge $ofModel $ofCluster) -}}
+{{- end -}}
+
 {{/* What clients call the first model, as quire.worker.model.hub.model_name makes it. */}}
 {{- define "quire.modelName" -}}
 {{- if .Values.model.servedName -}}

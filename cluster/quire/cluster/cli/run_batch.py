@@ -9,12 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from quire.cluster.batch_file import Limits, check_file, part_of
 from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
+from quire.cluster.cli.fields import add_fields, given_fields
 from quire.cluster.cli.help import DefaultsFormatter, Parser, sentence, whole
 from quire.cluster.cli.vllm_flags import translated
 from quire.worker.api.errors import ConfigError
 
 _TELL_EVERY_S = 1.0
+_LIMITS = {
+    "max_line_mib": "longest line of a request, in MiB",
+    "max_answer_mib": "longest answer, in MiB; one that is longer fails",
+    "timeout_s": "seconds in which a request must be answered, retries included; one that is not "
+    "fails",
+}
 
 
 def add_run_batch_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -26,8 +34,9 @@ def add_run_batch_parser(commands: "argparse._SubParsersAction[Parser]") -> None
         help=help_text,
         description=f"{sentence(help_text)}: by a server that runs, or by a cluster that is "
         "started here for it, with the flags of `quire serve`. Ends with status 1 where a request "
-        "failed. Where the server wants an API key, it is read from QUIRE_API_KEY.",
+        "failed.",
         formatter_class=DefaultsFormatter,
+        conflict_handler="resolve",  # `quire serve` has keys that it wants, here is one to show.
     )
     add = batch.add_argument
     add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, one a line")
@@ -39,19 +48,23 @@ def add_run_batch_parser(commands: "argparse._SubParsersAction[Parser]") -> None
         action="store_true",
         help="ask only what an earlier run, which may have been broken off, has not answered well",
     )
+    add_fields(batch.add_argument_group("limits"), Limits, _LIMITS)
     add_cluster_flags(batch, num_groups=1, tensor_parallel_size=1)
+    add("--api-key", help="of --server; if absent that of the environment, QUIRE_API_KEY")
     batch.spellings = translated
-    batch.set_defaults(run=_run, grpc_port=0, http_port=0)
+    batch.set_defaults(run=_run, grpc_port=0, http_port=0, api_keys=None)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from quire.cluster.batch import check_file
-
     server = None if arguments.server is None else _address(arguments)
+    if server is None and arguments.api_key:
+        raise ConfigError("--api-key: is of --server; a cluster that is started here wants none")
     _check_output(arguments)
-    asked = check_file(arguments.input_file)
+    limits = Limits(**given_fields(Limits, arguments))
+    asked = check_file(arguments.input_file, limits)
     if server is not None:
-        return _answer(arguments, server, asked, api_key=os.environ.get("QUIRE_API_KEY"))
+        api_key = arguments.api_key or os.environ.get("QUIRE_API_KEY")
+        return _answer(arguments, server, asked, limits, api_key=api_key)
     from quire.cluster.deploy.progress import on_stdout
     from quire.cluster.deploy.signals import ended_by_signal
 
@@ -71,7 +84,7 @@ def _run(arguments: argparse.Namespace) -> int:
             config, name=arguments.name, ray_address=arguments.ray_address, progress=progress
         )
         with cluster as endpoints:
-            return _answer(arguments, f"http://{endpoints.http}", asked, api_key=None)
+            return _answer(arguments, f"http://{endpoints.http}", asked, limits, api_key=None)
 
 
 def _address(arguments: argparse.Namespace) -> str:
@@ -91,8 +104,6 @@ def _address(arguments: argparse.Namespace) -> str:
 
 def _check_output(arguments: argparse.Namespace) -> None:
     """Raises ConfigError: answers could not be written, or would take the place of others."""
-    from quire.cluster.batch import part_of
-
     target: Path = arguments.output_file
     if target.resolve() == arguments.input_file.resolve():
         raise ConfigError(f"output_file={target}: is the input too: name another")
@@ -106,7 +117,12 @@ def _check_output(arguments: argparse.Namespace) -> None:
 
 
 def _answer(
-    arguments: argparse.Namespace, server: str, asked: set[bytes], *, api_key: str | None
+    arguments: argparse.Namespace,
+    server: str,
+    asked: set[bytes],
+    limits: Limits,
+    *,
+    api_key: str | None,
 ) -> int:
     from quire.cluster.batch import run_file
 
@@ -130,6 +146,7 @@ def _answer(
             server=server,
             api_key=api_key,
             asked=asked,
+            limits=limits,
             max_concurrency=arguments.max_concurrency,
             resumes=arguments.resume,
             done=done,

@@ -29,6 +29,7 @@ from quire.cluster.deploy.names import (
     part_of,
 )
 from quire.cluster.deploy.progress import Progress
+from quire.cluster.deploy.serve_options import check_of_groups
 from quire.cluster.deploy.session import UNKNOWN, RaySession
 from quire.cluster.deploy.start import Started, check_nodes, check_room, start_apps, start_serve
 from quire.cluster.deploy.status_line import StatusLine, look_at
@@ -39,7 +40,7 @@ from quire.cluster.group.native_code import compile_native_code
 from quire.cluster.settings import config_from
 from quire.cluster.tls import ServerTls
 from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError, QuireError
+from quire.worker.api.errors import QuireError
 from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.hub import fetch_checkpoint, is_hub_name
 
@@ -336,17 +337,12 @@ def groups(settings: dict[str, Any]) -> "serve.Application":
     """The groups of a model for the same file: ``import_path: quire.cluster.deploy.app:groups``.
     The application is called NAME:MODEL, as `quire.cluster.deploy.names.part_of` writes it.
 
-    ``settings`` are those of `application`, and ``model`` says which of its models this is; it
-    need not where there is one only. Raises as `application`.
+    ``settings`` are those of the model and of the cluster that groups use. Serve replaces the
+    groups when any of them changes. Raises as `application`, and ConfigError for a setting that
+    gateways alone use.
     """
-    settings = dict(settings)
-    name = settings.pop("model", None)
-    models = config_from(settings).models
-    if name is None and len(models) == 1:
-        (name,) = models
-    if name not in models:
-        raise ConfigError(f"model={name!r}: must be one of {', '.join(map(repr, models))}")
-    config, _ = checked(models[name])
+    check_of_groups(settings)
+    config, _ = checked(config_from(settings))
     return build_groups(config, part_of(config.model_name))
 
 

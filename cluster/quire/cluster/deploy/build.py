@@ -10,6 +10,7 @@ from quire.cluster.deploy.listed import Listed, to_json
 from quire.cluster.deploy.serve_options import (
     gateway_count,
     gateway_version,
+    group_config,
     group_count,
     group_version,
     with_version,
@@ -111,7 +112,7 @@ def build_groups(
         )(group or deployments.ReplicaGroup),
         group_version(config),
     )
-    app: serve.Application = groups.bind(config)
+    app: serve.Application = groups.bind(group_config(config))
     return app
 
 

@@ -7,8 +7,8 @@ new version for each, each time, unless a deployment has one.
 import functools
 import hashlib
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,13 @@ from quire.cluster.scaling.settings import (
     AutoscalingSettings,
     GatewayAutoscaling,
 )
+from quire.worker.api.errors import ConfigError
 from quire.worker.model.hub import is_hub_name
 
-_NOT_A_GROUPS = (
-    *("aliases", "autoscaling", "gateway_autoscaling", "lora_modules", "more_models"),
-    *("num_gateways", "num_groups", "start_first"),
-    # Those of gateways alone.
+_OF_SERVE = ("autoscaling", "num_groups", "start_first")
+"""Settings that tell Serve how to run groups, and change nothing within one."""
+_OF_GATEWAYS = (
+    *("aliases", "gateway_autoscaling", "lora_modules", "more_models", "num_gateways"),
     *("allow_origins", "api_keys_file", "gateway_resource", "grpc_port", "host", "http_port"),
     *("access_log", "ignore_unknown_fields", "metrics_port", "open_metrics", "max_connections"),
     *("max_connections_per_address", "shut_out_s", "head_timeout_s", "body_timeout_s"),
@@ -38,7 +39,26 @@ _NOT_A_GROUPS = (
     *("chat_template", "reasoning_parser", "tool_call_parser", "routing", "max_inflight"),
     *("max_queued_bytes", "max_queued_requests", "max_queue_wait_s"),
 )
-"""Settings that change nothing within a group."""
+"""Settings that gateways alone use."""
+
+
+def group_config(config: ClusterConfig) -> ClusterConfig:
+    """What each group of the only model of ``config`` is given: that which it uses. All other
+    settings have their defaults."""
+    plain = ClusterConfig(engine=config.engine)
+    others = {name: getattr(plain, name) for name in (*_OF_SERVE, *_OF_GATEWAYS)}
+    # The number of groups decides it, unless it is set.
+    engine = replace(config.engine, kv_transfer=config.transfers_kv)
+    return replace(config, **others, engine=engine)
+
+
+def check_of_groups(names: Iterable[str]) -> None:
+    """Raises ConfigError: settings in the ``args`` of groups are gateways' alone."""
+    if others := [name for name in names if name in _OF_GATEWAYS]:
+        raise ConfigError(
+            f"{', '.join(others)}: only gateways use {'this' if len(others) == 1 else 'these'}; "
+            "leave out of the args of groups, of which any change replaces the groups"
+        )
 
 
 def group_count(config: ClusterConfig) -> dict[str, Any]:
@@ -84,14 +104,11 @@ def _scaled(
 
 
 def group_version(config: ClusterConfig) -> str:
-    """The version of a model's groups covers their settings, the model's files and this software.
-    ``config`` is that of the model alone."""
-    settings = [
-        (field.name, getattr(config, field.name))
-        for field in fields(config)
-        if field.name not in _NOT_A_GROUPS
-    ]
-    return _digest(settings, *_files(config.engine.model))
+    """The version of a model's groups covers the settings that they use, the model's files and this
+    software. ``config`` is that of the model alone."""
+    # More groups are no reason to replace the ones that run.
+    used = replace(group_config(config), engine=config.engine)
+    return _digest(used, *_files(config.engine.model))
 
 
 def gateway_version(config: ClusterConfig) -> str:
