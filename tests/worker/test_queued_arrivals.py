@@ -47,9 +47,16 @@ class Group:
     def _pass(self, step: Any) -> None:
         self.now_s += TOKEN_S * len(step.token_ids_T)
 
-    def ask(self, name: str, prompt: Sequence[int], source: PeerSource | None = None) -> None:
+    def ask(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        source: PeerSource | None = None,
+        *,
+        resumed: Sequence[int] = (),
+    ) -> None:
         self.outputs[name] = []
-        self.engine.add_request(replace(request(name, prompt), source=source))
+        self.engine.add_request(replace(request(name, prompt, resumed=resumed), source=source))
 
     def step(self) -> None:
         for output in self.engine.step():
@@ -211,14 +218,14 @@ def test_the_oldest_pulls_have_slots_and_each_has_one(
     group.run()
 
 
-def test_requests_that_wait_for_one_source_wait_together(
+def test_streams_that_come_from_one_group_wait_together(
     group: Group, blocks: dict[BlockHash, Bytes]
 ) -> None:
-    """Five prompts of 80 tokens would be computed one after another: on average in 3 times what
+    """Five streams of 80 tokens would be computed one after another: on average in 3 times what
     one takes, of which a tenth is waited, and for what has landed meanwhile."""
     for number in range(4):
-        group.ask(f"r{number}", [number, *PROMPT], SOURCE)
-    group.ask("a", PROMPT, SOURCE)
+        group.ask(f"r{number}", [number, *PROMPT], SOURCE, resumed=[9])
+    group.ask("a", PROMPT, SOURCE, resumed=[9])
     waits = group.engine._entrance.arriving
     assert waits is not None
     assert waits.left_s == pytest.approx(0.1 * 80 * 3 * TOKEN_S)
@@ -236,12 +243,28 @@ def test_requests_that_wait_for_one_source_wait_together(
 def test_those_that_wait_for_other_sources_or_the_same_blocks_count_for_nothing(
     group: Group,
 ) -> None:
-    group.ask("a", PROMPT, SOURCE)
-    group.ask("same", PROMPT, SOURCE)
-    group.ask("other", [7, *PROMPT], replace(SOURCE, group_id="another"))
+    group.ask("a", PROMPT, SOURCE, resumed=[9])
+    group.ask("same", PROMPT, SOURCE, resumed=[9])
+    group.ask("other", [7, *PROMPT], replace(SOURCE, group_id="another"), resumed=[9])
     waits = group.engine._entrance.arriving
     assert waits is not None
     assert waits.left_s == pytest.approx(0.1 * 80 * TOKEN_S)
+    for pull in group.pulls:
+        pull.end("gone")
+    group.run()
+
+
+def test_requests_wait_for_what_lands_for_others_and_a_tenth_of_their_own(
+    group: Group, blocks: dict[BlockHash, Bytes]
+) -> None:
+    group.ask("a", PROMPT, SOURCE)
+    group.ask("other", [7, *PROMPT], SOURCE)
+    waits = group.engine._entrance.arriving
+    assert waits is not None
+    assert waits.left_s == pytest.approx(0.1 * 80 * TOKEN_S)
+    land(group.pulls[0], blocks, range(3))
+    group.step()
+    assert waits.left_s == pytest.approx((0.1 * 80 + 3 * 4) * TOKEN_S)
     for pull in group.pulls:
         pull.end("gone")
     group.run()

@@ -5,8 +5,8 @@ waited, but for a tenth of the time in which all that it wants could be computed
 begins with what is there: so it ends at most that tenth later than if nothing had been fetched.
 
 Requests that wait for the same source would be computed one after another. So what lands for one of
-them keeps all waiting, and the tenth is that of the mean of them: the streams of a group that
-drains wait together until their blocks come.
+them keeps all waiting. Streams that a draining group hands over wait together: the tenth is that of
+the mean of them.
 
 Where steps are full of other prompts, it is queued then, and goes on fetching until its turn comes.
 Where a source's first block takes longer than a request may wait, and nothing else runs meanwhile,
@@ -44,6 +44,8 @@ class _Waiting:
     """Those that had come by then."""
     origin_before: int
     """Those that had come from the same source by then, for any request."""
+    is_stream: bool
+    """Whether it goes on with a stream of another group."""
     before: Fetched
     """What it had fetched by then."""
 
@@ -177,6 +179,7 @@ class Arriving:
             num_wanted=len(arrival.pull.hashes) - arrival.num_here,
             num_before=arrival.num_here,
             origin_before=arrival.origin.num_landed,
+            is_stream=len(seq.request.resumed_token_ids) > 0,
             before=before,
         )
         return True
@@ -203,10 +206,11 @@ class Arriving:
         return not arrival.is_over and arrival.num_here < len(arrival.pull.hashes)
 
     def _num_wanted(self) -> Counter[Origin]:
-        """Blocks of each source that requests wait for."""
+        """Blocks of each source that streams wait for."""
         num_wanted = Counter[Origin]()
+        streams = [each for each in self._waiting.values() if each.is_stream]
         # Those that wait for the same blocks would compute them once.
-        for waiting in {each.arrival: each for each in self._waiting.values()}.values():
+        for waiting in {each.arrival: each for each in streams}.values():
             num_wanted[waiting.arrival.origin] += waiting.num_wanted
         return num_wanted
 
@@ -215,8 +219,9 @@ class Arriving:
         origin = waiting.arrival.origin
         num_landed = origin.num_landed - waiting.origin_before
         if self._num_tokens:
+            num_all = num_wanted[origin] if waiting.is_stream else waiting.num_wanted
             # Its own and all of them, one after another: half of the sum is the mean.
-            slack_s = self._slack_s((waiting.num_wanted + num_wanted[origin]) / 2)
+            slack_s = self._slack_s((waiting.num_wanted + num_all) / 2)
             patience_s = self._block_s * num_landed + slack_s
         else:
             patience_s = _UNKNOWN_SLACK_S * (1 + num_landed)
