@@ -77,13 +77,15 @@ def served(
     return done
 
 
-def share_kept(limit: str, *, seconds: float, **how: Any) -> dict[str, float]:
+def share_kept(
+    limit: str, *, seconds: float, num_gateways: int = 1, **how: Any
+) -> dict[str, float]:
     """What each small tenant, at 0.8 of its share, gets beside one that asks for a hundred times as
-    much, over what it gets without that one."""
+    much, over what it gets without that one at as many gateways, to which it sends the same."""
     per_s = 0.8 * CAPACITY_PER_S[limit] / (len(SMALL) + 1)
     small = dict.fromkeys(SMALL, per_s)
-    without = served(small, limit=limit, seconds=seconds)
-    beside = served(small | {GREEDY: 100 * per_s}, limit=limit, seconds=seconds, **how)
+    at = partial(served, limit=limit, seconds=seconds, num_gateways=num_gateways)
+    without, beside = at(small), at(small | {GREEDY: 100 * per_s}, **how)
     assert beside[GREEDY], "what others leave is used"
     return {tenant: beside[tenant] / without[tenant] for tenant in SMALL}
 
@@ -97,6 +99,12 @@ def test_a_tenant_at_a_hundred_times_the_load_costs_the_others_at_most_a_twentie
 @pytest.mark.parametrize(("limit", "seconds"), [("slots", 90), ("prefill", 300), ("blocks", 120)])
 def test_so_it_is_whatever_is_scarce(limit: str, seconds: float) -> None:
     kept = share_kept(limit, seconds=seconds)
+    assert min(kept.values()) >= 0.95, kept
+
+
+@pytest.mark.slow
+def test_so_it_is_at_three_gateways_each_of_which_is_fair_by_itself() -> None:
+    kept = share_kept("slots", seconds=60, num_gateways=3)
     assert min(kept.values()) >= 0.95, kept
 
 
