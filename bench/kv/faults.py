@@ -112,17 +112,9 @@ def faults(*, num_requests: int, model: Path = demo_model.PATH, seed: int = 0) -
 
 
 async def _run(num_requests: int, model: Path, rng: np.random.Generator, report: Report) -> None:
-    plain = config_of(
-        model=model,
-        max_model_len=_MAX_LEN,
-        dtype="bfloat16",
-        enable_prefix_caching=False,
-        num_blocks=_CACHE_BLOCKS,
-    )
-    lent = config_of(
-        model=model,
-        max_model_len=_MAX_LEN,
-        dtype="bfloat16",
+    make = partial(config_of, model=model, max_model_len=_MAX_LEN, dtype="bfloat16")
+    plain = make(enable_prefix_caching=False, num_blocks=_CACHE_BLOCKS)
+    lent = make(
         kv_transfer=True,
         num_blocks=_LENDER_BLOCKS,
         kv_offloading_size=gib_of(_LENDER_HOST_BLOCKS, plain),

@@ -92,7 +92,7 @@ def filed(pace_file: Path) -> Iterator[Filed]:
 
 
 def processes(app: str) -> set[int]:
-    """Of the replicas of an application's deployment that run."""
+    """Process ids of the running replicas of an application's deployment."""
     details = _get_global_client().get_serve_details()  # type: ignore[union-attr]
     (deployment,) = details["applications"][app]["deployments"].values()
     return {each["pid"] for each in deployment["replicas"] if each["state"] == "RUNNING"}

@@ -55,7 +55,7 @@ class Item(NamedTuple):
     """One request of a file."""
 
     number: int
-    """Of its line."""
+    """The number of its line in the file."""
     custom_id: str
     url: str
     body: dict[str, Any]

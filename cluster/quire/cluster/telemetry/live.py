@@ -35,7 +35,7 @@ from quire.router.table import RoutingTable
 MAX_VIEWERS = 32
 MAX_EVERY_S = 60
 MAX_CALLS = 50
-"""The last ones that ended, some kB each at most; kept also while nobody watches."""
+"""Calls that are kept, the newest ones, some kB each at most; also while nobody watches."""
 
 _TICK_S = 1.0
 _PREFIXES_EVERY = 5

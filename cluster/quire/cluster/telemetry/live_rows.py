@@ -15,7 +15,7 @@ _NAME_BYTES = 6
 """Characters of a block's name that tell it from the others on the page."""
 _MAX_CHARS = 200
 MAX_ATTEMPTS = 16
-"""Of a call; the last ones."""
+"""The last attempts of a call that a row shows at most."""
 
 
 def group_row(
