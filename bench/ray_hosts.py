@@ -43,16 +43,17 @@ import json, sys
 from quire.cluster.deploy.local import ray_session
 with ray_session(address=sys.argv[1]):
     from ray import serve
-    from quire.cluster.deploy.app import application, groups
+    from quire.cluster.deploy.build import build_gateways, build_groups, checked
+    from quire.cluster.deploy.listed import listed_in
     from quire.cluster.deploy.names import application_of, part_of
     from quire.cluster.settings import config_from
-    settings = json.loads(sys.argv[2])
-    model = config_from(settings).model_name
+    config, _ = checked(config_from(json.loads(sys.argv[2])))
+    part = part_of(config.model_name)
     serve.start(proxy_location="Disabled")
-    name = application_of("quire", part_of(model))
-    serve.run(groups(settings), name=name, route_prefix=None)
-    handle = serve.run(application(settings), name="quire", route_prefix=None)
-    handle.wait_for_groups.remote([model]).result()
+    serve.run(build_groups(config, part), name=application_of("quire", part), route_prefix=None)
+    gateways = build_gateways(config, listed_in(config))
+    handle = serve.run(gateways, name="quire", route_prefix=None)
+    handle.wait_for_groups.remote([config.model_name]).result()
     print("addresses", json.dumps(handle.addresses.remote().result()), flush=True)
 """
 
