@@ -6,11 +6,13 @@ import itertools
 import socket
 import ssl
 import struct
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import grpc.aio
 import pytest
 import trustme
@@ -228,6 +230,21 @@ async def test_large_messages_and_their_streams_are_no_flood(serving: Any) -> No
 
         for _ in range(3):
             await asyncio.gather(*[tokenize() for _ in range(4)])
+        assert not server.cuts
+
+
+async def test_messages_that_come_before_the_event_loop_knows_of_their_calls_are_no_flood(
+    serving: Any,
+) -> None:
+    async with serving() as (_, server):
+        text = "the cat " * (3 * 2**17)
+        with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            message = pb.TokenizeRequest(text=text)
+            calls = [stub.Tokenize.future(message, metadata=tuple(KEY)) for _ in range(4)]
+            time.sleep(0.3)  # The server's event loop stands still.
+            codes = [await asyncio.to_thread(call.code) for call in calls]
+        assert {*codes} <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert not server.cuts
 
 

@@ -6,11 +6,15 @@ bytes, which the kernel counts for each connection, under TLS too. A thread comp
 times a second, with what the connection's calls explain, which `Account` counts. Clients without a
 call that was let in, *strangers*, explain nothing.
 
+gRPC core also takes whole messages before the event loop knows of their calls. So bytes are held
+against a connection once the event loop has had time for its calls, except during floods.
+
 An address that floods again and again is shut out for a while: its strangers end, and the kernel
 drops its new connections. Nothing here is done for a token: an account changes with a call, and a
 look takes two system calls for each connection.
 """
 
+import asyncio
 import contextlib
 import logging
 import threading
@@ -47,9 +51,12 @@ _MAX_SHARE = 0.05
 """Share of one core's time for looks: beside thousands of connections they come less often."""
 _DESCRIPTORS_S = 0.5
 """How often the number of file descriptors is read, which grows by doubling."""
+_NUM_TURNS = 5
+"""How often the event loop turns, between looks, until it must know of a connection's calls."""
+_MAX_UNEXPLAINED_BYTES = 128 * 2**20
+"""Of one connection, whether or not the event loop had time: they fill memory."""
 _ALLOWED_BYTES = 512 * 2**10
-"""Beside what calls explain. Until the event loop sees its first call, a client may have sent the
-64 KiB of each message that HTTP/2 lets it."""
+"""Beside what calls explain."""
 _ALLOWED_IN_ATTACK_BYTES = 96 * 2**10
 """The same during floods, for addresses that flooded or that no client came from: gRPC core takes
 0.4 s of CPU for a MiB of headers."""
@@ -109,6 +116,8 @@ class _Connection:
     host: str
     peer: str
     account: Account
+    over_since: int | None = None
+    """The event loop's turn when too many bytes were first seen; ``None`` while they are few."""
 
 
 class GrpcGuard:
@@ -125,6 +134,13 @@ class GrpcGuard:
         self._limits = limits
         self._cut = cut
         self._port = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._num_turns = 0
+        self._is_turning = False
+        self._is_waiting = False
+        """Whether a connection waits for the event loop to turn."""
+        self._num_excess_bytes = 0.0
+        """Of all strangers that this look has judged."""
         self._accounts: dict[str, Account] = {}  # By peer, as gRPC writes it.
         self._connections: dict[int, _Connection] = {}  # By gRPC's descriptor.
         self._descriptors = range(0)
@@ -150,7 +166,9 @@ class GrpcGuard:
         return self._accounts.setdefault(peer, Account()) if account is None else account
 
     def start(self, port: int) -> None:
+        """Called in the event loop that serves the port."""
         self._port = port
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self) -> None:
@@ -174,20 +192,12 @@ class GrpcGuard:
             self._descriptors = descriptors()
             self._descriptors_due_s = now_s + _DESCRIPTORS_S
         self._find()
-        num_excess_bytes = 0.0
+        self._num_excess_bytes, self._is_waiting = 0.0, False
         for fd, connection in list(self._connections.items()):
-            if fd not in self._connections:
-                continue  # It went with another of its address.
-            acked, received = acked_and_received(fd)
-            if not connection.account.is_stranger:
-                _remember(self._let_in, connection.host, now_s)
-            elif not self._is_shared(connection.host, now_s):
-                excess = received - self._refilled(connection, now_s) - _ALLOWED_IN_ATTACK_BYTES
-                num_excess_bytes += max(excess, 0.0)
-                if num_excess_bytes > _MAX_EXCESS_BYTES:
-                    self._flooded_s = now_s
-            if received > self._allowed_bytes(connection, acked, now_s):
-                self._flooded(fd, connection, now_s)
+            if fd in self._connections:  # Else it went with another of its address.
+                self._judge(fd, connection, now_s)
+        if self._is_waiting:
+            self._let_turn()
         self._bound()
         self._forgive(now_s)
         self._sweep(now_s)
@@ -222,19 +232,55 @@ class GrpcGuard:
             self._accounts.pop(connection.peer, None)
         self._others.pop(fd, None)
 
-    def _allowed_bytes(self, connection: _Connection, acked: int, now_s: float) -> float:
-        account, refilled = connection.account, self._refilled(connection, now_s)
-        if account.is_stranger:
-            host = connection.host
-            is_suspect = host in self._floods or not self._is_shared(host, now_s)
-            in_attack = now_s - self._flooded_s < _MEMORY_S
-            allowed = _ALLOWED_IN_ATTACK_BYTES if in_attack and is_suspect else _ALLOWED_BYTES
-            return allowed + refilled - _STRANGE_CALL_BYTES * account.num_strange_calls
-        # Those who read send frames about it, shorter than ours.
-        return _ALLOWED_LET_IN_BYTES + refilled + account.explained_bytes + acked
+    def _judge(self, fd: int, connection: _Connection, now_s: float) -> None:
+        """Ends a connection that floods."""
+        acked, received = acked_and_received(fd)
+        is_stranger, host = connection.account.is_stranger, connection.host
+        if not is_stranger:
+            _remember(self._let_in, host, now_s)
+        least = _ALLOWED_IN_ATTACK_BYTES if is_stranger else _ALLOWED_LET_IN_BYTES
+        unexplained = received - self._explained_bytes(connection, acked, now_s)
+        if unexplained <= least:
+            connection.over_since = None
+            return
+        is_unknown = is_stranger and not self._is_shared(host, now_s)
+        is_suspect = is_unknown or (is_stranger and host in self._floods)
+        in_attack = is_suspect and now_s - self._flooded_s < _MEMORY_S
+        if not (in_attack or self._had_time(connection, unexplained)):
+            self._is_waiting = True
+            return
+        if is_unknown:
+            self._num_excess_bytes += unexplained - least
+            if self._num_excess_bytes > _MAX_EXCESS_BYTES:
+                self._flooded_s, in_attack = now_s, True
+        if in_attack or not is_stranger or unexplained > _ALLOWED_BYTES:
+            self._flooded(fd, connection, now_s)
 
-    def _refilled(self, connection: _Connection, now_s: float) -> float:
-        return _ALLOWED_BYTES_PER_S * (now_s - connection.account.begin_s)
+    def _explained_bytes(self, connection: _Connection, acked: int, now_s: float) -> float:
+        account = connection.account
+        refilled = _ALLOWED_BYTES_PER_S * (now_s - account.begin_s)
+        if account.is_stranger:
+            return refilled - _STRANGE_CALL_BYTES * account.num_strange_calls
+        # Those who read send frames about it, shorter than ours.
+        return refilled + account.explained_bytes + acked
+
+    def _had_time(self, connection: _Connection, unexplained: float) -> bool:
+        """Whether the event loop must know by now of calls that could explain what has come."""
+        if connection.over_since is None:
+            connection.over_since = self._num_turns
+        num_turns = self._num_turns - connection.over_since
+        return num_turns >= _NUM_TURNS or unexplained > _MAX_UNEXPLAINED_BYTES
+
+    def _let_turn(self) -> None:
+        """Counts the event loop's next turn."""
+        if self._loop is not None and not self._is_turning:
+            self._is_turning = True
+            with contextlib.suppress(RuntimeError):  # The loop is closed.
+                self._loop.call_soon_threadsafe(self._turned)
+
+    def _turned(self) -> None:
+        self._num_turns += 1
+        self._is_turning = False
 
     def _is_shared(self, host: str, now_s: float) -> bool:
         """Whether a client that was let in came from there."""
