@@ -83,7 +83,7 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="utility is the engine's own policy; plain-lru is three times as fast to simulate",
     )
 
-    add = parser.add_argument_group("KV that travels").add_argument
+    add = parser.add_argument_group("KV offloading and transfer").add_argument
     add(
         "--link",
         default="none",
