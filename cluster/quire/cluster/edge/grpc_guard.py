@@ -53,8 +53,8 @@ _DESCRIPTORS_S = 0.5
 """How often the number of file descriptors is read, which grows by doubling."""
 _NUM_TURNS = 5
 """How often the event loop turns, between looks, until it must know of a connection's calls."""
-_MAX_UNEXPLAINED_BYTES = 128 * 2**20
-"""Of one connection, whether or not the event loop had time: they fill memory."""
+_MAX_WAITING_BYTES = 256 * 2**20
+"""Of all connections for whose calls the event loop had no time yet: they fill memory."""
 _ALLOWED_BYTES = 512 * 2**10
 """Beside what calls explain."""
 _ALLOWED_IN_ATTACK_BYTES = 96 * 2**10
@@ -137,10 +137,8 @@ class GrpcGuard:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_turns = 0
         self._is_turning = False
-        self._is_waiting = False
-        """Whether a connection waits for the event loop to turn."""
-        self._num_excess_bytes = 0.0
-        """Of all strangers that this look has judged."""
+        # Of this look: bytes that wait for the event loop to turn, and strangers' that do not.
+        self._num_waiting_bytes = self._num_excess_bytes = 0.0
         self._accounts: dict[str, Account] = {}  # By peer, as gRPC writes it.
         self._connections: dict[int, _Connection] = {}  # By gRPC's descriptor.
         self._descriptors = range(0)
@@ -192,11 +190,11 @@ class GrpcGuard:
             self._descriptors = descriptors()
             self._descriptors_due_s = now_s + _DESCRIPTORS_S
         self._find()
-        self._num_excess_bytes, self._is_waiting = 0.0, False
+        self._num_waiting_bytes = self._num_excess_bytes = 0.0
         for fd, connection in list(self._connections.items()):
             if fd in self._connections:  # Else it went with another of its address.
                 self._judge(fd, connection, now_s)
-        if self._is_waiting:
+        if self._num_waiting_bytes:
             self._let_turn()
         self._bound()
         self._forgive(now_s)
@@ -247,7 +245,7 @@ class GrpcGuard:
         is_suspect = is_unknown or (is_stranger and host in self._floods)
         in_attack = is_suspect and now_s - self._flooded_s < _MEMORY_S
         if not (in_attack or self._had_time(connection, unexplained)):
-            self._is_waiting = True
+            self._num_waiting_bytes += unexplained
             return
         if is_unknown:
             self._num_excess_bytes += unexplained - least
@@ -269,7 +267,8 @@ class GrpcGuard:
         if connection.over_since is None:
             connection.over_since = self._num_turns
         num_turns = self._num_turns - connection.over_since
-        return num_turns >= _NUM_TURNS or unexplained > _MAX_UNEXPLAINED_BYTES
+        is_too_much = self._num_waiting_bytes + unexplained > _MAX_WAITING_BYTES
+        return num_turns >= _NUM_TURNS or is_too_much
 
     def _let_turn(self) -> None:
         """Counts the event loop's next turn."""
