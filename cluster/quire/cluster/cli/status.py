@@ -1,4 +1,4 @@
-"""``quire status``: which applications run on a Ray cluster, and whether they are whole."""
+"""``quire status``: which applications run on a Ray cluster, and whether they are complete."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ _HEALTHY, _NOT_WHOLE, _NOTHING = 0, 1, 2
 
 def add_status_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds ``status`` to the command line."""
-    help_text = "show which applications run on a Ray cluster, and whether they are whole"
+    help_text = "show which applications run on a Ray cluster, and whether they are complete"
     status = commands.add_parser(
         "status",
         help=help_text,
