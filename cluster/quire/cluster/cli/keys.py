@@ -55,9 +55,8 @@ def add_keys_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
             )
         if name == "revoke":
             action.add_argument("name", help="what the key is called")
+        if name in ("list", "revoke"):
             action.add_argument("--file", type=Path, required=True, help="the keys file")
-        if name == "list":
-            action.add_argument("file", type=Path, help="the keys file")
 
 
 def _new(arguments: argparse.Namespace) -> int:
