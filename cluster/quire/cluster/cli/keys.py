@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster.cli.explain import table
+from quire.cluster.cli.columns import table, terminal_width
 from quire.cluster.cli.help import DefaultsFormatter, Parser
 from quire.worker.api.errors import ConfigError
 
@@ -92,7 +92,8 @@ def _hash(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     _, entries = _entries(arguments.file)
     lines = [(each.name, each.tenant, _until(each), f"{each.hash[:15]}…") for each in entries]
-    print(table([("name", "tenant", "expires", "hash"), *lines]) if lines else "There is no key.")
+    rows = [("name", "tenant", "expires", "hash"), *lines]
+    print(table(rows, width=terminal_width()) if lines else "There is no key.")
     return 0
 
 
