@@ -22,6 +22,7 @@ import numpy as np
 
 from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.api.adapters import LoRARequest
+from quire.worker.api.arguments import explains_arguments
 from quire.worker.api.config import Device, DType, EngineConfig, ModelImpl, SchedulingPolicy
 from quire.worker.api.errors import AdapterError, CheckpointError, InvalidRequest
 from quire.worker.api.limits import derive_seed
@@ -38,6 +39,7 @@ from quire.worker.api.sampling_params import SamplingParams, params_of_each
 from quire.worker.api.scoring import PairScore
 from quire.worker.api.spelling import spell_out
 from quire.worker.api.structured import StructuredOutputsParams
+from quire.worker.api.vllm_names import ARGUMENTS
 from quire.worker.engine import Engine
 from quire.worker.model.adapters.store import AdapterStore
 from quire.worker.model.hub import fetch_adapter, fetch_checkpoint, with_revision
@@ -65,6 +67,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 """The adapter of all prompts, or each one's."""
 
 
+@explains_arguments(ARGUMENTS)
 class LLM:
     """A model and its engine. Use it as a context manager, or call `close`.
 
@@ -112,6 +115,8 @@ class LLM:
 
     Raises:
         ConfigError: A setting cannot work; the message names it and what would be right.
+        UnknownArgument: There is no such argument; the message says what to do instead, also for
+            those of vLLM's ``LLM``.
         CheckpointError: The model's files are missing, damaged or of a foreign kind, or the hub
             does not give them.
     """

@@ -16,12 +16,13 @@ from typing import Any
 from quire.cluster.cli.fields import chat_template
 from quire.cluster.cli.help import Parser
 from quire.cluster.cli.lora import lora_modules
-from quire.cluster.cli.vllm_flags import SPELLED, translated
+from quire.cluster.cli.vllm_flags import translated
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.settings import config_from
 from quire.cluster.unique_keys import read_yaml
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
+from quire.worker.api.vllm_names import SPELLED
 from quire.worker.model.hub import model_name
 
 Settings = dict[str, Any]
