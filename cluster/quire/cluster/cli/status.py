@@ -37,9 +37,9 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"Nothing runs: {error}")
         return _NOTHING
     with ray_session(address=address):
-        if arguments.name is not None:
-            check_known(arguments.name)
-        found = [each for each in overview() if arguments.name in (None, each["application"])]
+        found = overview(arguments.name)
+        if arguments.name is not None and not found:
+            check_known(arguments.name)  # Raises, with those that there are.
     if arguments.json:
         print(json.dumps(found, indent=2))
     elif not found:
