@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
 from quire.worker.api.errors import UnknownArgument
 from quire.worker.api.vllm_names import REFUSED
 
@@ -60,6 +60,19 @@ def test_each_field_of_vllms_sampling_is_there_or_refused_with_a_sentence(name: 
         TypeError, match=rf"^SamplingParams\({name}=…\): vLLM's {name} is not served"
     ):
         SamplingParams(**given(name))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        (StructuredOutputsParams, "disable_fallback", "one backend, llguidance"),
+        (StructuredOutputsParams, "schema", "there are json, regex, choice"),
+        (LoRARequest, "lora_local_path", "spell it lora_path"),
+    ],
+)
+def test_other_classes_explain_theirs(kind: type[Any], name: str, message: str) -> None:
+    with pytest.raises(UnknownArgument, match=message):
+        kind(**given(name))
 
 
 def test_a_misspelt_parameter_is_asked_about_and_the_class_is_what_it_was() -> None:

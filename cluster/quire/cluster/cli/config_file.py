@@ -150,7 +150,9 @@ def config_from_file(
 def _read(path: Path) -> Settings:
     try:
         read = read_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: cannot be read as YAML: {error}") from error
     if read is None:
         return {}  # Nothing, or comments alone.

@@ -295,3 +295,23 @@ SAMPLING: Mapping[str, str] = {
     }.items()
 }
 """Fields of its ``SamplingParams`` that ours has not."""
+
+STRUCTURED: Mapping[str, str] = {
+    name: f"is not served: {why}"
+    for name, why in {
+        "disable_additional_properties": 'write "additionalProperties": false into the schema',
+        "disable_any_whitespace": "models write the whitespace that they were trained with",
+        "disable_fallback": "constraints have one backend, llguidance",
+        "whitespace_pattern": "models write the whitespace that they were trained with",
+    }.items()
+}
+"""Fields of its ``StructuredOutputsParams`` that ours has not."""
+
+LORA: Mapping[str, str] = {
+    "base_model_name": "can be left out: the adapter is of the model that is asked",
+    "load_inplace": "can be left out: an adapter is known by its content",
+    "long_lora_max_len": "is not served: contexts are as long as the model's",
+    "lora_local_path": "is not served: spell it lora_path",
+    "tensorizer_config_dict": "is not served: safetensors files are read",
+}
+"""Fields of its ``LoRARequest`` that ours has not."""
