@@ -145,6 +145,46 @@ def test_printed_settings_are_a_file_that_gives_them_again(
     assert config_of("--config", str(again)) == expected
 
 
+@pytest.mark.parametrize("asked", ["--print-config", "--print-config=all"])
+def test_printed_settings_of_several_models_give_them_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str
+) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(
+        """
+        http_port: 8001
+        engine: {max_num_seqs: 64}
+        models:
+          org/large: {engine: {model: /m/large, tensor_parallel_size: 2}, aliases: [gpt-4]}
+          small: {engine: {model: /m/small}, num_groups: 2}
+        """
+    )
+    flags = ["--config", str(file), "--max-model-len", "128"]
+    assert main(["serve", *flags, asked]) == 0
+    printed = capsys.readouterr().out
+    again = tmp_path / "again.yaml"
+    again.write_text(printed)
+    expected = config_of(*flags)
+    assert config_of("--config", str(again)) == expected
+    read = yaml.safe_load(printed)
+    assert list(read["models"]) == ["org/large", "small"]
+    assert printed.count(f"max_num_seqs: 64  # {file}") == 2
+    assert printed.count("max_model_len: 128  # --max-model-len") == 2
+    assert f"num_groups: 1  # {file}" not in printed
+    assert main(["serve", "/m/a", "/m/b", asked]) == 0
+    again.write_text(capsys.readouterr().out)
+    models = config_of("--config", str(again)).models
+    assert {name: str(each.engine.model) for name, each in models.items()} == {
+        "a": "/m/a",
+        "b": "/m/b",
+    }
+
+
+def test_without_settings_what_is_printed_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--print-config"]) == 0
+    assert capsys.readouterr().out.startswith("# All settings are at their defaults")
+
+
 def test_a_key_on_the_command_line_holds_beside_a_file(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

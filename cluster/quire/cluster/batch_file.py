@@ -116,7 +116,7 @@ def lines_of(path: Path, *, max_bytes: int) -> Iterator[tuple[int, bytes | None]
                     pass
                 yield number, None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _trouble(line: bytes) -> str:

@@ -83,7 +83,7 @@ def read_file(path: Path) -> SettingsFile:
             raise ConfigError(f"--config {path}: {name}={value!r}: must be {kind}")
     flags = _flags_of(common, path)
     of_command |= {name: flags.pop(name) for name in (*_OF_ARGUMENTS, *OF_COMMAND) if name in flags}
-    return SettingsFile(path, _merged(_settings(flags), common), own, of_command)
+    return SettingsFile(path, merged(_settings(flags), common), own, of_command)
 
 
 def config_from_file(
@@ -115,9 +115,9 @@ def config_from_file(
     given = _settings({name: getattr(arguments, name) for name in arguments.given})
     models = []
     for name in paths or own or [None]:
-        settings = _merged(common, own.get(name or "", {}), given, over)
+        settings = merged(common, own.get(name or "", {}), given, over)
         if name in paths:
-            settings = _merged(settings, {"engine": {"model": str(paths[name])}})
+            settings = merged(settings, {"engine": {"model": str(paths[name])}})
         engine = settings.get("engine") or {}
         if name and isinstance(engine, Mapping) and engine.get("model") is None:
             raise ConfigError(
@@ -242,7 +242,7 @@ def _settings(flags: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def _merged(*each: Mapping[str, Any]) -> Settings:
+def merged(*each: Mapping[str, Any]) -> Settings:
     """All settings; where several say the same one, the last holds."""
     merged: Settings = {}
     for settings in each:

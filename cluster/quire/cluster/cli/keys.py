@@ -258,7 +258,7 @@ def _write(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
         part.replace(path.resolve())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _until(entry: "KeyEntry") -> str:

@@ -142,7 +142,7 @@ def read_text(path: Path) -> str:
                 raise ConfigError(f"{_named(path)} has more than {_MAX_FILE_BYTES} bytes")
             return file.read().decode()
     except OSError as error:
-        raise ConfigError(f"{_named(path)} cannot be read: {error}") from error
+        raise ConfigError(f"{_named(path)} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:  # Whose words have the bytes.
         raise ConfigError(f"{_named(path)} cannot be read: it is not UTF-8") from error
 
