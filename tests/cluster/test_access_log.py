@@ -122,7 +122,7 @@ async def test_looks_of_our_own_tools_have_lines_for_debugging_alone(
     keys = ApiKeys.of_token("right key for all")
     async with start_cluster(num_groups=1, keys=keys) as cluster:
         cluster.models.on_finished.append(log_access)
-        ask = {"headers": {"Authorization": "Bearer right key for all"}}
+        shown = {"Authorization": "Bearer right key for all"}
         looked = "/quire.v1.Admin/ListGroups"
         metadata = (("authorization", "Bearer right key for all"),)
         async with httpx.AsyncClient(base_url=cluster.http_url, timeout=None) as client:
@@ -130,11 +130,11 @@ async def test_looks_of_our_own_tools_have_lines_for_debugging_alone(
             asset = re.findall(r'="(?:\./)?(ui/assets/[^"]+)"', page)[0]
             paths = ["/ui", f"/{asset}", "/v1/models", "/v1/routing/decisions"]
             for path in paths[1:]:
-                assert (await client.get(path, **ask)).status_code == 200
-            async with client.stream("GET", "/ui/events", **ask) as events:
+                assert (await client.get(path, headers=shown)).status_code == 200
+            async with client.stream("GET", "/ui/events", headers=shown) as events:
                 await anext(events.aiter_lines())
             await client.get("/v1/models")  # Without a key.
-            await client.get("/v1/models/none", **ask)
+            await client.get("/v1/models/none", headers=shown)
         async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
             admin: Any = admin_pb2_grpc.AdminStub(channel)
             await admin.ListGroups(admin_pb2.ListGroupsRequest(), metadata=metadata)

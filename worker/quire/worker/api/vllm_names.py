@@ -284,10 +284,9 @@ SAMPLING: Mapping[str, str] = {
         "extra_args": "no code that reads them is run",
         "flat_logprobs": "logprobs have one form, a dictionary for each position",
         "guided_decoding": "spell it structured_outputs=StructuredOutputsParams(…)",
-        "logits_processors": "no code of a request's is run; logit_bias, bad_words and "
-        "allowed_token_ids change logits",
+        "logits_processors": "no code of a request's is run; logit_bias changes logits",
         "output_kind": "outputs are whole; a server streams them",
-        "repetition_detection": "stop, stop_token_ids and max_tokens end a text",
+        "repetition_detection": "stop and max_tokens end a text",
         "skip_clone": "parameters cannot be changed, and are never copied",
         "skip_reading_prefix_cache": "what is cached changes no token",
         "spaces_between_special_tokens": "spaces are the tokenizer's",
