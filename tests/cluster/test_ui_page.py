@@ -264,6 +264,19 @@ async def test_calls_of_the_reference_name_a_model_where_there_are_several(tmp_p
             adapter = page.locator("#v1-load-lora-adapter textarea")
             assert '"model"' not in await adapter.input_value()  # A field that it does not have.
             assert await page.locator("#v1-models-model input").input_value() == "/v1/models/one"
+            tasks = {"one": "embed", "org/two": "generate", "three": "score"}
+            data = [{"id": name, "root": name, "task": task} for name, task in tasks.items()]
+            await page.route("**/v1/models", lambda route: route.fulfill(json={"data": data}))
+            await page.reload()
+            await chat.get_by_text("Try it").click()
+            for call, name in (
+                ("v1-chat-completions", "org/two"),
+                ("v1-embeddings", "one"),
+                ("v1-rerank", "three"),
+                ("tokenize", "org/two"),
+            ):
+                body = page.locator(f"#{call} textarea")
+                await playwright_api.expect(body).to_have_value(re.compile(f'"model": "{name}"'))
     finally:
         await server.stop(drain_timeout_s=0)
 
