@@ -40,12 +40,14 @@ def _run(arguments: argparse.Namespace) -> int:
         found = overview(arguments.name)
         if arguments.name is not None and not found:
             check_known(arguments.name)  # Raises, with those that there are.
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-    elif not found:
-        print("No application runs here: `quire serve --ray-address auto` starts one.")
-    else:
-        print("\n".join(map(_told, found)))
+        # Here, as leaving Ray takes a while.
+        if arguments.json:
+            print(json.dumps(found, indent=2), flush=True)
+        elif not found:
+            told = "No application runs here: `quire serve --ray-address auto` starts one."
+            print(told, flush=True)
+        else:
+            print("\n".join(map(_told, found)), flush=True)
     if not found:
         return _NOTHING
     return _HEALTHY if all(each["is_whole"] for each in found) else _NOT_WHOLE

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from quire.cluster.deploy.app_watch import missing
-from quire.cluster.deploy.change import gateways_of
+from quire.cluster.deploy.gateway_calls import gateways_of
 from quire.cluster.deploy.names import deployments_of
 from quire.cluster.deploy.start import label_of, num_running
 
