@@ -14,8 +14,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from quire.worker.api.errors import CheckpointError, ConfigError
-
 _log = logging.getLogger(__name__)
 
 _MAX_FOLDERS = 10
@@ -71,13 +69,12 @@ def addresses_here() -> list[str]:
 
 
 @contextlib.contextmanager
-def logs_named(place: object) -> Iterator[None]:
-    """What the block raises says where the logs are, in a note; but for a setting or file that
-    cannot work, which the message alone tells."""
+def logs_named(place: object, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """What the block raises says where the logs are, in a note; but for errors of these kinds."""
     try:
         yield
     except BaseException as error:
-        if place is not None and not isinstance(error, ConfigError | CheckpointError):
+        if place is not None and not isinstance(error, but):
             error.add_note(f"logs: {place}")
         raise
 
