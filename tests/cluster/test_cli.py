@@ -363,31 +363,6 @@ def test_a_file_has_settings_of_the_cluster_and_of_each_model_and_flags_come_fir
     assert given.models["org/small"].num_groups == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("http_porrt: 1", "http_porrt: unknown; .*; is http_port meant?"),
-        ("models: {a: {http_port: 1}}", "models.a.http_port: unknown for a model"),
-        ("models: [a]", "models=.*: must be a mapping of names"),
-        ("- a", "must be a mapping of settings"),
-        ("{", "cannot be read as YAML: "),
-        ("more_models: []", "more_models: name each model under `models`"),
-        ("models: {a: }", "models.a has no model: name a folder, "),
-        ("models: {a: {engine: {model: /m}}, b: {num_groups: 2}}", "models.b has no model"),
-        ("models: {a: {model: /m}}", "models.a.model: unknown .*; is engine.model meant?"),
-        ("http_port: 1\ngrpc_port: 2\nhttp_port: 3", "'http_port' stands twice, in lines 1 and 3"),
-        ("http_port: 1\n'http_port': 1", "'http_port' stands twice, in lines 1 and 2"),
-        ("models:\n  a: {engine: {model: /m}}\n  a: {}", "'a' stands twice, in lines 2 and 3"),
-        ('{"engine": {"block_size": 8,\n"block_size": 16}}', "'block_size' .* lines 1 and 2"),
-    ],
-)
-def test_a_file_that_cannot_work_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "models.yaml"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        cluster_config(_parser().parse_args(["serve", "--config", str(file)]))
-
-
 def test_a_model_that_is_added_takes_the_flags_that_are_its_own() -> None:
     flags = [
         "--served-model-name",

@@ -119,6 +119,31 @@ def test_a_file_may_have_flags_of_vllm(tmp_path: Path) -> None:
         config_of("--config", str(path))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("http_porrt: 1", "http_porrt: unknown; .*; is http_port meant?"),
+        ("models: {a: {http_port: 1}}", "models.a.http_port: unknown for a model"),
+        ("models: [a]", "models=.*: must be a mapping of names"),
+        ("- a", "must be a mapping of settings"),
+        ("{", "cannot be read as YAML: "),
+        ("more_models: []", "more_models: name each model under `models`"),
+        ("models: {a: }", "models.a has no model: name a folder, "),
+        ("models: {a: {engine: {model: /m}}, b: {num_groups: 2}}", "models.b has no model"),
+        ("models: {a: {model: /m}}", "models.a.model: unknown .*; is engine.model meant?"),
+        ("http_port: 1\ngrpc_port: 2\nhttp_port: 3", "'http_port' stands twice, in lines 1 and 3"),
+        ("http_port: 1\n'http_port': 1", "'http_port' stands twice, in lines 1 and 2"),
+        ("models:\n  a: {engine: {model: /m}}\n  a: {}", "'a' stands twice, in lines 2 and 3"),
+        ('{"engine": {"block_size": 8,\n"block_size": 16}}', "'block_size' .* lines 1 and 2"),
+    ],
+)
+def test_a_file_that_cannot_work_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        config_of("--config", str(path))
+
+
 def test_printed_settings_are_a_file_that_gives_them_again(
     file: Path,
     tmp_path: Path,

@@ -40,7 +40,7 @@ from quire.worker.api.sampling_params import SamplingParams, params_of_each
 from quire.worker.api.scoring import PairScore
 from quire.worker.api.spelling import spell_out
 from quire.worker.api.structured import StructuredOutputsParams
-from quire.worker.api.vllm_names import ARGUMENTS, VALUES
+from quire.worker.api.vllm_names import ARGUMENTS, our_value
 from quire.worker.engine import Engine
 from quire.worker.model.adapters.store import AdapterStore
 from quire.worker.model.hub import fetch_adapter, fetch_checkpoint, with_revision
@@ -158,11 +158,11 @@ class LLM:
     ) -> None:
         self.config = EngineConfig(
             model=fetch_checkpoint(with_revision(_path(model), revision)),
-            model_impl=_value("model_impl", model_impl),
+            model_impl=our_value("model_impl", model_impl),
             tensor_parallel_size=tensor_parallel_size,
-            dtype=_value("dtype", dtype),
+            dtype=our_value("dtype", dtype),
             quantization=quantization,
-            kv_cache_dtype=_value("kv_cache_dtype", kv_cache_dtype),
+            kv_cache_dtype=our_value("kv_cache_dtype", kv_cache_dtype),
             seed=seed,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
@@ -178,7 +178,7 @@ class LLM:
             num_threads=num_threads,
             async_scheduling=async_scheduling,
             speculation=speculation,
-            scheduling_policy=_value("scheduling_policy", scheduling_policy),
+            scheduling_policy=our_value("scheduling_policy", scheduling_policy),
             enable_lora=enable_lora,
             max_loras=max_loras,
             max_lora_rank=max_lora_rank,
@@ -526,12 +526,6 @@ def _path(model: str | Path) -> Path:
             f"model={model!r}: must be a directory, a GGUF file or ORG/NAME of the Hugging Face hub"
         )
     return Path(model)
-
-
-def _value(name: str, value: Any) -> Any:
-    """What vLLM calls ``value``, in our words; its ``dtype`` may be torch's own."""
-    written = str(value).removeprefix("torch.") if name == "dtype" else value
-    return VALUES[f"--{name.replace('_', '-')}"].get(written, written)
 
 
 def _load_tokenizer(model: Path) -> Tokenizer | None:

@@ -6,6 +6,7 @@ argument of its ``LLM`` is called as the flag is, without dashes.
 """
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 SPELLED: Mapping[str, str] = {
     "--port": "--http-port",
@@ -259,6 +260,13 @@ _REFUSED_OFFLINE: Mapping[str, str] = {
     "task": "what a model does follows from its checkpoint",
 }
 """Arguments of its ``LLM`` that are no flags of its server."""
+
+
+def our_value(name: str, value: Any) -> Any:
+    """What vLLM calls ``value`` for its argument ``name``, in our words; its ``dtype`` may be
+    torch's own."""
+    written = str(value).removeprefix("torch.") if name == "dtype" else value
+    return VALUES[f"--{name.replace('_', '-')}"].get(written, written)
 
 
 def _argument(flag: str) -> str:
