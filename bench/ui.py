@@ -134,7 +134,7 @@ async def measure(num_groups: int, seconds: int, picture: Path | None) -> None:
     table = RoutingTable(block_size=16)
     groups: Any = FakeGroups(num_groups, table)
     telemetry = Telemetry(groups=groups, table=table)
-    watched = Watched("model", groups, table, telemetry, num_queued=0, num_inflight=0)
+    watched = Watched("model", groups, table, telemetry, "generate", num_queued=0, num_inflight=0)
     models = Models()
     models.live = live = TimedLive(groups, lambda: [watched])
     http = HttpListener(build_http_app(models), limits=ConnectionLimits(), drain_timeout_s=0)

@@ -409,6 +409,7 @@ def start_group(model: HashModel) -> StartGroup:
             "num_blocks": num_blocks,
             "max_num_seqs": config.max_num_seqs,
             "eos_token_ids": facts.eos_token_ids,
+            "task": facts.task,
             "kv_events": config.kv_events,
             "kv_format": format_to_proto(executor.kv_format) if peers else None,
             **(description or {}),

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.access_log import _line, log_access
 from quire.cluster.telemetry.timeline import Timeline
+from quire.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = pytest.mark.anyio
@@ -110,6 +112,39 @@ async def test_a_grpc_call_has_one_too(start_cluster: Any, lines: Lines) -> None
     assert (served["client"], served["client_request_id"]) == ("127.0.0.1", "mine")
     assert 1 <= served["output_tokens"] <= 4
     assert (refused["status"], refused["error"]) == ("INVALID_ARGUMENT", "INVALID_REQUEST")
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.DEBUG])
+async def test_looks_of_our_own_tools_have_lines_for_debugging_alone(
+    start_cluster: Any, lines: Lines, level: int
+) -> None:
+    logging.getLogger("quire.access").setLevel(level)
+    keys = ApiKeys.of_token("right key for all")
+    async with start_cluster(num_groups=1, keys=keys) as cluster:
+        cluster.models.on_finished.append(log_access)
+        shown = {"Authorization": "Bearer right key for all"}
+        looked = "/quire.v1.Admin/ListGroups"
+        metadata = (("authorization", "Bearer right key for all"),)
+        async with httpx.AsyncClient(base_url=cluster.http_url, timeout=None) as client:
+            page = (await client.get("/ui")).text
+            asset = re.findall(r'="(?:\./)?(ui/assets/[^"]+)"', page)[0]
+            paths = ["/ui", f"/{asset}", "/v1/models", "/v1/routing/decisions"]
+            for path in paths[1:]:
+                assert (await client.get(path, headers=shown)).status_code == 200
+            async with client.stream("GET", "/ui/events", headers=shown) as events:
+                await anext(events.aiter_lines())
+            await client.get("/v1/models")  # Without a key.
+            await client.get("/v1/models/none", headers=shown)
+        async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
+            admin: Any = admin_pb2_grpc.AdminStub(channel)
+            await admin.ListGroups(admin_pb2.ListGroupsRequest(), metadata=metadata)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await admin.ListGroups(admin_pb2.ListGroupsRequest())
+        await lines.wait(3 if level == logging.INFO else 3 + len(paths) + 2)
+    told = sorted((each.__dict__["path"], each.__dict__["status"]) for each in lines.records)
+    refused = [("/v1/models", "401"), ("/v1/models/none", "404"), (looked, "UNAUTHENTICATED")]
+    quiet = [(path, "200") for path in [*paths, "/ui/events"]] + [(looked, "OK")]
+    assert told == sorted(refused if level == logging.INFO else refused + quiet)
 
 
 async def test_a_stranger_and_a_tenant_are_told_apart(start_cluster: Any, lines: Lines) -> None:

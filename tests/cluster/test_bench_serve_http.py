@@ -21,7 +21,8 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        self._whole(200, {"data": [{"id": "tiny"}, {"id": "other"}]})
+        models = [{"id": "vectors", "task": "embed"}, {"id": "tiny"}, {"id": "other"}]
+        self._whole(200, {"data": models})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

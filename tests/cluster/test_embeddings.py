@@ -150,6 +150,16 @@ async def client(served: Served) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
+async def test_the_list_of_models_tells_what_each_is_for(client: httpx.AsyncClient) -> None:
+    listed = (await client.get("/v1/models")).json()["data"]
+    assert {each["id"]: each["task"] for each in listed} == {
+        "text": "generate",
+        "encoder": "embed",
+        "decoder": "embed",
+        "reranker": "score",
+    }
+
+
 @pytest.mark.parametrize("model", MODELS)
 async def test_embeddings_are_those_of_transformers(served: Served, model: str) -> None:
     vectors = served.vectors(model, TEXTS)

@@ -7,6 +7,7 @@ import pytest
 
 from quire.cluster.deploy import kept_logs
 from quire.cluster.deploy.kept_logs import kept, logs_named
+from quire.worker.api.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,13 @@ def test_what_a_cluster_logged_is_there_after_it_failed(tmp_path: Path) -> None:
     left = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
     assert left == ["serve/replica.log"]
     assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_errors_of_some_kinds_name_no_logs() -> None:
+    error = ConfigError("name='x': there is none")
+    with pytest.raises(ConfigError), logs_named("somewhere", but=(ConfigError,)):
+        raise error
+    assert not hasattr(error, "__notes__")
 
 
 def test_of_a_long_file_the_end_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,6 +260,7 @@ def test_the_command_says_what_cannot_work_before_it_asks(
     ("line", "message"),
     [
         ("{", "line 2: it is not JSON"),
+        ('{"custom_id": "b", "custom_id": "c"}', "line 2: .*'custom_id' stands twice"),
         ("[]", "line 2: it must be an object"),
         (json.dumps({"custom_id": "b"}), "body, method, url missing"),
         (json.dumps(request("")), "custom_id must be a text"),

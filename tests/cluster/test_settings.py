@@ -95,7 +95,11 @@ def test_more_models_are_read_by_name_and_share_what_is_the_clusters() -> None:
             "drain_timeout_s": 7,
             "more_models": [
                 {"served_model_name": "b", "engine": {"model": "/m", "block_size": 32}},
-                {"served_model_name": "c", "autoscaling": {"min_groups": 0, "max_groups": 4}},
+                {
+                    "served_model_name": "c",
+                    "engine": {"model": "/c"},
+                    "autoscaling": {"min_groups": 0, "max_groups": 4},
+                },
             ],
         }
     )
@@ -133,7 +137,7 @@ def test_without_a_model_it_is_the_demo_model() -> None:
         ({"more_models": [{}, {"engine": {"x": 1}}]}, "more_models.1.engine.x: unknown; "),
         ({"more_models": ["m"]}, "more_models.0='m': must be a mapping"),
         ({"more_models": "m"}, "more_models='m': "),
-        ({"more_models": [{}]}, "two models are called "),
+        ({"more_models": [{}]}, "more_models.0.engine.model: is missing"),
     ],
 )
 def test_a_wrong_setting_is_named(settings: dict[str, object], message: str) -> None:

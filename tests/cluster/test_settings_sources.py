@@ -119,6 +119,31 @@ def test_a_file_may_have_flags_of_vllm(tmp_path: Path) -> None:
         config_of("--config", str(path))
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("http_porrt: 1", "http_porrt: unknown; .*; is http_port meant?"),
+        ("models: {a: {http_port: 1}}", "models.a.http_port: unknown for a model"),
+        ("models: [a]", "models=.*: must be a mapping of names"),
+        ("- a", "must be a mapping of settings"),
+        ("{", "cannot be read as YAML: "),
+        ("more_models: []", "more_models: name each model under `models`"),
+        ("models: {a: }", "models.a has no model: name a folder, "),
+        ("models: {a: {engine: {model: /m}}, b: {num_groups: 2}}", "models.b has no model"),
+        ("models: {a: {model: /m}}", "models.a.model: unknown .*; is engine.model meant?"),
+        ("http_port: 1\ngrpc_port: 2\nhttp_port: 3", "'http_port' stands twice, in lines 1 and 3"),
+        ("http_port: 1\n'http_port': 1", "'http_port' stands twice, in lines 1 and 2"),
+        ("models:\n  a: {engine: {model: /m}}\n  a: {}", "'a' stands twice, in lines 2 and 3"),
+        ('{"engine": {"block_size": 8,\n"block_size": 16}}', "'block_size' .* lines 1 and 2"),
+    ],
+)
+def test_a_file_that_cannot_work_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "models.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        config_of("--config", str(path))
+
+
 def test_printed_settings_are_a_file_that_gives_them_again(
     file: Path,
     tmp_path: Path,
@@ -143,6 +168,46 @@ def test_printed_settings_are_a_file_that_gives_them_again(
     assert "# default" in whole
     again.write_text(whole)
     assert config_of("--config", str(again)) == expected
+
+
+@pytest.mark.parametrize("asked", ["--print-config", "--print-config=all"])
+def test_printed_settings_of_several_models_give_them_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: str
+) -> None:
+    file = tmp_path / "two.yaml"
+    file.write_text(
+        """
+        http_port: 8001
+        engine: {max_num_seqs: 64}
+        models:
+          org/large: {engine: {model: /m/large, tensor_parallel_size: 2}, aliases: [gpt-4]}
+          small: {engine: {model: /m/small}, num_groups: 2}
+        """
+    )
+    flags = ["--config", str(file), "--max-model-len", "128"]
+    assert main(["serve", *flags, asked]) == 0
+    printed = capsys.readouterr().out
+    again = tmp_path / "again.yaml"
+    again.write_text(printed)
+    expected = config_of(*flags)
+    assert config_of("--config", str(again)) == expected
+    read = yaml.safe_load(printed)
+    assert list(read["models"]) == ["org/large", "small"]
+    assert printed.count(f"max_num_seqs: 64  # {file}") == 2
+    assert printed.count("max_model_len: 128  # --max-model-len") == 2
+    assert f"num_groups: 1  # {file}" not in printed
+    assert main(["serve", "/m/a", "/m/b", asked]) == 0
+    again.write_text(capsys.readouterr().out)
+    models = config_of("--config", str(again)).models
+    assert {name: str(each.engine.model) for name, each in models.items()} == {
+        "a": "/m/a",
+        "b": "/m/b",
+    }
+
+
+def test_without_settings_what_is_printed_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--print-config"]) == 0
+    assert capsys.readouterr().out.startswith("# All settings are at their defaults")
 
 
 def test_a_key_on_the_command_line_holds_beside_a_file(

@@ -37,6 +37,15 @@ def test_what_a_deployment_waits_for_is_told_in_one_line() -> None:
     assert told == "ReplicaGroup: 1 replicas wait for resources: {'GPU': 1.0}."
 
 
+def test_a_replica_that_gets_new_settings_is_not_taken_for_a_slow_start() -> None:
+    """Serve counts from the replica's start, days before maybe."""
+    slow = (
+        "Deployment 'Gateway' in application 'm' has 1 replicas that have taken more than 30s to "
+        "initialize.\nThis may be caused by a slow __init__ or reconfigure method."
+    )
+    assert not obstacles({"Gateway": overview("UPDATING", slow)})
+
+
 def test_of_a_traceback_what_was_raised_is_told() -> None:
     told = obstacles({"ReplicaGroup": overview("DEPLOY_FAILED", TRACEBACK)})
     assert told == "ReplicaGroup: ConfigError: kv_cache_memory_bytes=10: too little"

@@ -138,7 +138,7 @@ async def test_a_picture_comes_first_and_then_what_changes(start_cluster: Any) -
         assert groups.keys() == {"g0", "g1"}
         assert all(row["state"] == "ready" and row["ranks"] == 0 for row in groups.values())
         assert sum(groups["g0"][name] for name in ("held", "cached", "free")) == 200
-        assert picture["gateway"]["models"] == [cluster.gateway.model]
+        assert picture["gateway"]["models"] == [{"name": cluster.gateway.model, "task": "generate"}]
 
         answer = await cluster.openai.with_options(
             default_headers={"X-Request-Id": HOSTILE}

@@ -212,6 +212,37 @@ async def test_it_fits_a_narrow_window_and_keeps_going_when_the_gateway_lets_it_
         await playwright_api.expect(page.locator(".status")).to_have_text("connection lost")
 
 
+@pytest.mark.parametrize(
+    ("tasks", "offered"),
+    [
+        ({"a": "generate", "b": "embed", "c": "score", "d": ""}, ["a", "d"]),
+        ({"a": "embed", "b": "generate"}, []),  # One model needs no list.
+        ({"a": "embed", "b": "score"}, None),
+    ],
+)
+async def test_the_chat_offers_models_that_generate(
+    start_cluster: Any, tmp_path: Path, tasks: dict[str, str], offered: list[str] | None
+) -> None:
+    async with start_cluster(num_groups=1) as cluster:
+        live = cluster.models.live
+        (one,) = live._watched()
+        live._watched = lambda: [one._replace(model=a, task=task) for a, task in tasks.items()]
+        refused = ("/v1/chat/completions",)  # No model is called that.
+        async with page_at(cluster.http_url, tmp_path, may_fail=refused) as page:
+            await page.locator(".card.ready").first.wait_for()
+            if offered is None:
+                await page.get_by_text("No model here writes text").wait_for()
+                assert await page.get_by_label("Message").count() == 0
+                return
+            await page.get_by_label("Message").fill("the cat")
+            options = page.get_by_label("Model").locator("option")
+            assert await options.all_inner_texts() == offered
+            async with page.expect_request("**/v1/chat/completions") as asked:
+                await page.get_by_label("Message").press("Enter")
+            sent = (await asked.value).post_data_json
+            assert tasks[sent["model"]] in ("", "generate")
+
+
 async def test_calls_of_the_reference_name_a_model_where_there_are_several(tmp_path: Path) -> None:
     engine = EngineConfig(model=demo_model.PATH, num_blocks=64, num_threads=1)
     config = ClusterConfig(
@@ -233,6 +264,19 @@ async def test_calls_of_the_reference_name_a_model_where_there_are_several(tmp_p
             adapter = page.locator("#v1-load-lora-adapter textarea")
             assert '"model"' not in await adapter.input_value()  # A field that it does not have.
             assert await page.locator("#v1-models-model input").input_value() == "/v1/models/one"
+            tasks = {"one": "embed", "org/two": "generate", "three": "score"}
+            data = [{"id": name, "root": name, "task": task} for name, task in tasks.items()]
+            await page.route("**/v1/models", lambda route: route.fulfill(json={"data": data}))
+            await page.reload()
+            await chat.get_by_text("Try it").click()
+            for call, name in (
+                ("v1-chat-completions", "org/two"),
+                ("v1-embeddings", "one"),
+                ("v1-rerank", "three"),
+                ("tokenize", "org/two"),
+            ):
+                body = page.locator(f"#{call} textarea")
+                await playwright_api.expect(body).to_have_value(re.compile(f'"model": "{name}"'))
     finally:
         await server.stop(drain_timeout_s=0)
 

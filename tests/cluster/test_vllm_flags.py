@@ -8,8 +8,9 @@ import pytest
 
 from quire.cluster.cli.cluster import cluster_config
 from quire.cluster.cli.main import _parser, main
-from quire.cluster.cli.vllm_flags import ALWAYS, REFUSED, SPELLED, translated
+from quire.cluster.cli.vllm_flags import translated
 from quire.worker.api.errors import ConfigError
+from quire.worker.api.vllm_names import ALWAYS, REFUSED, SPELLED
 
 FLAGS = Path(__file__).with_name("vllm_flags.txt").read_text(encoding="ascii").split()
 """Flags of ``vllm serve`` in release 0.33.0."""

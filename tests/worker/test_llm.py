@@ -197,6 +197,7 @@ def test_requests_without_a_seed_are_the_same_in_every_run() -> None:
         ({"text": "x"}, GREEDY, "a prompt is a string or a mapping with 'prompt'"),
         ({"cache_salt": "x"}, GREEDY, "a prompt is a string or a mapping with 'prompt'"),
         (17, GREEDY, "a prompt is a string or a mapping"),
+        ({"prompt": 17}, GREEDY, "prompt 0: prompt must be a text, not 17"),
         ("x", SamplingParams(max_tokens=5000), "max_tokens=5000.*max_model_len is 1024"),
         ({"prompt_token_ids": [9] * 1024}, GREEDY, "prompt has 1024 tokens.*1023"),
         (["x", "y"], [GREEDY], "2 prompts and 1 sampling_params"),
@@ -259,11 +260,27 @@ def test_sampling_parameters_out_of_range_name_themselves(field: str, value: obj
         ({"quantization": "w4", "device": "cuda"}, "quantization='w4': only .* CPUs .*='cpu'"),
         ({"kv_cache_dtype": "int8", "device": "cuda"}, "kv_cache_dtype='int8': only .* for CPUs"),
         ({"kv_cache_dtype": "fp8", "device": "cpu"}, "kv_cache_dtype='fp8': only .* for GPUs"),
+        ({"tensor_parallel_size": "2"}, "tensor_parallel_size='2': must be a whole number"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size=True: must be a whole number"),
+        ({"max_model_len": "8k"}, "max_model_len='8k': must be a whole number, or None"),
+        ({"gpu_memory_utilization": "half"}, "='half': must be a number, or None"),
+        ({"enforce_eager": "no"}, "enforce_eager='no': must be True or False"),
+        ({"speculation": 1}, "speculation=1: must be True or False, or None"),
+        ({"kv_disk_dir": 5}, "kv_disk_dir=5: must be a path, or None"),
+        ({"seed": None}, "seed=None: must be a whole number"),
+        ({"model": 5}, "model=5: must be a directory, a GGUF file or ORG/NAME"),
+        ({"model": ""}, "model='': must be a directory, a GGUF file or ORG/NAME"),
     ],
 )
 def test_settings_that_cannot_work_say_what_would(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        LLM(demo_model.PATH, **settings)
+        LLM(**{"model": demo_model.PATH, **settings})
+
+
+@pytest.mark.parametrize("dtype", ["float", torch.float32, "torch.float32"])
+def test_values_of_vllm_mean_the_same(dtype: Any) -> None:
+    with LLM(demo_model.PATH, dtype=dtype, model_impl="vllm", num_blocks=64) as made:  # type: ignore[arg-type]
+        assert (made.config.dtype, made.config.model_impl) == ("float32", "quire")
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:

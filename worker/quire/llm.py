@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -22,8 +23,9 @@ import numpy as np
 
 from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.api.adapters import LoRARequest
+from quire.worker.api.arguments import explains_arguments
 from quire.worker.api.config import Device, DType, EngineConfig, ModelImpl, SchedulingPolicy
-from quire.worker.api.errors import AdapterError, CheckpointError, InvalidRequest
+from quire.worker.api.errors import AdapterError, CheckpointError, ConfigError, InvalidRequest
 from quire.worker.api.limits import derive_seed
 from quire.worker.api.outputs import (
     CompletionOutput,
@@ -38,6 +40,7 @@ from quire.worker.api.sampling_params import SamplingParams, params_of_each
 from quire.worker.api.scoring import PairScore
 from quire.worker.api.spelling import spell_out
 from quire.worker.api.structured import StructuredOutputsParams
+from quire.worker.api.vllm_names import ARGUMENTS, our_value
 from quire.worker.engine import Engine
 from quire.worker.model.adapters.store import AdapterStore
 from quire.worker.model.hub import fetch_adapter, fetch_checkpoint, with_revision
@@ -65,6 +68,7 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 """The adapter of all prompts, or each one's."""
 
 
+@explains_arguments(ARGUMENTS)
 class LLM:
     """A model and its engine. Use it as a context manager, or call `close`.
 
@@ -112,6 +116,8 @@ class LLM:
 
     Raises:
         ConfigError: A setting cannot work; the message names it and what would be right.
+        UnknownArgument: There is no such argument; the message says what to do instead, also for
+            those of vLLM's ``LLM``.
         CheckpointError: The model's files are missing, damaged or of a foreign kind, or the hub
             does not give them.
     """
@@ -151,12 +157,12 @@ class LLM:
         kv_disk_size: float = 16.0,
     ) -> None:
         self.config = EngineConfig(
-            model=fetch_checkpoint(with_revision(Path(model), revision)),
-            model_impl=model_impl,
+            model=fetch_checkpoint(with_revision(_path(model), revision)),
+            model_impl=our_value("model_impl", model_impl),
             tensor_parallel_size=tensor_parallel_size,
-            dtype=dtype,
+            dtype=our_value("dtype", dtype),
             quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_dtype=our_value("kv_cache_dtype", kv_cache_dtype),
             seed=seed,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
@@ -172,13 +178,13 @@ class LLM:
             num_threads=num_threads,
             async_scheduling=async_scheduling,
             speculation=speculation,
-            scheduling_policy=scheduling_policy,
+            scheduling_policy=our_value("scheduling_policy", scheduling_policy),
             enable_lora=enable_lora,
             max_loras=max_loras,
             max_lora_rank=max_lora_rank,
             max_cpu_loras=max_cpu_loras,
             kv_offloading_size=kv_offloading_size,
-            kv_disk_dir=None if kv_disk_dir is None else Path(kv_disk_dir),
+            kv_disk_dir=cast("Path | None", kv_disk_dir),  # It makes a path of it.
             kv_disk_size=kv_disk_size,
         )
         self._tokenizer = _load_tokenizer(self.config.model)
@@ -511,6 +517,15 @@ class LLM:
         finally:  # What an error leaves behind must not run on with the next batch.
             for request_id in running:
                 self._engine.abort(request_id)
+
+
+def _path(model: str | Path) -> Path:
+    """Raises ConfigError: it names no model."""
+    if not isinstance(model, str | PathLike) or not str(model):
+        raise ConfigError(
+            f"model={model!r}: must be a directory, a GGUF file or ORG/NAME of the Hugging Face hub"
+        )
+    return Path(model)
 
 
 def _load_tokenizer(model: Path) -> Tokenizer | None:

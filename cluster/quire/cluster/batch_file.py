@@ -12,6 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.cluster.unique_keys import read_json
 from quire.worker.api.errors import ConfigError
 
 MIB = 2**20
@@ -115,13 +116,13 @@ def lines_of(path: Path, *, max_bytes: int) -> Iterator[tuple[int, bytes | None]
                     pass
                 yield number, None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _trouble(line: bytes) -> str:
     """Why it is no request; empty where it is one."""
     try:
-        read = json.loads(line)
+        read = read_json(line)
     except (ValueError, RecursionError) as error:
         return f"it is not JSON: {error}"
     if _depth(line) > _MAX_DEPTH:

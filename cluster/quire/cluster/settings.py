@@ -30,10 +30,11 @@ def config_from(settings: Mapping[str, Any]) -> ClusterConfig:
     under ``gateway_autoscaling`` those of `GatewayAutoscaling`; in the list ``more_models``, the
     same of `ModelConfig`.
 
-    Without ``engine.model``, it is the demo model.
+    Without ``engine.model``, the first model is the demo model.
 
     Raises:
-        ConfigError: A field is unknown or its value of the wrong type; or it cannot work.
+        ConfigError: A field is unknown or its value of the wrong type; a further model has no
+            ``engine.model``; or it cannot work.
     """
     read = _read(settings, ClusterConfig, "")
     more = read.get("more_models")
@@ -42,6 +43,9 @@ def config_from(settings: Mapping[str, Any]) -> ClusterConfig:
             _read(_section({name: each}, name), ModelConfig, f"{name}.")
             for name, each in ((f"more_models.{number}", each) for number, each in enumerate(more))
         ]
+        for number, each in enumerate(read["more_models"]):
+            if each["engine"].get("model") is None:
+                raise ConfigError(f"more_models.{number}.engine.model: is missing")
     return _made(ClusterConfig, read)
 
 
@@ -72,11 +76,11 @@ def _made(kind: type[_Config], settings: Mapping[str, Any]) -> _Config:
 
 
 def _read(settings: Mapping[str, Any], kind: type[Any], prefix: str) -> dict[str, Any]:
-    """The settings of ``kind``, with the demo model if they name none. Raises ConfigError: one is
-    unknown."""
+    """The settings of ``kind``; with the demo model if they name none, and are those of the first
+    model. Raises ConfigError: one is unknown."""
     engine, routing = (_section(settings, name) for name in ("engine", "routing"))
     settings = {**settings, "engine": engine, "routing": routing}
-    if engine.get("model") is None:
+    if engine.get("model") is None and not prefix:
         engine["model"] = demo_model.PATH
         settings["served_model_name"] = settings.get("served_model_name") or demo_model.NAME
     parts = {f"{name}.": (settings.get(name), part) for name, part in _PARTS.items()}

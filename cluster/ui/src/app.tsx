@@ -4,6 +4,7 @@ import { Chat } from "./chat";
 import { Decisions } from "./decisions";
 import { key as storedKey, type Shown } from "./feed";
 import { plural } from "./format";
+import { generates } from "./model";
 import { Groups } from "./groups";
 import { Prefixes } from "./prefixes";
 import { Requests } from "./requests";
@@ -19,7 +20,8 @@ const SAID: Record<Shown["status"], string> = {
 export function App({ status, why, view, onKey }: Shown & { onKey: (key: string) => void }) {
   const groups = [...view.groups.values()];
   const isOperator = status !== "tenant" && status !== "no-key";
-  const models = view.gateway?.models ?? [];
+  const models = (view.gateway?.models ?? []).filter(generates).map((each) => each.name);
+  const canChat = models.length > 0 || !view.gateway?.models.length;
   return (
     <>
       <header>
@@ -49,7 +51,7 @@ export function App({ status, why, view, onKey }: Shown & { onKey: (key: string)
               key, whose line in the file of keys is <code>KEY *</code>.
             </p>
           )}
-          <Chat models={models} groups={groups} />
+          {canChat ? <Chat models={models} groups={groups} /> : <p class="empty">No model here writes text: there is nobody to chat with.</p>}
           {isOperator && <Requests calls={view.calls} />}
           {isOperator && <Prefixes prefixes={view.prefixes} groups={groups} />}
           <Decisions decisions={view.decisions} />

@@ -99,8 +99,8 @@ async function followOwn(show: (shown: Shown) => void, stop: AbortSignal): Promi
     try {
       const [decisions, models] = [await own("limit=40"), await (await ask("v1/models", { signal: stop })).json()];
       view.decisions = newest(decisions, [], (each) => `${each.id}/${each.attempt}`);
-      const names = models.data.map((each: { id: string }) => each.id);
-      view.gateway = { name: "", num: 1, version: "", models: names, viewers: 0, inflight: 0, num_groups: 0 };
+      const listed = models.data.map((each: { id: string; task: string | null }) => ({ name: each.id, task: each.task }));
+      view.gateway = { name: "", num: 1, version: "", models: listed, viewers: 0, inflight: 0, num_groups: 0 };
       show({ status: "tenant", why: "", view: { ...view } });
     } catch (error) {
       if (!stop.aborted) show({ status: "lost", why: String(error), view });

@@ -77,11 +77,20 @@ export interface Prefix {
   holders: string[];
 }
 
+export interface Model {
+  name: string;
+  /** What it is for: "generate", "embed", "score"; nothing until that is known. */
+  task: string | null;
+}
+
+/** Whether one may chat with it; also while that is not known. */
+export const generates = (model: Model): boolean => !model.task || model.task === "generate";
+
 export interface Gateway {
   name: string;
   num: number;
   version: string;
-  models: string[];
+  models: Model[];
   viewers: number;
   inflight: number;
   num_groups: number;

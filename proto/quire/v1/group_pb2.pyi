@@ -123,7 +123,7 @@ class WarmResponse(_message.Message):
     def __init__(self, num_blocks: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
 
 class GroupDescription(_message.Message):
-    __slots__ = ("group_id", "epoch", "model", "model_fingerprint", "kv_dtype", "block_size", "max_model_len", "vocab_size", "tensor_parallel_size", "num_blocks", "max_num_seqs", "eos_token_ids", "numerics", "kv_format", "num_tiers", "kv_events")
+    __slots__ = ("group_id", "epoch", "model", "model_fingerprint", "kv_dtype", "block_size", "max_model_len", "vocab_size", "tensor_parallel_size", "num_blocks", "max_num_seqs", "eos_token_ids", "numerics", "kv_format", "num_tiers", "kv_events", "task")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -140,6 +140,7 @@ class GroupDescription(_message.Message):
     KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
     NUM_TIERS_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     epoch: int
     model: str
@@ -156,7 +157,8 @@ class GroupDescription(_message.Message):
     kv_format: KvFormat
     num_tiers: int
     kv_events: bool
-    def __init__(self, group_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., numerics: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., num_tiers: _Optional[int] = ..., kv_events: bool = ...) -> None: ...
+    task: str
+    def __init__(self, group_id: _Optional[str] = ..., epoch: _Optional[int] = ..., model: _Optional[str] = ..., model_fingerprint: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., tensor_parallel_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., numerics: _Optional[str] = ..., kv_format: _Optional[_Union[KvFormat, _Mapping]] = ..., num_tiers: _Optional[int] = ..., kv_events: bool = ..., task: _Optional[str] = ...) -> None: ...
 
 class GroupCommand(_message.Message):
     __slots__ = ("submit", "abort", "credit", "drain", "is_draining")

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cluster.cli.explain import table
+from quire.cluster.cli.columns import table, terminal_width
 from quire.cluster.cli.fields import absolute
 from quire.cluster.cli.help import DefaultsFormatter, Parser, add_server_flags, server_of
 
@@ -90,4 +90,4 @@ def _run(arguments: argparse.Namespace) -> int:
 def overview(adapters: "Iterable[pb.Adapter]") -> str:
     """One line for each adapter."""
     lines = [(each.name, each.model, each.source, each.digest[:12]) for each in adapters]
-    return table([_HEAD, *lines]) if lines else "No adapter is loaded."
+    return table([_HEAD, *lines], width=terminal_width()) if lines else "No adapter is loaded."

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from quire.cluster.cli.explain import table
+from quire.cluster.cli.columns import table, terminal_width
 from quire.cluster.cli.help import DefaultsFormatter, Parser, add_server_flags, server_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def overview(groups: "Sequence[pb.Group]") -> str:
     """One line for each group."""
     head = ("group", "address", "state", "model", "requests", "running", "waiting", "free blocks")
-    return table([head, *map(_line, groups)]) if groups else "No group is known."
+    rows = [head, *map(_line, groups)]
+    return table(rows, width=terminal_width()) if groups else "No group is known."
 
 
 def _line(group: "pb.Group") -> tuple[str, ...]:

@@ -1,13 +1,13 @@
 """The flags of ``quire bench serve``, in the spellings of ``vllm bench serve``."""
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cluster.cli.help import DefaultsFormatter, Parser, finite
+from quire.cluster.unique_keys import read_json
 
 if TYPE_CHECKING:
     from quire.cluster.bench.serving.config import ServeBench
@@ -257,7 +257,7 @@ def _objective(text: str) -> tuple[str, float]:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = read_json(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from None
     if not isinstance(value, dict):

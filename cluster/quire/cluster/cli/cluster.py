@@ -110,7 +110,11 @@ _ENGINE = {
 
 
 def add_cluster_flags(
-    parser: argparse.ArgumentParser, *, num_groups: int, tensor_parallel_size: int
+    parser: argparse.ArgumentParser,
+    *,
+    num_groups: int,
+    tensor_parallel_size: int,
+    ray_address_help: str = "a running Ray cluster ('auto' finds it); if absent, one is started",
 ) -> None:
     """Adds them to a command, with its own defaults for these two."""
     parser.add_argument(
@@ -140,7 +144,7 @@ def add_cluster_flags(
         metavar="FILE",
         help="settings of the cluster and of each model, in YAML; flags override them",
     )
-    add("--ray-address", help="a running Ray cluster ('auto' finds it); if absent, one is started")
+    add("--ray-address", help=ray_address_help)
     group = parser.add_argument_group("gateways")
     add_fields(group, ClusterConfig, {"num_gateways": "gateways"})
     _add_network_flags(parser)

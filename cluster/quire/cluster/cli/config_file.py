@@ -16,11 +16,13 @@ from typing import Any
 from quire.cluster.cli.fields import chat_template
 from quire.cluster.cli.help import Parser
 from quire.cluster.cli.lora import lora_modules
-from quire.cluster.cli.vllm_flags import SPELLED, translated
+from quire.cluster.cli.vllm_flags import translated
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.settings import config_from
+from quire.cluster.unique_keys import read_yaml
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
+from quire.worker.api.vllm_names import SPELLED
 from quire.worker.model.hub import model_name
 
 Settings = dict[str, Any]
@@ -39,7 +41,8 @@ ROUTING = {
     "prefill_groups": "num_prefill_groups",
 }
 """Flags by destination, and the fields of `RoutingConfig` that they set."""
-OF_ENGINE = {field.name for field in fields(EngineConfig)} - {"model"}
+_ENGINE = {field.name for field in fields(EngineConfig)}
+OF_ENGINE = _ENGINE - {"model"}
 
 _SECTIONS = ("engine", "routing", "autoscaling", "gateway_autoscaling")
 _FIELDS = {field.name for field in fields(ClusterConfig)} - {"served_model_name", "lora_modules"}
@@ -80,7 +83,7 @@ def read_file(path: Path) -> SettingsFile:
             raise ConfigError(f"--config {path}: {name}={value!r}: must be {kind}")
     flags = _flags_of(common, path)
     of_command |= {name: flags.pop(name) for name in (*_OF_ARGUMENTS, *OF_COMMAND) if name in flags}
-    return SettingsFile(path, _merged(_settings(flags), common), own, of_command)
+    return SettingsFile(path, merged(_settings(flags), common), own, of_command)
 
 
 def config_from_file(
@@ -112,10 +115,15 @@ def config_from_file(
     given = _settings({name: getattr(arguments, name) for name in arguments.given})
     models = []
     for name in paths or own or [None]:
-        settings = _merged(common, own.get(name or "", {}), given, over)
+        settings = merged(common, own.get(name or "", {}), given, over)
         if name in paths:
-            settings = _merged(settings, {"engine": {"model": str(paths[name])}})
-        engine = settings.get("engine")
+            settings = merged(settings, {"engine": {"model": str(paths[name])}})
+        engine = settings.get("engine") or {}
+        if name and isinstance(engine, Mapping) and engine.get("model") is None:
+            raise ConfigError(
+                f"--config {path}: models.{name} has no model: name a folder, a GGUF file or "
+                "ORG/NAME of the hub in its engine.model"
+            )
         if isinstance(engine, dict) and isinstance(engine.get("kv_disk_dir"), str | Path):
             # Groups run in other folders.
             engine["kv_disk_dir"] = Path(engine["kv_disk_dir"]).absolute()
@@ -140,11 +148,11 @@ def config_from_file(
 
 
 def _read(path: Path) -> Settings:
-    import yaml
-
     try:
-        read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        read = read_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: cannot be read as YAML: {error}") from error
     if read is None:
         return {}  # Nothing, or comments alone.
@@ -166,9 +174,11 @@ def _models_of(common: Settings, path: Path) -> dict[str, Settings]:
     known = sorted(_OF_MODELS - {"served_model_name"})
     for name, settings in own.items():
         if unknown := settings.keys() - known:
+            stranger = sorted(unknown)[0]
+            question = f"; is engine.{stranger} meant?" if stranger in _ENGINE else ""
             raise ConfigError(
-                f"--config {path}: models.{name}.{sorted(unknown)[0]}: unknown for a model; there "
-                f"are {', '.join(known)}"
+                f"--config {path}: models.{name}.{stranger}: unknown for a model; there are "
+                f"{', '.join(known)}{question}"
             )
     if "more_models" in common:
         raise ConfigError(f"--config {path}: more_models: name each model under `models`")
@@ -232,7 +242,7 @@ def _settings(flags: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def _merged(*each: Mapping[str, Any]) -> Settings:
+def merged(*each: Mapping[str, Any]) -> Settings:
     """All settings; where several say the same one, the last holds."""
     merged: Settings = {}
     for settings in each:

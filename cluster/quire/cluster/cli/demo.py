@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 
 import grpc
 
 from quire import demo_model
+from quire.cluster.cli.columns import terminal_width
 from quire.cluster.client import chat_request, generate
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.app import Endpoints, running_cluster
@@ -120,6 +122,10 @@ def _print_table(answers: Sequence[Answer]) -> None:
         for answer in answers
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    excess = sum(widths) + 2 * (len(widths) - 1) - (terminal_width() or inf)
+    if excess > 0:  # Questions give way.
+        widths[0] = max(widths[0] - int(excess), len(head[0]))
+        rows = [(_shortened(row[0], widths[0]), *row[1:]) for row in rows]
     for row in (head, tuple("-" * width for width in widths), *rows):
         texts = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
         numbers = [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]

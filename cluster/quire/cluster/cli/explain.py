@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from quire.cluster.cli.columns import paragraph, table, table_rows, terminal_width
 from quire.cluster.cli.help import DefaultsFormatter, Parser, add_server_flags, server_of
 
 if TYPE_CHECKING:
     from quire.v1 import inference_pb2 as pb
 
 _DEFAULT_LIMIT = 20
+_HEAD = ("when", "request", "group", "why", "prompt", "cached", "first token", "outcome")
 
 
 def add_explain_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -59,24 +61,33 @@ def _explain(arguments: argparse.Namespace) -> int:
             print_rpc_error(server, error)
             return 1
     if request.request_id:
-        print("\n\n".join(detailed(decision) for decision in answer.decisions))
+        pages = (detailed(each, width=terminal_width()) for each in answer.decisions)
+        print("\n\n".join(pages))
     else:
-        print(overview(answer.decisions))
+        print(overview(answer.decisions, width=terminal_width()))
     if answer.incomplete:
         print(f"quire: there may be more: {answer.incomplete}", file=sys.stderr)
     return 0
 
 
-def overview(decisions: "Sequence[pb.RoutingDecision]") -> str:
-    """One line for each decision."""
+def overview(decisions: "Sequence[pb.RoutingDecision]", *, width: int | None = None) -> str:
+    """One line for each decision. Where that is wider than ``width``, the request's name and the
+    outcome have a line of their own, and the name is whole: it is what one asks for the rest with.
+    """
     if not decisions:
         return "No request was routed yet that this key may see, or no decisions are kept."
-    head = ("when", "request", "group", "why", "prompt", "cached", "first token", "outcome")
-    return table([head, *(_line(decision) for decision in decisions)])
+    rows = [_HEAD, *map(_line, decisions)]
+    lines = table_rows(rows)
+    if width is None or max(map(len, lines)) <= width:
+        return "\n".join(lines)
+    lines = table_rows([(when, *rest) for when, _, *rest, _ in rows], width=width)
+    ends = [paragraph(f"{name}  {end}", width=width, indent="  ") for _, name, *_, end in rows]
+    return "\n".join(each for pair in zip(lines, ends, strict=True) for each in pair)
 
 
-def detailed(decision: "pb.RoutingDecision") -> str:
-    """One decision with all that could have been, and what came of it."""
+def detailed(decision: "pb.RoutingDecision", *, width: int | None = None) -> str:
+    """One decision with all that could have been, and what came of it. ``width`` bounds its
+    table."""
     routing = decision.routing
     pressure = f", pressure {decision.pressure:.2f}" if decision.HasField("pressure") else ""
     known_as = f" ({decision.client_id})" if decision.client_id else ""
@@ -105,7 +116,7 @@ def detailed(decision: "pb.RoutingDecision") -> str:
             f"time to first token, forecast / real: {_first_token(decision)}",
             f"outcome: {decision.outcome or 'under way'}",
             "",
-            table(rows),
+            table(rows, width=width),
         )
     )
 
@@ -174,12 +185,3 @@ def _seconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """The rows, which have equally many cells, in columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )

@@ -109,6 +109,15 @@ class Parser(argparse.ArgumentParser):
         """Ends the program."""
         self.exit(2, f"{self.prog}: error: {message}; `{self.prog} --help` says what there is\n")
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Raises ArgumentError: it is none of the choices; one that is nearly the same is named."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if near := get_close_matches(str(value), map(str, action.choices or ()), n=1):
+                error.message += f"; is {near[0]} meant?"
+            raise
+
     def _unrecognized(self, given: Sequence[str]) -> str:
         flags = [flag for action in self._actions for flag in action.option_strings]
         plain = {

@@ -3,6 +3,7 @@
 import argparse
 import json
 import platform
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 
 from quire import __version__
@@ -83,8 +84,10 @@ def _help(parser: argparse.ArgumentParser, command: list[str]) -> int:
             {},
         )
         if name not in parsers:
+            near = get_close_matches(name, parsers, n=1)
+            question = f"; is {near[0]} meant?" if near else ""
             known = ", ".join(parsers) or "none"
-            raise ConfigError(f"{' '.join(command)!r} is no command; there are: {known}")
+            raise ConfigError(f"{' '.join(command)!r} is no command; there are: {known}{question}")
         parser = parsers[name]
     parser.print_help()
     return 0

@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster.cli.explain import table
+from quire.cluster.cli.columns import table, terminal_width
 from quire.cluster.cli.help import DefaultsFormatter, Parser
 from quire.worker.api.errors import ConfigError
 
@@ -55,9 +55,8 @@ def add_keys_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
             )
         if name == "revoke":
             action.add_argument("name", help="what the key is called")
+        if name in ("list", "revoke"):
             action.add_argument("--file", type=Path, required=True, help="the keys file")
-        if name == "list":
-            action.add_argument("file", type=Path, help="the keys file")
 
 
 def _new(arguments: argparse.Namespace) -> int:
@@ -93,7 +92,8 @@ def _hash(arguments: argparse.Namespace) -> int:
 def _list(arguments: argparse.Namespace) -> int:
     _, entries = _entries(arguments.file)
     lines = [(each.name, each.tenant, _until(each), f"{each.hash[:15]}…") for each in entries]
-    print(table([("name", "tenant", "expires", "hash"), *lines]) if lines else "There is no key.")
+    rows = [("name", "tenant", "expires", "hash"), *lines]
+    print(table(rows, width=terminal_width()) if lines else "There is no key.")
     return 0
 
 
@@ -258,7 +258,7 @@ def _write(path: Path, text: str) -> None:
         part.write_text(text, encoding="utf-8")
         part.replace(path.resolve())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _until(entry: "KeyEntry") -> str:

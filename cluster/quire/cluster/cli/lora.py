@@ -1,12 +1,12 @@
 """``--lora-modules``, as vLLM spells them: ``name=path``, or a JSON object."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from quire.cluster.cli.fields import absolute
 from quire.cluster.config import LoraModule
+from quire.cluster.unique_keys import read_json
 from quire.worker.api.errors import ConfigError
 
 _FIELDS = {"name", "path", "base_model_name"}
@@ -48,7 +48,7 @@ def _parted(text: str, models: Sequence[str]) -> tuple[str, str, str | None]:
 
 def _of_json(text: str) -> tuple[str, str, str | None]:
     try:
-        said: dict[str, Any] = json.loads(text)
+        said: dict[str, Any] = read_json(text)
     except ValueError as error:
         raise ConfigError(f"--lora-modules {text}: is no JSON: {error}") from None
     if not said.keys() <= _FIELDS or not all(isinstance(each, str) for each in said.values()):

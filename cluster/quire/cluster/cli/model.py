@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quire.cluster.cli.cluster import add_model_flags, model_config
+from quire.cluster.cli.columns import table, terminal_width
 from quire.cluster.cli.engine import MODEL_HELP
 from quire.cluster.cli.fields import absolute
 from quire.cluster.cli.help import RAY_ADDRESS_HELP, SHORT_USAGE, DefaultsFormatter, Parser
@@ -73,11 +74,7 @@ def _list(arguments: argparse.Namespace) -> int:
         state = f"{each.state}: {each.reason}" if each.reason else each.state
         aliases = ", ".join(each.aliases) or "-"
         rows.append((each.name, aliases, state, str(each.num_groups), each.path))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print(
-            "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        )
+    print(table(rows, width=terminal_width()))
     return 0
 
 

@@ -6,14 +6,16 @@ Each has a comment that says where it comes from.
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING
+from dataclasses import MISSING, fields
 from typing import Any
 
-from quire.cluster.cli.config_file import OF_COMMAND, ROUTING, read_file
-from quire.cluster.config import ClusterConfig
+from quire.cluster.cli.config_file import OF_COMMAND, ROUTING, SettingsFile, merged, read_file
+from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.settings import config_from, settings_of_cluster
 
 _DEFAULT = "default"
+_NOTHING = "# All settings are at their defaults; --print-config=all prints those too."
+_OF_MODELS = [field.name for field in fields(ModelConfig)]
 _FLAG_OF = {field: dest for dest, field in ROUTING.items()}
 _OTHERWISE = {"model": "model", "api_keys_file": "api_keys"}
 """Flags that set a field of another name."""
@@ -21,35 +23,39 @@ _OTHERWISE = {"model": "model", "api_keys_file": "api_keys"}
 
 def printed(arguments: argparse.Namespace, config: ClusterConfig, *, everything: bool) -> str:
     """``everything``: defaults too. ``config`` is what ``arguments`` make."""
-    origins = _Origins(arguments)
+    file = None if arguments.config is None else read_file(arguments.config)
+    names = list(config.models)
+    origins = _Origins(arguments, file, names[0])
     settings = settings_of_cluster(config)
     defaults = settings_of_cluster(config_from({}))
-    more = settings.pop("more_models")
     lines = [
         f"{name}: {_written(getattr(arguments, name))}  # {origin}"
         for name in OF_COMMAND
         if (origin := origins.of(name)) != _DEFAULT
     ]
+    more = settings.pop("more_models")
+    first = {name: settings.pop(name) for name in _OF_MODELS} if more else {}
     lines += _lines(settings, defaults, origins, everything=everything)
     if more:
-        lines.append("more_models:")
-        for each in more:
-            first, *rest = _lines(each, defaults, origins, everything=everything)
-            lines += [f"- {first}", *(f"  {line}" for line in rest)]
-    return "".join(f"{line}\n" for line in lines)
+        lines.append("models:")
+        for name, each in zip(names, (first, *more), strict=True):
+            del each["served_model_name"]
+            of_model = _Origins(arguments, file, name)
+            below = _lines(each, defaults, of_model, everything=everything)
+            lines += [f"  {_written(name)}:", *(f"    {line}" for line in below)]
+    return "".join(f"{line}\n" for line in lines or [_NOTHING])
 
 
 class _Origins:
-    """Where settings come from."""
+    """Where settings of one model, and of the cluster, come from."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, file: SettingsFile | None, model: str
+    ) -> None:
         self._arguments = arguments
         self._file: Mapping[str, Any] = {}
-        if arguments.config is not None:
-            file = read_file(arguments.config)
-            self._file = file.of_command | file.common
-            for own in file.own.values():
-                self._file = {**self._file, **own}
+        if file is not None:
+            self._file = merged(file.of_command, file.common, file.own.get(model, {}))
 
     def of(self, *path: str) -> str:
         """``path``: a section's name, if it is in one, and the field's."""

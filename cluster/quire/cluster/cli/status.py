@@ -37,15 +37,17 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"Nothing runs: {error}")
         return _NOTHING
     with ray_session(address=address):
-        if arguments.name is not None:
-            check_known(arguments.name)
-        found = [each for each in overview() if arguments.name in (None, each["application"])]
-    if arguments.json:
-        print(json.dumps(found, indent=2))
-    elif not found:
-        print("No application runs here: `quire serve --ray-address auto` starts one.")
-    else:
-        print("\n".join(map(_told, found)))
+        found = overview(arguments.name)
+        if arguments.name is not None and not found:
+            check_known(arguments.name)  # Raises, with those that there are.
+        # Here, as leaving Ray takes a while.
+        if arguments.json:
+            print(json.dumps(found, indent=2), flush=True)
+        elif not found:
+            told = "No application runs here: `quire serve --ray-address auto` starts one."
+            print(told, flush=True)
+        else:
+            print("\n".join(map(_told, found)), flush=True)
     if not found:
         return _NOTHING
     return _HEALTHY if all(each["is_whole"] for each in found) else _NOT_WHOLE

@@ -1,13 +1,14 @@
 """``quire top``: what a cluster's groups do, in a terminal, every few seconds."""
 
 import argparse
+import shutil
 import sys
 import time
 from collections.abc import Callable
 from math import isinf
 from typing import TYPE_CHECKING
 
-from quire.cluster.cli.explain import table
+from quire.cluster.cli.columns import paragraph, table, terminal_width
 from quire.cluster.cli.help import (
     DefaultsFormatter,
     Parser,
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from quire.v1 import admin_pb2 as pb
 
 _TIMEOUT_S = 10.0
-_CLEAR, _HOME, _ERASE_REST = "\x1b[2J", "\x1b[H", "\x1b[J"
+_CLEAR, _HOME = "\x1b[2J", "\x1b[H"
+_ERASE_LINE, _ERASE_REST = "\x1b[K", "\x1b[J"
 _HEAD = (
     *("group", "model", "state", "run", "wait", "to compute", "prompt/s", "cached"),
     *("output/s", "KV", "kept"),
@@ -74,19 +76,25 @@ def _show(look: "Callable[[], pb.ListGroupsResponse]", arguments: argparse.Names
     while True:
         time.sleep(arguments.interval_s)
         after, now_s = look(), time.monotonic()
-        shown = frame(before, after, interval_s=now_s - before_s)
+        shown = frame(before, after, interval_s=now_s - before_s, width=terminal_width())
         if is_once:
             print(shown)
             return
-        sys.stdout.write(f"{_HOME}{shown}\n{_ERASE_REST}")
+        # More lines than there are would scroll the first ones away.
+        lines = shown.split("\n")[: shutil.get_terminal_size().lines - 1]
+        sys.stdout.write(_HOME + "".join(f"{line}{_ERASE_LINE}\n" for line in lines) + _ERASE_REST)
         sys.stdout.flush()
         before, before_s = after, now_s
 
 
 def frame(
-    before: "pb.ListGroupsResponse", after: "pb.ListGroupsResponse", *, interval_s: float
+    before: "pb.ListGroupsResponse",
+    after: "pb.ListGroupsResponse",
+    *,
+    interval_s: float,
+    width: int | None = None,
 ) -> str:
-    """One screen: all in a line, first tokens, and each group in a row."""
+    """One screen: all in a line, first tokens, and each group in a row; in ``width`` columns."""
     from quire.cluster.telemetry.rates import first_token_s, status_line
 
     half, most = (
@@ -94,22 +102,26 @@ def frame(
     )
     gateway = after.gateway
     rows = [_row(group, before, interval_s) for group in after.groups]
+    here = (
+        f"this gateway: {gateway.num_inflight:,} under way, {gateway.num_queued:,} queued, "
+        f"first token p50 {half}, p99 {most}"
+    )
     return "\n".join(
         [
-            status_line(before, after, interval_s=interval_s),
-            f"this gateway: {gateway.num_inflight:,} under way, {gateway.num_queued:,} queued, "
-            f"first token p50 {half}, p99 {most}",
+            paragraph(status_line(before, after, interval_s=interval_s), width=width),
+            paragraph(here, width=width),
             "",
-            _table(rows) if rows else "no group is known",
+            _table(rows, width) if rows else "no group is known",
         ]
     )
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def _table(rows: list[tuple[str, ...]], width: int | None) -> str:
     """With the groups' models where there are several: without, it fits into 80 columns."""
     models = {row[1] for row in rows}
     shown = [_HEAD, *rows]
-    return table(shown if len(models) > 1 else [(row[0], *row[2:]) for row in shown])
+    shown = shown if len(models) > 1 else [(row[0], *row[2:]) for row in shown]
+    return table(shown, width=width)
 
 
 def _row(group: "pb.Group", before: "pb.ListGroupsResponse", interval_s: float) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import argparse
 from dataclasses import replace
 
 from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
-from quire.cluster.cli.help import SHORT_USAGE, DefaultsFormatter, Parser
+from quire.cluster.cli.help import RAY_ADDRESS_HELP, SHORT_USAGE, DefaultsFormatter, Parser
 
 
 def add_upgrade_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
@@ -22,7 +22,9 @@ def add_upgrade_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         "are left out are at their defaults: repeat those of `quire serve`.",
         formatter_class=DefaultsFormatter,
     )
-    add_cluster_flags(upgrade, num_groups=1, tensor_parallel_size=1)
+    add_cluster_flags(
+        upgrade, num_groups=1, tensor_parallel_size=1, ray_address_help=RAY_ADDRESS_HELP
+    )
     upgrade.add_argument(
         "--start-first",
         action="store_true",
@@ -34,13 +36,14 @@ def add_upgrade_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from quire.cluster.deploy.app import upgrade_app
-    from quire.cluster.deploy.local import ray_session
+    from quire.cluster.deploy.local import found_address, ray_session
     from quire.cluster.deploy.names import name_of_application
     from quire.cluster.deploy.progress import on_stdout
 
     config = replace(cluster_config(arguments), start_first=arguments.start_first)
     name = name_of_application(config.model_name, arguments.name)
-    with on_stdout() as progress, ray_session(address=arguments.ray_address):
+    address = found_address(arguments.ray_address)
+    with on_stdout() as progress, ray_session(address=address):
         endpoints = upgrade_app(config, name=name, progress=progress)
     print(f"Upgraded {name}: gRPC {endpoints.grpc}, HTTP {endpoints.http}")
     return 0

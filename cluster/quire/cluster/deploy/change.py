@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.deploy import ray_private
 from quire.cluster.deploy.build import build_gateways, build_groups, checked, num_threads_for
+from quire.cluster.deploy.gateway_calls import ModelState, gateways_of
 from quire.cluster.deploy.listed import Listed, from_json, listed_in
 from quire.cluster.deploy.local import is_only_node
 from quire.cluster.deploy.names import application_of, check_known, next_part, parts_among
@@ -25,9 +26,7 @@ from quire.cluster.errors import StartFailed
 from quire.worker.api.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
-    from ray.serve.handle import DeploymentHandle
-
-    from quire.cluster.deploy.deployments import Gateway, ModelState, ReplicaGroup
+    from quire.cluster.deploy.deployments import ReplicaGroup
 
 _NAMESPACE = "quire-changes"
 _ANSWER_S = 30.0
@@ -52,7 +51,7 @@ def ask_gateways(name: str) -> Cluster:
     return Cluster(name, config, from_json(told))
 
 
-def model_states(name: str) -> "list[ModelState]":
+def model_states(name: str) -> list[ModelState]:
     """All models of the cluster ``name``, as one gateway sees them. Raises as `ask_gateways`."""
     states: list[ModelState] = _asked(name, "models")
     return states
@@ -265,10 +264,3 @@ def _asked(name: str, method: str) -> Any:
         raise ConfigError(
             f"name={name!r}: its gateways do not answer ({error!r}); `quire upgrade` starts others"
         ) from error
-
-
-def gateways_of(name: str) -> "DeploymentHandle[Gateway]":
-    """What calls the gateways of the application ``name``."""
-    from ray import serve
-
-    return serve.get_deployment_handle("Gateway", app_name=name)

@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -21,6 +21,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.gateway_calls import ModelState
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.deploy.line import drain_when_told
 from quire.cluster.deploy.listed import Listed, from_json
@@ -66,23 +67,6 @@ _RECALL_TIMEOUT_S = 3.0
 _ASKS = 3
 _ASK_AGAIN_S = 0.5
 _LEARN_AGAIN_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelState:
-    """A model as one gateway sees it."""
-
-    name: str
-    aliases: tuple[str, ...]
-    path: str
-    num_groups: int
-    """Groups that requests can be routed to."""
-    state: str
-    """As ``GET /v1/models`` tells it."""
-    reason: str
-    """Why it failed."""
-    unsettled: str
-    """Why what was told last of it does not serve yet; empty where it does."""
 
 
 class ReplicaGroup:

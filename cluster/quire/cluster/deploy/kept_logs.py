@@ -69,12 +69,12 @@ def addresses_here() -> list[str]:
 
 
 @contextlib.contextmanager
-def logs_named(place: object) -> Iterator[None]:
-    """What the block raises says where the logs are, in a note."""
+def logs_named(place: object, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """What the block raises says where the logs are, in a note; but for errors of these kinds."""
     try:
         yield
     except BaseException as error:
-        if place is not None:
+        if place is not None and not isinstance(error, but):
             error.add_note(f"logs: {place}")
         raise
 

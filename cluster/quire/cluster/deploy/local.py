@@ -27,7 +27,7 @@ from quire.cluster.deploy.processes import descendants, end_all_with, finished, 
 from quire.cluster.deploy.session import OthersCluster, OwnNode, RaySession
 from quire.cluster.deploy.signals import ended_by_signal, ray_leaves_signals_alone
 from quire.cluster.errors import StartFailed
-from quire.worker.api.errors import ConfigError
+from quire.worker.api.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import psutil
@@ -92,7 +92,9 @@ def ray_session(
                 _connect(address)
             session = _others_cluster()
             if session.logs is not None:
-                stack.enter_context(logs_named(f"{session.logs} on the node of each part"))
+                place = f"{session.logs} on the node of each part"
+                # A command's mistyped name is in no log.
+                stack.enter_context(logs_named(place, but=(ConfigError, CheckpointError)))
             yield session
             return
         # A folder of our own: short, for the sockets in it, and gone with the cluster. Ray opens

@@ -34,6 +34,8 @@ _OTHERS_S = 30.0
 _GROUPS_TOLD_AFTER_S = 10.0
 _MAX_SHOWN_CHARS = 600
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# Steps of starts are told anyway; and of a replica that gets new settings, Serve says so at once.
+_SLOW = re.compile(r"replicas that have taken more than \d+s to initialize")
 _AGAIN = "failed as it started, and is started again"
 _OUR_ERRORS = "quire.worker.api.errors."
 # Which a second attempt would raise again.
@@ -294,7 +296,9 @@ def _messages(deployments: "Mapping[str, DeploymentStatusOverview]") -> dict[str
     return {
         name: deployment.message
         for name, deployment in deployments.items()
-        if deployment.message and deployment.status != "HEALTHY"
+        if deployment.message
+        and deployment.status != "HEALTHY"
+        and not _SLOW.search(deployment.message)
     }
 
 

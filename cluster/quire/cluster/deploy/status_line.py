@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from quire.cluster.deploy.change import gateways_of
+from quire.cluster.deploy.gateway_calls import gateways_of
 from quire.cluster.deploy.ticker import ERASE
 from quire.cluster.telemetry.rates import is_busy, status_line
 from quire.v1 import admin_pb2 as pb

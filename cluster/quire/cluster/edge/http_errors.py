@@ -6,7 +6,8 @@ An unexpected exception is logged under an incident number and reaches the clien
 import logging
 import reprlib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from math import ceil
 from typing import Any
 
@@ -27,6 +28,8 @@ _log = logging.getLogger(__name__)
 _CLIENT_CLOSED_REQUEST = 499
 _MAX_CHARS = 2000
 """Longest error message."""
+_MAX_PATH = 100
+"""Characters of an unknown path that are compared with those that there are."""
 
 
 _UNIONS = {
@@ -105,12 +108,21 @@ async def _handle_http(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         routes = [route.path_format for route in request.app.routes if isinstance(route, Route)]
         paths = [path for path in routes if path != "/" and not path.startswith("/ui/")]
-        message += f"; there are {', '.join(paths)}"
+        near = _meant(request.url.path, paths)
+        message += f"; is {near} meant?" if near else f"; there are {', '.join(paths)}"
     elif error.headers and "Allow" in error.headers:
         message += f"; use {error.headers['Allow']}"
     body = _body(message, INVALID)
     said = worded_for(request.url.path, body, status=error.status_code)
     return JSONResponse(said, status_code=error.status_code, headers=error.headers)
+
+
+def _meant(path: str, paths: Sequence[str]) -> str | None:
+    """The path that a client may have meant: base URLs are written with and without ``/v1``."""
+    inner = f"/v1/{path.strip('/').removeprefix('v1/')}"
+    if inner in paths:
+        return inner
+    return next(iter(get_close_matches(path[:_MAX_PATH], paths, n=1, cutoff=0.8)), None)
 
 
 async def _handle_disconnect(request: Request, error: ClientDisconnect) -> Response:

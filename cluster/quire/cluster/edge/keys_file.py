@@ -17,7 +17,6 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
 from math import inf
@@ -27,6 +26,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from quire.cluster.serving.tenants import TenantPolicy
+from quire.cluster.unique_keys import repeated_key
 from quire.worker.api.errors import ConfigError
 
 _MAX_FILE_BYTES = 16 * 2**20
@@ -142,7 +142,7 @@ def read_text(path: Path) -> str:
                 raise ConfigError(f"{_named(path)} has more than {_MAX_FILE_BYTES} bytes")
             return file.read().decode()
     except OSError as error:
-        raise ConfigError(f"{_named(path)} cannot be read: {error}") from error
+        raise ConfigError(f"{_named(path)} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:  # Whose words have the bytes.
         raise ConfigError(f"{_named(path)} cannot be read: it is not UTF-8") from error
 
@@ -181,6 +181,7 @@ def entries_of(path: Path, text: str) -> tuple[dict[str, TenantPolicy], list[Key
     loader = yaml.SafeLoader(text)
     try:
         root = loader.get_single_node()
+        repeated = repeated_key(root) if root is not None else None
         data = loader.construct_document(root)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
@@ -189,11 +190,10 @@ def entries_of(path: Path, text: str) -> tuple[dict[str, TenantPolicy], list[Key
         raise ConfigError(f"{_named(path)} is not YAML") from None
     finally:
         loader.dispose()
-    for node in _mappings(root):
-        names = [each.value for each, _ in node.value]
-        for place, (each, _) in enumerate(node.value):
-            if each.value in names[:place]:
-                raise _wrong(path, each, "this name stands here twice")
+    if repeated:
+        first, again = repeated
+        told = f"this name stands here twice, first in line {first.start_mark.line + 1}"
+        raise _wrong(path, again, told)
     try:
         read = _SecondFormat.model_validate(data)
     except ValidationError as error:
@@ -239,21 +239,6 @@ def _invalid(path: Path, root: Any, error: ValidationError) -> ConfigError:
         case _:
             told = f"{name}: {first['msg']}" if name else first["msg"]
     return _wrong(path, node, told)
-
-
-def _mappings(root: Any) -> Iterator[Any]:
-    """The mappings that are read by name: the file, its tenants, each of these and each key."""
-    import yaml
-
-    def inside(node: Any) -> list[Any]:
-        if isinstance(node, yaml.MappingNode):
-            return [value for _, value in node.value]
-        return node.value if isinstance(node, yaml.SequenceNode) else []
-
-    sections = inside(root)
-    for node in (root, *sections, *(each for section in sections for each in inside(section))):
-        if isinstance(node, yaml.MappingNode):
-            yield node
 
 
 def _at(root: Any, location: tuple[int | str, ...]) -> tuple[Any, str]:

@@ -1,6 +1,6 @@
 """The models that a gateway serves, by all their names, and the LoRA adapters beside them.
 
-    GET  /v1/models                 all of them; /v1/models/NAME is one
+    GET  /v1/models                 all of them, with what each is for; /v1/models/NAME is one
     POST /v1/load_lora_adapter      gives an adapter a name, in place of one that has it
     POST /v1/unload_lora_adapter    takes a name away
 
@@ -100,6 +100,7 @@ def _described(name: str, models: Models, created: int) -> dict[str, object]:
         "owned_by": "quire",
         "root": adapter.source if adapter else root,
         "max_model_len": card.max_model_len if card else None,
+        "task": (model.task if model else "") or None,
         "state": state,
         **({"reason": trouble} if state == "failed" else {}),
         **({"parent": adapter.model} if adapter else {}),

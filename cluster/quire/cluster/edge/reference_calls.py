@@ -56,6 +56,7 @@ _MODEL = {
     "owned_by": "quire",
     "root": "NAME",
     "max_model_len": 1024,
+    "task": "generate",
     "state": "ready",
 }
 _HEALTH = {"status": "ready", "ready_groups": 1}

@@ -257,4 +257,5 @@ def _describe(
         numerics=facts.numerics,
         num_tiers=num_tiers(config.engine),
         kv_events=config.engine.kv_events,
+        task=facts.task,
     )

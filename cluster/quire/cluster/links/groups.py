@@ -61,6 +61,8 @@ class Groups:
         """``contacts``: each group's token and certificate by address, for other groups; it may
         change. ``adapter_folder``: where this node keeps the adapter of a digest, if it does."""
         self.card: ModelCard | None = None
+        self.task = ""
+        """What the model is for, as its groups say; empty until one has said it."""
         self.demand = Demand()
         """Requests that wait for any group."""
         self.deaths = Deaths(
@@ -357,6 +359,7 @@ class Groups:
             if self.card not in (None, card):
                 _log.warning("the groups of another kind take over: %s is now %s", self.card, card)
             self.card = card
+            self.task = client.description.task
 
     def _routable(self) -> list[GroupId]:
         serving = [

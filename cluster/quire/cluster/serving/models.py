@@ -235,6 +235,7 @@ def _watched(service: ModelService) -> Watched:
         service.groups,
         service.table,
         service.telemetry,
+        service.task,
         num_queued=service.admission.queued.num_requests,
         num_inflight=service.num_inflight,
     )

@@ -161,6 +161,11 @@ class ModelService:
         return adapted
 
     @property
+    def task(self) -> str:
+        """What the model is for: to "generate", "embed" or "score"; empty until that is known."""
+        return self.groups.task if self.scoring is None else "score"
+
+    @property
     def can_serve(self) -> bool:
         """Whether a group takes requests, or one is started for them."""
         return self.groups.num_ready > 0 or self.config.wakes_groups

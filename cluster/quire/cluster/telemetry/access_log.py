@@ -1,6 +1,7 @@
 """One line for each call at its end, on the logger ``quire.access``, without any text of it.
 
-In JSON, its parts are fields of the line.
+In JSON, its parts are fields of the line. Answered looks at the gateway itself, which ``quire top``
+and ``/ui`` take every few seconds, are of the level DEBUG and all other calls of INFO.
 """
 
 import json
@@ -13,13 +14,21 @@ _log = logging.getLogger("quire.access")
 
 _MAX_CHARS = 256
 """Characters of a part that a client chose."""
+_LOOKS = ("/quire.v1.Admin/ListGroups", "/v1/models", "/v1/routing/decisions", "/ui")
+"""Calls that Quire's own tools repeat; below ``/ui/`` are the page's files and its events."""
 
 
 def log_access(call: Timeline) -> None:
     """Writes the line of a call that has ended."""
-    if _log.isEnabledFor(logging.INFO):
+    level = logging.DEBUG if _is_look(call) else logging.INFO
+    if _log.isEnabledFor(level):
         fields = fields_of(call)
-        _log.info("%s", _line(fields), extra=fields)
+        _log.log(level, "%s", _line(fields), extra=fields)
+
+
+def _is_look(call: Timeline) -> bool:
+    is_of_tools = call.path in _LOOKS or call.path.startswith("/ui/")
+    return is_of_tools and call.status in ("200", "OK")
 
 
 def fields_of(call: Timeline) -> dict[str, Any]:

@@ -58,6 +58,8 @@ class Watched(NamedTuple):
     groups: Groups
     table: RoutingTable
     telemetry: Telemetry
+    task: str
+    """What it is for; empty until that is known."""
     num_queued: int
     num_inflight: int
 
@@ -230,7 +232,7 @@ class Live:
                 "name": self.name,
                 "num": max([1, *(load.num_gateways for load in loads)]),
                 "version": __version__,
-                "models": [each.model for each in watched],
+                "models": [{"name": each.model, "task": each.task} for each in watched],
                 "viewers": self.num_viewers,
                 "inflight": sum(each.num_inflight for each in watched),
                 "num_groups": sum(len(each.groups.clients) for each in watched),

@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+from quire.worker.api.arguments import explains_arguments
 from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.vllm_names import LORA
 
 
+@explains_arguments(LORA)
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
     """A LoRA adapter for some of the prompts; fields and meanings are vLLM's.

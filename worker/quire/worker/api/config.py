@@ -1,8 +1,13 @@
 """Settings of an engine, checked before anything starts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from numbers import Integral, Real
+from os import PathLike
 from pathlib import Path
-from typing import Literal, get_args
+from types import NoneType
+from typing import Literal, get_args, get_type_hints
 
 from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.api.errors import ConfigError
@@ -17,6 +22,12 @@ Device = Literal["auto", "cpu", "cuda"]
 ModelImpl = Literal["auto", "quire", "transformers"]
 SchedulingPolicy = Literal["fcfs", "shortest_prefill"]
 
+_KINDS_OF: Mapping[object, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "True or False"),
+    int: ((Integral,), "a whole number"),
+    float: ((Real,), "a number"),
+    Path: ((str, PathLike), "a path"),
+}
 _KINDS = {"cpu": "CPUs", "cuda": "GPUs"}
 _ONLY_ON = (
     ("quantization", "int8", "cpu"),
@@ -115,6 +126,10 @@ class EngineConfig:
     """If a step takes longer, a rank hangs, and the group fails."""
 
     def __post_init__(self) -> None:
+        for name, (kinds, told) in _kinds().items():
+            value = getattr(self, name)
+            is_one = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+            _check(is_one, name, value, f"must be {told}")
         object.__setattr__(self, "model", Path(self.model))
         if self.kv_disk_dir is not None:
             object.__setattr__(self, "kv_disk_dir", Path(self.kv_disk_dir))
@@ -239,6 +254,23 @@ class EngineConfig:
     def num_ahead(self, *, is_gpu: bool) -> int:
         """Steps to submit before the result of the one before them, on such a device."""
         return int(is_gpu if self.async_scheduling is None else self.async_scheduling)
+
+
+@cache
+def _kinds() -> dict[str, tuple[tuple[type, ...], str]]:
+    """What each field's value may be, but for those that have a few values, and that in words."""
+    found = {}
+    for name, hint in get_type_hints(EngineConfig).items():
+        members = [each for each in get_args(hint) or (hint,) if each is not NoneType]
+        if all(each in _KINDS_OF for each in members):
+            kinds = [kind for each in members for kind in _KINDS_OF[each][0]]
+            told = " or ".join(_KINDS_OF[each][1] for each in members)
+            is_optional = NoneType in get_args(hint)
+            found[name] = (
+                (*kinds, *([NoneType] if is_optional else [])),
+                f"{told}, or None" if is_optional else told,
+            )
+    return found
 
 
 def _check(ok: bool, name: str, value: object, rule: str) -> None:

@@ -4,6 +4,7 @@ QuireError
 ├── InvalidRequest(ValueError)   this request cannot be served as it is; others are unharmed
 │   ├── ConstraintRefused        no request with its constraint is served
 │   └── ContextExceeded          prompt and output are longer than the context
+├── UnknownArgument(TypeError)   a class has no argument of this name; the message says what to do
 ├── ConfigError(ValueError)      these settings cannot work; the message names value and remedy
 ├── CheckpointError(ValueError)  the model's files are missing, truncated or of a foreign kind
 ├── AdapterError(ValueError)     an adapter's files are missing, damaged or of a kind not served
@@ -53,6 +54,10 @@ class ContextExceeded(InvalidRequest):
     def __init__(self, message: str, *, param: str, max_model_len: int) -> None:
         super().__init__(message, param=param)
         self.max_model_len = max_model_len
+
+
+class UnknownArgument(QuireError, TypeError):
+    """A class has no argument of this name. The message says why, where it is one of vLLM's."""
 
 
 class ConfigError(QuireError, ValueError):

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
+from quire.worker.api.arguments import explains_arguments
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.parameter import biases, id_lists, ids, real, rules_of, shown, strings, whole
 from quire.worker.api.structured import Constraint, StructuredOutputsParams
+from quire.worker.api.vllm_names import SAMPLING
 
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
@@ -16,12 +18,14 @@ MAX_STOP_CHARS = 1000
 """Longest stop string."""
 
 
+@explains_arguments(SAMPLING)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """The sampling parameters of one request.
 
     Raises:
         InvalidRequest: A value is out of its range; the message names field, value and range.
+        UnknownArgument: There is no such parameter; the message says what to do.
     """
 
     n: Annotated[int, whole(1, 128, said="from 1 to 128")] = 1

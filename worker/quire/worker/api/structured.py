@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from quire.worker.api.arguments import explains_arguments
 from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.vllm_names import STRUCTURED
 
 ConstraintKind = Literal["json_schema", "regex", "grammar", "structural_tag"]
 MAX_CONSTRAINT_BYTES = 2**19
@@ -63,6 +65,7 @@ class Constraint:
             )
 
 
+@explains_arguments(STRUCTURED)
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StructuredOutputsParams:
     """The form of an output, in vLLM's words. Exactly one field is given.

@@ -5,6 +5,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from quire.worker.api.config import EngineConfig
+from quire.worker.api.request import Task
 from quire.worker.model.checkpoint import Checkpoint, open_checkpoint
 from quire.worker.model.config import (
     check_adapters,
@@ -51,6 +52,11 @@ class ModelFacts:
     numerics: str = ""
     """Everything else that decides the bits of outputs (`quire.worker.model.numerics`), known once
     ranks run."""
+
+    @property
+    def task(self) -> Task:
+        """What it is for. One that was trained to embed may have an LM head too."""
+        return "generate" if self.pooling is None else "embed"
 
 
 def model_facts(config: EngineConfig, *, with_fingerprint: bool = True) -> ModelFacts:

@@ -199,7 +199,7 @@ def _plain(messages: "Sequence[Message]") -> "list[Message]":
     """The messages in OpenAI's present form, with one text each."""
     plain: list[Message] = []
     ids: dict[object, str] = {}
-    for place, message in enumerate(messages):
+    for place, message in enumerate([messages] if isinstance(messages, str) else messages):
         if not isinstance(message, Mapping) or "role" not in message:
             raise InvalidRequest(
                 f"messages: must be mappings with role and content, not {reprlib.repr(message)}",

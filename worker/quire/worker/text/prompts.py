@@ -33,6 +33,8 @@ def read_prompt(
             f"(and 'cache_salt'), not {prompt!r}"
         )
     text = fields.get("prompt")
+    if not isinstance(text, str | None):
+        raise InvalidRequest(f"prompt must be a text, not {text!r}", param="prompt")
     if "prompt_token_ids" in fields:
         token_ids = _as_ids(fields["prompt_token_ids"])
     else:

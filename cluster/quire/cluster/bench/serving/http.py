@@ -47,7 +47,8 @@ class Http:
         await self._session.close()
 
     async def first_model(self) -> str:
-        """
+        """The first model of the server's list that is known for nothing but texts.
+
         Raises:
             QuireError: The server lists none.
         """
@@ -57,14 +58,17 @@ class Http:
             async with self._session.get(url) as response:
                 if response.status != 200:
                     raise await _refused(response)
-                return str(json.loads(await response.read())["data"][0]["id"])
+                models = json.loads(await response.read())["data"]
+                # Quire tells what each is for, and other servers do not.
+                fit = [each for each in models if each.get("task") in (None, "generate")]
+                return str((fit or models)[0]["id"])
         except RequestFailed as error:
             reason = str(error)
             if error.kind == "HTTP 401":
                 hint = "--api-key or QUIRE_API_KEY gives one"
         except (aiohttp.ClientError, TimeoutError) as error:
             reason = str(_failed(error, self._target.timeout_s))
-        except (ValueError, TypeError, LookupError, RecursionError):
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
             reason = "it lists no model"
         raise QuireError(f"{url}: {reason}; {hint}")
 

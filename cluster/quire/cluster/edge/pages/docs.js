@@ -8,6 +8,14 @@ key.addEventListener("input", () => sessionStorage.setItem("quire-key", key.valu
 
 const authorization = () => (key.value.trim() ? { Authorization: `Bearer ${key.value.trim()}` } : {});
 
+// What models must be for to answer a call, by its path; where none is, the first one is named.
+const TASKS = [[/embed/, ["embed"]], [/rank|score/, ["score", "embed"]], [/./, ["generate"]]];
+function fitting(models, path) {
+  const [, tasks] = TASKS.find(([pattern]) => pattern.test(path));
+  const fit = tasks.map((task) => models.find((each) => each.task === task)).find(Boolean);
+  return (fit || models[0]).root;
+}
+
 // Where several models are served, each call must name one: so do the bodies here, once a form opens.
 let isNamed = false;
 async function nameModel() {
@@ -22,7 +30,8 @@ async function nameModel() {
   if (names.length < 2) return;
   for (const body of document.querySelectorAll("textarea[data-names-model]")) {
     const fields = JSON.parse(body.value);
-    if (!fields.model) body.value = JSON.stringify({ model: names[0], ...fields }, null, 2);
+    const model = fitting(models, body.form.dataset.path);
+    if (!fields.model) body.value = JSON.stringify({ model, ...fields }, null, 2);
   }
 }
 document.addEventListener("toggle", () => nameModel().catch(() => {}), true);

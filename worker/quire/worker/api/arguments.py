@@ -1,0 +1,40 @@
+"""Classes that say of an argument which they have not what to do instead of giving it."""
+
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar
+
+from quire.worker.api.errors import UnknownArgument
+
+_CLOSE = 0.8
+_Kind = TypeVar("_Kind", bound=type[Any])
+
+
+def explains_arguments(others: Mapping[str, str]) -> Callable[[_Kind], _Kind]:
+    """Decorates a class: its constructor raises `UnknownArgument` for an argument by a name that it
+    has not. ``others`` has what to say of names of other programs."""
+
+    def decorated(kind: _Kind) -> _Kind:
+        make: Any = kind.__init__
+        known = [name for name in signature(make).parameters if name != "self"]
+
+        @wraps(make)
+        def explained(self: Any, *args: Any, **named: Any) -> None:
+            for name in named:
+                if name not in known:
+                    told = f"vLLM's {name} {others[name]}" if name in others else _told(name, known)
+                    raise UnknownArgument(f"{kind.__name__}({name}=…): {told}")
+            make(self, *args, **named)
+
+        kind.__init__ = explained
+        return kind
+
+    return decorated
+
+
+def _told(name: str, known: list[str]) -> str:
+    near = get_close_matches(name, known, n=1, cutoff=_CLOSE)
+    told = f"is {near[0]} meant?" if near else f"there are {', '.join(known)}"
+    return f"there is no such argument; {told}"
