@@ -79,7 +79,7 @@ def _comment_above(lines: list[str], number: int) -> str:
 
 def table() -> str:
     """Markdown with a row for each value."""
-    rows = ["| value | default | |", "|---|---|---|"]
+    rows = ["| value | default | meaning |", "|---|---|---|"]
     common = {each.path.partition(".")[2] for each in values() if each.path.startswith("pods.")}
     for each in values():
         kind, _, option = each.path.partition(".")

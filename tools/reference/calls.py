@@ -65,7 +65,7 @@ def _call(path: str, method: str, operation: Json, schemas: Json) -> str:
             said = _meaning(field) + (" Must be there." if name in required else "")
             rows.append((code(name), _kind(field, schemas), said))
     if rows:
-        parts.append(table(("field", "type", ""), rows) + "\n")
+        parts.append(table(("field", "type", "meaning"), rows) + "\n")
     return "".join(parts)
 
 

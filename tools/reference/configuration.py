@@ -22,16 +22,16 @@ from quire.worker.api.config import EngineConfig
 
 _CHART = Path(__file__).resolve().parents[2] / "helm/quire/templates/_helpers.tpl"
 _SECTIONS: Mapping[str, tuple[type, str, str]] = {
-    "The cluster": (ClusterConfig, "", "Beside these, the settings of its first model."),
+    "The cluster": (ClusterConfig, "", "The settings of the first model stand beside these."),
     "A model": (
         ModelConfig,
         "",
-        "Of the first one beside those of the cluster, of others in `more_models`.",
+        "The first model's stand beside the cluster's settings, those of others in `more_models`.",
     ),
-    "An engine": (EngineConfig, "engine", "Below `engine`; those of each replica group."),
+    "An engine": (EngineConfig, "engine", "Below `engine`: the engine of each replica group."),
     "Routing": (RoutingConfig, "routing", "Below `routing`."),
     "Autoscaling": (AutoscalingSettings, "groups.autoscaling", "Below `autoscaling`."),
-    "Gateways that come and go": (
+    "Autoscaling of gateways": (
         GatewayAutoscaling,
         "gateway.autoscaling",
         "Below `gateway_autoscaling`.",
@@ -70,7 +70,7 @@ def page() -> str:
         if config is ClusterConfig:
             own = {name: each for name, each in own.items() if name not in _model_fields()}
         rows = [_row(each, chart) for each in own.values()]
-        header = ("setting", "default", "")
+        header = ("setting", "default", "meaning")
         parts.append(f"## {title}\n{text}\n\n{table(header, rows)}\n")
     return "".join(parts)
 

@@ -43,9 +43,9 @@ def page() -> str:
     return "".join(
         f"## {title}\n{table(header, rows)}\n"
         for title, header, rows in (
-            ("Flags that are the same", ("flag", ""), same),
-            ("Flags with another name", ("vLLM's", "Quire's", ""), other),
-            ("Flags that change nothing", ("flag", "since"), always),
-            ("Flags that are refused", ("flag", "since"), refused),
+            ("Flags that are the same", ("flag", "meaning"), same),
+            ("Flags with another name", ("vLLM's", "Quire's", "meaning"), other),
+            ("Flags that change nothing", ("flag", "reason"), always),
+            ("Flags that are refused", ("flag", "reason"), refused),
         )
     )

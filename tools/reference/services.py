@@ -29,7 +29,11 @@ def page() -> str:
         for block in _blocks((_PROTO / file).read_text()):
             title = f"## {block.kind.capitalize()} `{block.name}`\n"
             said = f"{block.comment}\n\n" if block.comment else ""
-            header = ("call", "", "") if block.kind == "service" else ("field", "type", "")
+            header = (
+                ("call", "types", "meaning")
+                if block.kind == "service"
+                else ("field", "type", "meaning")
+            )
             parts.append(f"{title}{said}{table(header, block.rows) if block.rows else ''}\n")
     return "".join(parts)
 

@@ -42,45 +42,45 @@ class ModelConfig:
     engine: EngineConfig
     """Engine settings of every replica group."""
     served_model_name: str | None = None
-    """What clients call the model; ``None`` is the name of its directory, or ``ORG/NAME``."""
+    """Name of the model for clients; ``None`` is the name of its directory, or ``ORG/NAME``."""
     aliases: tuple[str, ...] = ()
-    """Further names by which clients may call it; answers bear the one above."""
+    """Further names of the model for clients; answers have ``served_model_name``."""
     lora_modules: tuple[LoraModule, ...] = ()
-    """Adapters of the model; others can be loaded while it is served. With
-    ``engine.enable_lora``."""
+    """Adapters of the model, with ``engine.enable_lora``. More can be loaded while it is
+    served."""
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     """Routing settings of every gateway."""
     num_groups: int = 1
-    """Replica groups, each with ``engine.tensor_parallel_size`` ranks. Not used where
-    ``autoscaling`` is set: it then starts with ``min_groups``."""
+    """Replica groups, each with ``engine.tensor_parallel_size`` ranks. Not used if
+    ``autoscaling`` is set, which starts with ``min_groups``."""
     autoscaling: AutoscalingSettings | None = None
-    """Starts and stops groups as load asks for it; ``None`` keeps ``num_groups``."""
+    """Starts and stops groups with the load; ``None`` keeps ``num_groups``."""
     nodes_per_group: int = 1
-    """Nodes that the ranks of a group are spread over, as many on each. 1: a group's ranks are
-    child processes of its replica, the fastest way; more: actors, which sum over the network. All
-    nodes have the model in the same place, or fetch it from the hub."""
+    """Nodes that each group spans, with equally many ranks on each. With 1, a group's ranks are
+    child processes of its replica, which is fastest; with more, they are Ray actors that exchange
+    sums over the network. All nodes need the model at the same path, or fetch it from the hub."""
     cpus_per_group: float = 0
-    """CPUs that Ray reserves for a group, in equal parts on each of its nodes; 0 places groups
-    without counting CPUs. On GPUs, one GPU per rank is always reserved."""
+    """CPUs that Ray reserves for a group, in equal parts on each of its nodes; 0 reserves
+    none. On GPUs, one GPU per rank is always reserved."""
     group_resource: str | None = None
-    """A custom Ray resource that each group takes one of on each of its nodes, to choose the nodes
-    that groups run on."""
+    """A custom Ray resource, of which each group takes one on each of its nodes. It selects the
+    nodes of groups."""
     chat_template: str | None = None
     """A Jinja template to use instead of the checkpoint's own, as text."""
     tool_call_parser: str = "auto"
-    """The format in which the model writes calls of tools; "auto" is the one that its response
-    template says or its chat template shows, "none" leaves calls as text."""
+    """The format in which the model writes tool calls; "auto" derives it from the model's response
+    template or chat template, "none" leaves calls as text."""
     reasoning_parser: str = "auto"
-    """The format in which it marks reasoning, likewise."""
+    """The format in which the model marks reasoning, likewise."""
     max_queue_wait_s: float | None = None
     """A request is refused at once if its predicted wait exceeds this, or its own deadline.
     ``None`` lets requests wait for as long as their clients do."""
     max_queued_requests: int = AdmissionConfig.max_queued_requests
     """Completions that may wait at a gateway."""
     max_queued_bytes: int = AdmissionConfig.max_queued_bytes
-    """Memory of their prompts: six bytes for each token."""
+    """Memory for the prompts of waiting completions: six bytes for each token."""
     max_inflight: int = AdmissionConfig.max_inflight
-    """Completions that a gateway has under way, those that wait among them."""
+    """Completions in progress at a gateway, including waiting ones."""
 
     def __post_init__(self) -> None:
         if self.num_groups < 1:
@@ -163,97 +163,98 @@ class ClusterConfig(ModelConfig):
     """
 
     more_models: tuple[ModelConfig, ...] = ()
-    """Models that the same gateways serve, each with groups of its own."""
+    """Further models that the same gateways serve, each with its own groups."""
     num_gateways: int = 1
-    """Gateways. Several on one node share the ports below through SO_REUSEPORT. Not used where
-    ``gateway_autoscaling`` is set: it then starts with ``min_gateways``."""
+    """Gateways. Several on one node share the ports below through SO_REUSEPORT. Not used if
+    ``gateway_autoscaling`` is set, which starts with ``min_gateways``."""
     gateway_autoscaling: GatewayAutoscaling | None = None
-    """Starts and stops gateways as clients ask for it; ``None`` keeps ``num_gateways``."""
+    """Starts and stops gateways with the requests in progress; ``None`` keeps ``num_gateways``."""
     gateway_resource: str | None = None
-    """A custom Ray resource that each gateway takes one of, to choose the nodes of gateways."""
+    """A custom Ray resource, of which each gateway takes one. It selects the nodes of gateways."""
     host: str = "127.0.0.1"
-    """Where gateways listen for clients; "0.0.0.0" serves the network."""
+    """Address on which gateways listen; "0.0.0.0" accepts connections from the network."""
     grpc_port: int = 50051
-    """0 takes any free port."""
+    """Port for gRPC; 0 takes any free port."""
     http_port: int = 8000
-    """0 takes any free port."""
+    """Port for HTTP; 0 takes any free port."""
     metrics_port: int = 0
-    """Each gateway answers ``/metrics`` and ``/health`` by itself on the first free port from this
-    one on, so that those of one node can be told apart; 0 takes any free port."""
+    """Each gateway serves its own ``/metrics`` and ``/health`` on the first free port from this one
+    on, so that gateways of one node can be scraped separately; 0 takes any free port."""
     max_connections: int = ConnectionLimits.max_connections
-    """Connections of clients that a gateway keeps open, over HTTP and over gRPC each; fewer where a
+    """Client connections that a gateway keeps open, over HTTP and over gRPC each; fewer if a
     process may not have four times as many files open. HTTP connections without a request, and gRPC
-    connections without a call that was let in, make room for new ones."""
+    connections without an admitted call, are closed to make room for new ones."""
     max_connections_per_address: int | None = None
     """Connections from one address. ``None`` sets no limit: behind a load balancer, all clients
     may have its address."""
     shut_out_s: float = ConnectionLimits.shut_out_s
-    """An address that floods the gRPC port again and again gets no new connection for this time; 0
-    ends the connections that flood and shuts nobody out."""
+    """How long an address that floods the gRPC port repeatedly is blocked; 0 only closes the
+    connections that flood."""
     head_timeout_s: float = ConnectionLimits.head_timeout_s
-    """From the opening of a connection to the end of its first request's headers, and from the
-    first byte of each other request to that; over gRPC, to the end of the handshake."""
+    """Limit from the start of a connection to the end of its first request's headers, and from the
+    first byte of each further request to the end of its headers; over gRPC, to the end of the
+    handshake."""
     body_timeout_s: float = ConnectionLimits.body_timeout_s
-    """From there to the end of the request's body; over gRPC, of the call's message."""
+    """Limit from the end of the headers to that of the body; over gRPC, of the call's message."""
     idle_timeout_s: float = ConnectionLimits.idle_timeout_s
     """How long a connection without requests is kept."""
     group_host: str = "127.0.0.1"
-    """Where groups listen for gateways: an address that every gateway's node can reach; "auto" is
+    """Address on which groups listen for gateways; every gateway's node must reach it. "auto" is
     that of the group's own Ray node."""
     tls_certificate: Path | None = None
     """The gateways' certificate chain, PEM, with its key below; ``None`` serves without TLS. New
-    files in the same places are taken up within a minute. With it, groups have TLS too, each with a
-    certificate that it makes for itself."""
+    files at the same paths are loaded within a minute. Groups then use TLS too, each with a
+    self-signed certificate."""
     tls_key: Path | None = None
     """The private key of ``tls_certificate``, PEM."""
     api_keys_file: Path | None = None
-    """A file of API keys, of which clients must show one: YAML with tenants, their limits and
-    hashed keys, or one key a line. Behind such a key and a space may stand its tenant, or ``*`` for
-    an operator's key, which sees the routing of everyone's requests; a key without one is a tenant
-    of its own. Tenants share no cached prefix. A changed file is read within seconds. ``None`` lets
-    everyone in."""
+    """A file of API keys, of which clients must send one: YAML with tenants, their limits and
+    hashed keys, or one key per line. Such a key may be followed by a space and its tenant, or ``*``
+    for an operator's key, which sees the routing of all requests; a key without one is its own
+    tenant. Tenants share no cached prefix. A changed file is read within seconds. ``None`` needs no
+    key."""
     open_metrics: bool = False
-    """With ``api_keys_file``: a gateway's own port for metrics answers without a key. Otherwise it
-    wants an operator's there, as it always does on the clients' port."""
+    """With ``api_keys_file``: ``metrics_port`` answers without a key. Otherwise it needs an
+    operator's key, as the clients' port always does."""
     allow_origins: tuple[str, ...] = ()
-    """Origins whose pages browsers may call the HTTP API from, such as "https://chat.example.com";
-    "*" is any. Without, pages of other origins cannot."""
+    """Origins whose web pages may call the HTTP API, such as "https://chat.example.com"; "*" allows
+    any. If empty, pages of other origins cannot."""
     ignore_unknown_fields: bool = False
-    """Ignore fields of HTTP bodies that are not known, rather than refuse the request. Known fields
-    that are not served are refused all the same."""
+    """Ignore unknown fields of HTTP bodies instead of refusing the request. Known fields
+    that are not supported are still refused."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least severe lines that gateways and groups log."""
+    """The lowest level that gateways and groups log."""
     log_format: Literal["text", "json"] = "text"
-    """"json" makes each line of their logs an object with the ids of its request and trace."""
+    """"json" writes each log line as a JSON object with the ids of its request and trace."""
     access_log: bool = True
-    """Gateways log a line for each call at its end, without any text of it."""
+    """Gateways log one line for each finished call, without its text."""
     otlp_traces_endpoint: str | None = None
-    """Where gateways and groups send spans of requests, over OTLP: such as
-    "http://collector:4317". ``None`` is that of ``OTEL_EXPORTER_OTLP_ENDPOINT``, if any. Needs the
-    extra ``otel``."""
+    """Where gateways and groups send traces of requests, over OTLP, such as
+    "http://collector:4317". ``None`` is the value of ``OTEL_EXPORTER_OTLP_ENDPOINT``, if any. Needs
+    the extra ``otel``."""
     group_wait_s: float = CompletionConfig.group_wait_s
-    """How long requests and streams wait for a group, where all were lost and others start. Longer
-    than a group takes to start. Where autoscaling may stop the last group, the
+    """How long requests and streams wait for a new group after all groups were lost. Set it longer
+    than a group takes to start. If autoscaling may stop the last group,
     ``autoscaling.start_wait_s`` is used instead."""
     drain_timeout_s: float = 30.0
     """How long a stopping gateway or group lets its requests finish."""
     handover_s: float = 5.0
     """The last part of ``drain_timeout_s``, in which a stopping group's remaining requests are
     moved to other groups; if it equals ``drain_timeout_s``, they are moved at once. A move
-    recomputes the prompt and the tokens so far where they are not cached."""
+    recomputes the prompt and the tokens so far if they are not cached."""
     silence_timeout_s: float = 2.0
-    """A group that is silent for this long is lost even if its connection stands: it was stopped,
-    or is cut off. A group sends at least eight frames in that time. A gateway that is silent for
-    three times as long has its requests at the group aborted."""
+    """A group that sends nothing for this long counts as lost even if its connection stands: it was
+    stopped, or is cut off. A group sends at least eight frames in that time. If a gateway sends
+    nothing for three times as long, its requests at the group are aborted."""
     step_deadline_s: float = 30.0
-    """A group that takes longer for one step is lost: a rank hangs. Keep it well above the longest
+    """A group that takes longer for one step counts as lost. Keep it well above the longest
     healthy step, which prefills ``engine.max_num_batched_tokens`` tokens or compiles a kernel for a
     new shape. The default is meant for slow CPUs; a tenth is enough for GPUs."""
     max_group_deaths: int = 3
-    """A request is refused after this many groups died under it in a row."""
+    """A request is refused after this many groups in a row died while they ran it."""
     start_first: bool = False
     """An upgrade starts each new group and gateway before it stops an old one. It needs room for
-    one more of each, and waits where there is none; without it, a single group's clients wait."""
+    one more of each, and waits if there is none. Otherwise a single group's clients wait."""
 
     def __post_init__(self) -> None:
         ModelConfig.__post_init__(self)

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class AdminStub(object):
-    """Errors: PERMISSION_DENIED (the key is no operator's), NOT_FOUND (no such group is attached to this
-    gateway), UNAVAILABLE (the group or the gateway has gone meanwhile).
+    """Errors: PERMISSION_DENIED (not an operator's key), NOT_FOUND (no such group is attached to this
+    gateway), UNAVAILABLE (the group or the gateway was lost meanwhile).
     """
 
     def __init__(self, channel):
@@ -74,45 +74,45 @@ class AdminStub(object):
 
 
 class AdminServicer(object):
-    """Errors: PERMISSION_DENIED (the key is no operator's), NOT_FOUND (no such group is attached to this
-    gateway), UNAVAILABLE (the group or the gateway has gone meanwhile).
+    """Errors: PERMISSION_DENIED (not an operator's key), NOT_FOUND (no such group is attached to this
+    gateway), UNAVAILABLE (the group or the gateway was lost meanwhile).
     """
 
     def ListGroups(self, request, context):
-        """The groups that this gateway knows.
+        """Lists the groups that this gateway knows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """The group gets no new requests from any gateway, and ends those it has. Says so whenever the
-        number of requests has changed; the call ends when none is left. Cancelling it changes nothing.
-        The group stays, empty, until `Undrain` or until it is stopped. Errors: ABORTED (it takes
-        requests again).
+        """Drains a group: it gets no new requests from any gateway, and finishes those it has. The stream
+        reports each change of the number of requests, and ends when none is left. Cancelling the call
+        changes nothing. The group stays, empty, until `Undrain` or until it is stopped. Errors: ABORTED
+        (it takes requests again).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Undrain(self, request, context):
-        """The group takes requests again. Errors: FAILED_PRECONDITION (it is about to stop, or other
-        groups have taken over with another model).
+        """Ends a drain: the group takes requests again. Errors: FAILED_PRECONDITION (it is about to stop,
+        or other groups have taken over with another model).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """The LoRA adapters that requests can name as their model.
+        """Lists the LoRA adapters that requests can name as their model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Requests can name the adapter from now on, at all gateways. Under a name that an adapter has,
-        it replaces that one: requests that have begun keep the former weights to their end. Errors:
+        """Loads an adapter, so that requests can name it at all gateways. If the name is in use, it
+        replaces that adapter: requests that have started keep the former weights to their end. Errors:
         INVALID_ARGUMENT (it cannot be read, or the model cannot run it: nothing has changed).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -120,14 +120,14 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """No new request can name it. Errors: NOT_FOUND.
+        """Unloads an adapter: no new request can name it. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Usage(self, request, context):
-        """What tenants have used, at all gateways together: as GET /v1/usage.
+        """The usage of tenants, at all gateways together, as GET /v1/usage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,8 +180,8 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin(object):
-    """Errors: PERMISSION_DENIED (the key is no operator's), NOT_FOUND (no such group is attached to this
-    gateway), UNAVAILABLE (the group or the gateway has gone meanwhile).
+    """Errors: PERMISSION_DENIED (not an operator's key), NOT_FOUND (no such group is attached to this
+    gateway), UNAVAILABLE (the group or the gateway was lost meanwhile).
     """
 
     @staticmethod

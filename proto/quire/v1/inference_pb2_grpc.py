@@ -70,12 +70,12 @@ class InferenceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates text and streams it as it comes. Errors: INVALID_ARGUMENT (the message names field
-        and value), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (it would wait for too long, or beyond
-        its deadline: nothing was done; trailing metadata `retry-after` says in how many seconds to try
-        again, and `grpc-retry-pushback-ms` the same to gRPC's own retries), DEADLINE_EXCEEDED (the
-        call's deadline passed), UNAVAILABLE (no replica group), ABORTED (the request has cost several
-        groups their lives; do not send it again). Cancelling the call frees everything it held, and so
+        """Generates text and streams it. Errors: INVALID_ARGUMENT (the message names field
+        and value), NOT_FOUND (unknown model), RESOURCE_EXHAUSTED (it would wait too long, or beyond
+        its deadline: nothing was done; trailing metadata `retry-after` has the seconds after which to
+        retry, and `grpc-retry-pushback-ms` the same for gRPC's own retries), DEADLINE_EXCEEDED (the
+        call's deadline passed), UNAVAILABLE (no replica group), ABORTED (several groups died while they
+        ran the request; do not send it again). Cancelling the call frees everything it held, and so
         does its deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -83,14 +83,14 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Vectors of texts, of models that make them; errors as Generate's.
+        """Embeds texts, with an embedding model; errors as Generate's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rank(self, request, context):
-        """Orders documents by how alike they are to a query; errors as Generate's.
+        """Orders documents by their similarity to a query; errors as Generate's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,9 +109,9 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ExplainRouting(self, request, context):
-        """Says why requests went where they did, and what came of it, as far as the gateways remember: all
-        of them are asked. Where there are API keys, it tells of the caller's tenant's requests alone,
-        and of everyone's to an operator's key. Errors: NOT_FOUND (no such request was routed, or it is
+        """Explains routing decisions and their results, as far as the gateways remember; all gateways
+        are asked. With API keys, it only shows requests of the caller's tenant,
+        or all requests to an operator's key. Errors: NOT_FOUND (no such request was routed, or it is
         forgotten), INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

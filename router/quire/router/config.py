@@ -8,7 +8,7 @@ from quire.worker.api.errors import ConfigError
 
 POLICY_NAMES: Mapping[str, str] = MappingProxyType(
     {
-        "prefix_aware": "least time to first token, for this request and those behind it",
+        "prefix_aware": "least predicted time to first token, for this request and those after it",
         "round_robin": "the groups in turn",
         "least_loaded": "the least work queued and running",
         "power_of_two": "the one with fewer requests of two at random, as Ray Serve does",
@@ -28,16 +28,16 @@ class RoutingConfig:
     policy: str = "prefix_aware"
     """One of `POLICY_NAMES`."""
     use_directory: bool = True
-    """Off, the router follows no block events and knows nothing of caches: load decides, and ties
-    go by the name of the prompt's first block."""
+    """If off, the router follows no block events and knows nothing of caches: load decides, and
+    ties are broken by the name of the prompt's first block."""
     num_prefill_groups: int = 0
-    """Groups, of those that there are, that only compute prompts and hand each stream over with its
-    KV after its first token. 0: each group does both. With fewer groups than one more, too."""
+    """How many of the groups only compute prompts and hand each stream over with its KV after its
+    first token. With 0, or if no other group is left, each group does both."""
     stale_after_s: float = 30.0
-    """A group whose events were silent for longer is routed to by load alone."""
+    """If a group sends no events for longer, only its load counts in routing."""
     reservation_timeout_s: float = 60.0
-    """A reservation that a group's frames have not shown by then is dropped. So is a call through a
-    handle, whose end may never be reported."""
+    """A reservation that a group's frames have not shown after this time is dropped. So is a call
+    through a handle, whose end may never be reported."""
     max_directory_blocks: int = 4_000_000
     """Distinct blocks in the directory, of some 20 bytes each (100 where there is no compiler)."""
     max_in_flight: int = 65_536

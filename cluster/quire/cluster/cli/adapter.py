@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from quire.v1 import admin_pb2 as pb
 
 _LIST_TIMEOUT_S, _LOAD_TIMEOUT_S = 30.0, 600.0
-_KEY = "Where the server wants API keys, an operator's is read from QUIRE_API_KEY."
+_KEY = "If the server needs API keys, an operator's key is read from QUIRE_API_KEY."
 _HEAD = ("name", "model", "source", "digest")
 
 
@@ -27,7 +27,7 @@ def add_adapter_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     actions = adapter.add_subparsers(required=True, metavar="ACTION", dest="action")
     for name, help_text in (
         ("list", "show the adapters that clients can name as their model"),
-        ("load", "let clients name an adapter; one that has the name is replaced"),
+        ("load", "load an adapter under a name; an adapter with that name is replaced"),
         ("unload", "let no new request name it"),
     ):
         action = actions.add_parser(
@@ -37,15 +37,15 @@ def add_adapter_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
             formatter_class=DefaultsFormatter,
         )
         if name != "list":
-            action.add_argument("name", help="what clients call it")
+            action.add_argument("name", help="name of the adapter for clients")
         if name == "load":
             action.add_argument(
                 "source",
-                help="a directory of the gateway's node, or ORG/NAME[@REVISION] of the Hugging "
+                help="a directory on the gateway's node, or ORG/NAME[@REVISION] of the Hugging "
                 "Face hub",
             )
             action.add_argument(
-                "--model", default="", help="which model it is for, where several take adapters"
+                "--model", default="", help="the adapter's model, if several take adapters"
             )
         add_server_flags(action)
         action.set_defaults(run=_run)

@@ -11,18 +11,21 @@ if TYPE_CHECKING:
     from quire.v1 import admin_pb2 as pb
 
 _TIMEOUT_S = 30.0
-_KEY = "Where the server wants API keys, an operator's is read from QUIRE_API_KEY."
+_KEY = "If the server needs API keys, an operator's key is read from QUIRE_API_KEY."
 
 
 def add_admin_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds ``admin`` to the command line."""
-    help_text = "list the replica groups, drain one, or put it back"
+    help_text = "list the replica groups, drain one, or end its drain"
     admin = commands.add_parser("admin", help=help_text, description=f"See its commands. {_KEY}")
     actions = admin.add_subparsers(required=True, metavar="ACTION", dest="action")
     for name, help_text in (
         ("list", "show the groups, their state and load"),
-        ("drain", "send a group no new requests, and wait until those it has have ended"),
-        ("undrain", "send a drained group requests again"),
+        (
+            "drain",
+            "send no new requests to a group, and wait until its running requests have ended",
+        ),
+        ("undrain", "send requests to a drained group again"),
     ):
         action = actions.add_parser(
             name,
@@ -34,7 +37,7 @@ def add_admin_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
             action.add_argument("group", help="the group's id, as `quire admin list` shows it")
         if name == "drain":
             action.add_argument(
-                "--no-wait", action="store_true", help="return once the group has begun to drain"
+                "--no-wait", action="store_true", help="return as soon as the drain has begun"
             )
         add_server_flags(action)
         action.set_defaults(run=_run)

@@ -27,7 +27,7 @@ def add_bench_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds ``bench`` and what it measures to the command line."""
     bench = commands.add_parser(
         "bench",
-        help="measure any server, or prefix caching, block sizes, where prefixes are kept",
+        help="measure any server, or prefix caching, block sizes and tiers of the cache",
         description="Measures a server, or one engine in this process; docs/benchmarks.md explains "
         "the numbers.",
     )

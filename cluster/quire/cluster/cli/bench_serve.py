@@ -45,9 +45,11 @@ def add_bench_serve_parser(kinds: "argparse._SubParsersAction[Parser]") -> None:
 
 
 def _add_target(add: Callable[..., Any]) -> None:
-    add("--base-url", metavar="URL", help="of the server, with or without /v1; over --host")
-    add("--host", default="127.0.0.1", help="the server's host")
-    add("--port", type=int, default=8000, help="and port")
+    add(
+        "--base-url", metavar="URL", help="URL of the server, with or without /v1; overrides --host"
+    )
+    add("--host", default="127.0.0.1", help="host of the server")
+    add("--port", type=int, default=8000, help="port of the server")
     add(
         "--endpoint",
         metavar="PATH",
@@ -57,17 +59,17 @@ def _add_target(add: Callable[..., Any]) -> None:
         "--backend",
         choices=tuple(_ENDPOINTS),
         default="openai",
-        help="what to ask: openai and vllm for completions, openai-chat for chats",
+        help="kind of requests: openai and vllm for completions, openai-chat for chats",
     )
-    add("--model", help="the name to ask for; the first of /v1/models if absent")
+    add("--model", help="name of the model; the first of /v1/models if absent")
     add(
         "--api-key",
-        help="of the server; if absent that of the environment, QUIRE_API_KEY or OPENAI_API_KEY",
+        help="API key for the server; if absent, the variable QUIRE_API_KEY or OPENAI_API_KEY",
     )
     add("--header", nargs="+", type=_pair, metavar="NAME=VALUE", help="more headers")
-    add("--insecure", action="store_true", help="take any TLS certificate")
-    add("--timeout-s", type=finite, default=3600.0, help="of one request")
-    add("--ignore-eos", action="store_true", help="have answers go on past the end token")
+    add("--insecure", action="store_true", help="accept any TLS certificate")
+    add("--timeout-s", type=finite, default=3600.0, help="time limit of one request")
+    add("--ignore-eos", action="store_true", help="let answers continue after the end token")
     add("--temperature", type=finite, default=0.0, help="0 takes the likeliest token")
     add("--extra-body", type=_object, metavar="JSON", help="more fields of requests")
 
@@ -84,31 +86,44 @@ def _add_dataset(add: Callable[..., Any]) -> None:
     )
     add("--dataset-path", type=Path, help="the file of sharegpt, custom or trace")
     add("--num-prompts", type=int, default=1000, help="requests, or as many as a file has")
-    add("--seed", type=int, default=0, help="of prompts, lengths and arrivals")
+    add("--seed", type=int, default=0, help="seed of prompts, lengths and arrivals")
     add(
         "--tokenizer",
         help="folder, file or name on the hub: which token ids there are, and the length of "
         "texts; without, ids are below 4,000 and a token is four characters",
     )
     add("--random-input-len", type=int, default=1024, help="mean tokens of a prompt")
-    add("--random-output-len", type=int, default=128, help="mean tokens to ask for")
+    add("--random-output-len", type=int, default=128, help="mean output tokens")
     add(
         "--random-range-ratio",
         type=finite,
         default=0.0,
         help="how far lengths are from the mean: 0.5 is from half of it to one and a half",
     )
-    add("--random-prefix-len", type=int, default=0, help="tokens before it that all prompts share")
+    add("--random-prefix-len", type=int, default=0, help="tokens of a common prefix before it")
     add("--prefix-repetition-prefix-len", type=int, default=256, help="tokens of each prefix")
-    add("--prefix-repetition-suffix-len", type=int, default=256, help="a request's own tokens")
+    add(
+        "--prefix-repetition-suffix-len",
+        type=int,
+        default=256,
+        help="tokens of each request after the prefix",
+    )
     add("--prefix-repetition-num-prefixes", type=int, default=10, help="different prefixes")
-    add("--prefix-repetition-output-len", type=int, default=128, help="tokens to ask for")
-    add("--sharegpt-output-len", type=int, help="tokens to ask for; the answer's if absent")
-    add("--custom-output-len", type=int, help="over that of each line; lines without have 256")
+    add("--prefix-repetition-output-len", type=int, default=128, help="output tokens")
+    add(
+        "--sharegpt-output-len",
+        type=int,
+        help="output tokens; those of the file's answer if absent",
+    )
+    add(
+        "--custom-output-len",
+        type=int,
+        help="output tokens, instead of each line's; 256 if neither is given",
+    )
     add(
         "--trace-format",
         choices=("mooncake", "azure", "log"),
-        help="of the trace; Mooncake's for .jsonl and Azure's for .csv if absent",
+        help="format of the trace; if absent, mooncake for .jsonl and azure for .csv",
     )
     add("--trace-speed", type=finite, default=1.0, help="2 sends a trace twice as fast")
 
@@ -117,16 +132,16 @@ def _add_traffic(add: Callable[..., Any]) -> None:
     add(
         "--request-rate",
         type=float,
-        help="requests a second, or inf for all at once; if absent a trace's times, else inf",
+        help="requests per second, or inf for all at once; if absent, a trace's times, else inf",
     )
     add(
         "--burstiness",
         type=finite,
         default=1.0,
-        help="at a rate: 1 is a Poisson process, less comes in bursts, more is more even",
+        help="with a rate: 1 is a Poisson process, less is burstier, more is more regular",
     )
-    add("--max-concurrency", type=int, help="requests under way at a time; no limit if absent")
-    add("--num-warmups", type=int, default=0, help="requests sent before, which do not count")
+    add("--max-concurrency", type=int, help="most requests at a time; no limit if absent")
+    add("--num-warmups", type=int, default=0, help="requests sent before the measurement")
 
 
 def _add_result(add: Callable[..., Any]) -> None:
@@ -143,14 +158,16 @@ def _add_result(add: Callable[..., Any]) -> None:
         metavar="NAMES",
         help="figures to show, of ttft, tpot, itl, e2el and client_queue_time",
     )
-    add("--metric-percentiles", default="99", metavar="N,…", help="their percentiles, with commas")
+    add(
+        "--metric-percentiles", default="99", metavar="N,…", help="percentiles to show, with commas"
+    )
     add("--save-result", action="store_true", help="write a JSON file")
-    add("--save-detailed", action="store_true", help="with figures and texts of each request")
-    add("--result-dir", type=Path, default=Path(), help="its folder")
-    add("--result-filename", help="its name; one with rate, model and time if absent")
+    add("--save-detailed", action="store_true", help="include figures and texts of each request")
+    add("--result-dir", type=Path, default=Path(), help="folder of the JSON file")
+    add("--result-filename", help="name of the JSON file; made of rate, model and time if absent")
     add("--disable-tqdm", action="store_true", help="show no progress in the terminal")
     add("--label", help="a name for the run, in the result")
-    add("--metadata", nargs="+", type=_pair, metavar="KEY=VALUE", help="kept in it")
+    add("--metadata", nargs="+", type=_pair, metavar="KEY=VALUE", help="extra values in the result")
 
 
 def bench_of(arguments: argparse.Namespace) -> "ServeBench":

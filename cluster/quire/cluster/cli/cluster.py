@@ -22,46 +22,48 @@ from quire.worker.text.reasoning import REASONING_FORMATS
 
 _GROUPS = {
     "num_groups": "replica groups, without autoscaling",
-    "nodes_per_group": "nodes that the ranks of a group are spread over",
-    "cpus_per_group": "CPUs that Ray reserves; 0 counts none",
+    "nodes_per_group": "nodes that each group spans, with equally many ranks on each",
+    "cpus_per_group": "CPUs that Ray reserves for each group; 0 reserves none",
 }
 _AUTOSCALING = (
-    ("max_groups", int, "most groups: start and stop them with the load"),
-    ("min_groups", int, "fewest groups; 0 stops the last one too; 1 if absent"),
-    ("target_ttft_s", float, "seconds that prompts may wait; 2 if absent"),
+    ("max_groups", int, "enables autoscaling, up to this many groups"),
+    ("min_groups", int, "with --max-groups: fewest groups; 0 stops the last one too; 1 if absent"),
+    (
+        "target_ttft_s",
+        float,
+        "with --max-groups: seconds that prompts may wait; 2 if absent",
+    ),
 )
 _NETWORK = {
-    "host": "where clients connect; 0.0.0.0 serves the network",
-    "grpc_port": "0 takes any free one",
-    "http_port": "0 takes any free one",
-    "metrics_port": "each gateway's own /metrics and /health: the first free port from this on; 0 "
-    "takes any free one, which its log names",
-    "group_host": "where groups listen for gateways; auto is the address of each one's node; if "
-    "absent 127.0.0.1, with --ray-address auto",
+    "host": "address for clients; 0.0.0.0 accepts connections from the network",
+    "grpc_port": "port for gRPC; 0 takes any free one",
+    "http_port": "port for HTTP; 0 takes any free one",
+    "metrics_port": "port for each gateway's own /metrics and /health: the first free one from "
+    "this number on; 0 takes any free one, which the gateway's log names",
+    "group_host": "address on which groups listen for gateways; auto is that of each group's "
+    "node; if absent 127.0.0.1, or auto with --ray-address",
     "tls_certificate": "the gateways' certificate chain, PEM; with --tls-key",
-    "tls_key": "its private key, PEM",
-    "api_keys_file": "tenants and hashed API keys (see 'quire keys'), or one key a line, followed "
-    "by its tenant: clients must then show a key",
+    "tls_key": "the private key of --tls-certificate, PEM",
+    "api_keys_file": "tenants and hashed API keys (see 'quire keys'), or one key per line, "
+    "followed by its tenant; clients must then send a key",
     "open_metrics": "with --api-keys-file: /metrics of --metrics-port needs no operator's key; "
     "keep clients away from that port",
-    "ignore_unknown_fields": "ignore fields of HTTP bodies that are not known, rather than refuse "
-    "the request",
+    "ignore_unknown_fields": "ignore unknown fields of HTTP bodies instead of refusing the request",
     "max_connections": "client connections at a gateway, over HTTP and over gRPC each",
-    "max_connections_per_address": "of these, from one address; no limit if absent, for clients "
-    "behind a load balancer",
-    "shut_out_s": "how long an address that floods the gRPC port gets no connection; 0 shuts out "
-    "none",
-    "head_timeout_s": "limit from a connection's start, or a request's, to the end of its headers",
-    "body_timeout_s": "limit from there to the end of the request's body",
+    "max_connections_per_address": "limit of --max-connections for one address; no limit if "
+    "absent, because all clients behind a load balancer have its address",
+    "shut_out_s": "how long an address that floods the gRPC port is blocked; 0 blocks none",
+    "head_timeout_s": "limit from the start of a connection or request to the end of its headers",
+    "body_timeout_s": "limit from the end of the headers to the end of the request's body",
     "idle_timeout_s": "how long a connection without requests is kept",
 }
 _FORMAT = {
-    "chat_template": "the file of a Jinja template to use instead of the checkpoint's own",
-    "tool_call_parser": "format in which the model writes calls of tools: "
+    "chat_template": "a file with a Jinja template to use instead of the checkpoint's own",
+    "tool_call_parser": "format in which the model writes tool calls: "
     + ", ".join(each.name for each in TOOL_FORMATS)
-    + "; auto is the one that its response template says or its chat template shows, none leaves "
-    "calls as text",
-    "reasoning_parser": "format in which it marks reasoning: "
+    + "; auto derives it from the model's response template or chat template, none leaves calls as "
+    "text",
+    "reasoning_parser": "format in which the model marks reasoning: "
     + ", ".join(each.name for each in REASONING_FORMATS)
     + ", auto or none",
 }
@@ -69,43 +71,40 @@ _ADMISSION = {
     "max_queue_wait_s": "refuse a request whose predicted wait is longer, or longer than its own "
     "deadline, so that accepted requests keep their latency; if absent, none is refused for its "
     "wait",
-    "max_queued_requests": "most completions that wait at a gateway",
-    "max_queued_bytes": "most memory of their prompts: six bytes for each token",
-    "max_inflight": "most completions under way at a gateway, those that wait among them",
+    "max_queued_requests": "most completions that wait at one gateway",
+    "max_queued_bytes": "most memory for prompts of waiting completions: six bytes a token",
+    "max_inflight": "most completions in progress at one gateway, including waiting ones",
 }
 _LOGS = {
-    "log_level": "the least severe lines that gateways and groups log",
-    "log_format": "json: each line of their logs is an object",
-    "access_log": "log a line for each call at its end, without any text of it",
-    "otlp_traces_endpoint": "where to send spans of requests, over OTLP; needs quire-serve[otel]",
+    "log_level": "the lowest level that gateways and groups log",
+    "log_format": "json: each log line is a JSON object",
+    "access_log": "log one line for each finished call, without its text",
+    "otlp_traces_endpoint": "where to send traces of requests, over OTLP; needs quire-serve[otel]",
 }
 _FAILOVER = {
-    "silence_timeout_s": "a group that is silent for this long is lost",
-    "step_deadline_s": "a group that takes longer for a step is lost; set it well above the "
+    "silence_timeout_s": "a group that sends nothing for this long counts as lost",
+    "step_deadline_s": "a group that takes longer for a step counts as lost; set it well above the "
     "longest step",
-    "group_wait_s": "how long requests and streams wait for a group, where all were lost and "
-    "others start",
+    "group_wait_s": "how long requests and streams wait for a new group after all groups were lost",
     "max_group_deaths": "refuse a request after this many groups died under it",
-    "drain_timeout_s": "time for running requests at the stop",
-    "handover_s": "the last part of that, in which running requests move to other groups",
+    "drain_timeout_s": "how long running requests may continue after a stop was requested",
+    "handover_s": "last part of --drain-timeout-s, in which running requests move to other groups",
 }
 _ENGINE = {
-    "gpu_memory_utilization": "share of GPU memory, or of free RAM",
-    "kv_cache_memory_bytes": "KV cache of each group, instead of a share",
-    "max_model_len": "longest prompt + output; the model's own if absent",
-    "enable_prefix_caching": "reuse the KV of prompts that begin alike",
-    "kv_offloading_size": "GiB of host memory, for each group, that keep blocks which its KV cache "
-    "evicts",
-    "kv_disk_dir": "a folder on each node's own disk that keeps blocks beyond that, also over a "
-    "restart",
-    "kv_disk_size": "GiB that each group keeps there at most",
-    "kv_transfer": "take blocks from other groups that hold them; if absent, where there may be "
-    "several groups and each is on one node",
-    "kv_events": "remember the tokens of cached blocks, for routers that SubscribeKvEvents",
-    "scheduling_policy": "order of a group's prompts: the first that came, or the one with the "
-    "least left to compute",
+    "gpu_memory_utilization": "share of GPU memory to use, or of free RAM for the KV cache",
+    "kv_cache_memory_bytes": "size of each group's KV cache, instead of a share of memory",
+    "max_model_len": "most tokens of prompt and output together; the model's own limit if absent",
+    "enable_prefix_caching": "reuse the KV of common prefixes",
+    "kv_offloading_size": "GiB of host memory per group for blocks that its KV cache evicts",
+    "kv_disk_dir": "a folder on each node's local disk for blocks beyond that, also across "
+    "restarts",
+    "kv_disk_size": "most GiB that each group uses in --kv-disk-dir",
+    "kv_transfer": "fetch KV blocks from other groups; if absent, on if there may be several "
+    "groups and each is on one node",
+    "kv_events": "remember the tokens of cached blocks, for routers that call SubscribeKvEvents",
+    "scheduling_policy": "order of a group's prompts: by arrival, or least remaining work first",
     "enforce_eager": "no CUDA graphs",
-    "seed": "seed of requests without their own",
+    "seed": "seed for requests without one",
 }
 """Flags by the field that they set, in their groups."""
 
@@ -115,7 +114,7 @@ def add_cluster_flags(
     *,
     num_groups: int,
     tensor_parallel_size: int,
-    ray_address_help: str = "a running Ray cluster ('auto' finds it); else one starts here",
+    ray_address_help: str = "a running Ray cluster ('auto' finds it); if absent, one is started",
 ) -> None:
     """Adds them to a command, with its own defaults for these two."""
     parser.add_argument(
@@ -123,7 +122,7 @@ def add_cluster_flags(
         metavar="MODEL",
         nargs="*",
         type=Path,
-        help=f"{MODEL_HELP}; several are served at the same address, each with groups of its own "
+        help=f"{MODEL_HELP}; several models are served at the same address, each by its own groups "
         "and all with the settings given here",
     )
     add = parser.add_argument
@@ -131,27 +130,27 @@ def add_cluster_flags(
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="what clients call the model; ORG/NAME or the directory's name if absent. Given "
-        "again: further names of one model, or the names of several in their order",
+        help="name of the model for clients; ORG/NAME or the directory's name if absent. Repeat it "
+        "for further names of one model, or to name several models in their order",
     )
     add(
         "--name",
-        help="the application's name, by which a Ray cluster tells several apart; made from the "
-        "model's if absent",
+        help="name of the application, unique on its Ray cluster; derived from the model's if "
+        "absent",
     )
     add(
         "--config",
         type=Path,
         metavar="FILE",
-        help="settings of the cluster and of each model, in YAML; flags come before them",
+        help="settings of the cluster and of each model, in YAML; flags override them",
     )
     add("--ray-address", help=ray_address_help)
     group = parser.add_argument_group("gateways")
     add_fields(group, ClusterConfig, {"num_gateways": "gateways"})
     _add_network_flags(parser)
     group = parser.add_argument_group(
-        "failover and the stop",
-        "Requests of a group that is lost, or about to stop, continue on another group.",
+        "failover and shutdown",
+        "Requests of a lost or stopping group continue on another group.",
     )
     add_fields(group, ClusterConfig, _FAILOVER)
     group = parser.add_argument_group("logs", "`quire logs` shows them.")
@@ -166,7 +165,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         "--status-interval-s",
         type=finite,
         metavar="S",
-        help="how often to tell what runs; 0 never. If absent, every 2 s in one line of a "
+        help="how often to print the load; 0 never. If absent, every 2 s in one line of a "
         "terminal, elsewhere every 10 s in which something ran",
     )
     parser.add_argument(
@@ -175,8 +174,8 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         const="given",
         choices=("given", "all"),
         metavar="all",
-        help="print the settings as a file for --config, each with its origin, and end; "
-        "--print-config=all has the defaults too",
+        help="print the settings as a file for --config, each with its source, and exit; "
+        "--print-config=all includes the defaults",
     )
 
 
@@ -188,13 +187,13 @@ def add_model_flags(
     add_fields(group, ModelConfig, _GROUPS, num_groups=num_groups)
     for name, type_, what in _AUTOSCALING:
         group.add_argument(f"--{name.replace('_', '-')}", type=type_, help=what)
-    group = parser.add_argument_group("format", "How its prompts and answers are written.")
+    group = parser.add_argument_group("format", "How the model's prompts and answers are written.")
     add_fields(group, ModelConfig, _FORMAT)
     _add_routing_flags(parser)
     group = parser.add_argument_group(
         "admission",
-        "Requests wait for as long as their clients do. One beyond these bounds is refused at "
-        "once, with a time to retry.",
+        "Requests wait as long as their clients do. Requests beyond these limits are refused at "
+        "once, with a retry time.",
     )
     add_fields(group, ModelConfig, _ADMISSION)
     group = add_engine_flags(parser, tensor_parallel_size=tensor_parallel_size)
@@ -207,29 +206,29 @@ def add_model_flags(
         nargs="+",
         metavar="NAME=PATH",
         help="with --enable-lora: adapters to serve from the start, which clients name as their "
-        'model; NAME=PATH@MODEL is of one of several models, as is {"name": …, "path": …, '
-        '"base_model_name": …}; PATH is a directory or ORG/NAME of the Hugging Face hub',
+        'model; NAME=PATH@MODEL or {"name": …, "path": …, "base_model_name": …} is for one of '
+        "several models; PATH is a directory or ORG/NAME of the Hugging Face hub",
     )
 
 
 def _add_network_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("network", "Where clients connect, with TLS and API keys.")
+    group = parser.add_argument_group("network", "Addresses for clients, TLS and API keys.")
     add_fields(group, ClusterConfig, _NETWORK, group_host=None)
     group.add_argument(
         "--api-key",
         dest="api_keys",
         nargs="+",
         metavar="KEY",
-        help="keys of which clients must show one, instead of a file; who sees this machine's "
-        "processes sees them",
+        help="API keys, of which clients must send one, instead of a file; other users of this "
+        "machine can see them in its list of processes",
     )
     group.add_argument(
         "--allow-origin",
         dest="allow_origins",
         action="append",
         metavar="ORIGIN",
-        help="browsers may call from pages of this origin, such as http://localhost:3000; '*' is "
-        "any; can be given several times",
+        help="allow calls from web pages of this origin, such as http://localhost:3000; '*' "
+        "allows any; can be repeated",
     )
 
 

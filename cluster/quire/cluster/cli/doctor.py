@@ -31,15 +31,19 @@ def add_doctor_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     doctor = commands.add_parser(
         "doctor",
         help="check this machine: packages, GPU, compiler, memory, disk, ports, a model's files",
-        description="Checks what serving needs of this machine. The exit status is 1 if something "
-        "is amiss.",
+        description="Checks whether this machine has what serving needs. The exit status is 1 if "
+        "something is missing or wrong.",
         formatter_class=DefaultsFormatter,
     )
-    doctor.add_argument("model", nargs="?", type=Path, help="a model whose files are looked at too")
-    doctor.add_argument("--host", default="127.0.0.1", help="where gateways are to listen")
+    doctor.add_argument("model", nargs="?", type=Path, help="a model whose files are checked too")
+    doctor.add_argument(
+        "--host", default="127.0.0.1", help="the address on which gateways will listen"
+    )
     port = whole(least=0, most=65535)
-    doctor.add_argument("--http-port", type=port, default=8000, help="a port that is to be free")
-    doctor.add_argument("--grpc-port", type=port, default=50051, help="another one")
+    doctor.add_argument(
+        "--http-port", type=port, default=8000, help="the HTTP port, which must be free"
+    )
+    doctor.add_argument("--grpc-port", type=port, default=50051, help="the gRPC port")
     doctor.set_defaults(run=_run)
 
 

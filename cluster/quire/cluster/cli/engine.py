@@ -12,23 +12,22 @@ MODEL_HELP = (
 )
 _HELPS = {
     "dtype": "type of weights, activations and KV; auto is the checkpoint's own",
-    "model_impl": "what computes the model: quire's kernels or transformers' modules; auto is "
-    "transformers for architectures that quire has no description of",
-    "quantization": "int8: 8 bits in linear layers; w4: weights of 4 bits; neither if absent",
-    "kv_cache_dtype": "type of KV alone; int8 (CPU) and fp8 (GPU) take half the memory of 16 bits",
-    "device": "auto is cuda where there is one, else cpu",
-    "deterministic": "on a GPU, only matrix products in which a row's bits do not depend on the "
-    "batch",
-    "max_num_seqs": "sequences that run at the same time",
-    "max_num_batched_tokens": "tokens in a step",
+    "model_impl": "implementation of the model: Quire's kernels or transformers' modules; auto is "
+    "transformers for architectures that Quire does not describe",
+    "quantization": "int8: linear layers in 8 bits; w4: weights in 4 bits; none if absent",
+    "kv_cache_dtype": "type of the KV cache; int8 (CPU) and fp8 (GPU) take half as much as 16 bits",
+    "device": "auto is cuda if there is a GPU, else cpu",
+    "deterministic": "on a GPU, use only batch-invariant matrix products",
+    "max_num_seqs": "most sequences that run at the same time",
+    "max_num_batched_tokens": "most tokens in a step",
     "enable_lora": "serve LoRA adapters of the model",
-    "max_loras": "different adapters in a step; more take turns",
-    "max_lora_rank": "the greatest rank that an adapter may have, 256 at most",
-    "max_cpu_loras": "adapters kept ready in memory; four times --max-loras if absent",
-    "num_threads": "CPU threads of each rank; the cores are shared out if absent",
-    "async_scheduling": "prepare the next step while one runs; on GPUs if absent",
-    "speculation": "compute guessed tokens too where few sequences run, which changes no token; on "
-    "CPUs if absent",
+    "max_loras": "most different adapters in a step; more take turns",
+    "max_lora_rank": "greatest rank of an adapter, 256 at most",
+    "max_cpu_loras": "adapters kept in memory; four times --max-loras if absent",
+    "num_threads": "CPU threads of each rank; if absent, the cores are divided among the ranks",
+    "async_scheduling": "prepare the next step while one runs; if absent, on for GPUs",
+    "speculation": "speculative decoding without a draft model when few sequences run, which "
+    "changes no token; if absent, on for CPUs",
 }
 
 
@@ -40,7 +39,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, tensor_parallel_size: i
         "-tp",
         type=int,
         default=tensor_parallel_size,
-        help="ranks of an engine, a replica group's or the one here",
+        help="tensor-parallel ranks of each engine",
     )
     add_fields(group, EngineConfig, _HELPS)
     return group

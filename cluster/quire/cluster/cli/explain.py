@@ -20,11 +20,11 @@ def add_explain_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds ``explain`` to the command line."""
     explain = commands.add_parser(
         "explain",
-        help="show why requests went to the replica groups they went to",
-        description="Shows why a request went to the replica group it went to, or one line for "
-        "each of the last requests. Gateways remember the last ones that each of them routed, and "
-        "all are asked. Where the server wants an API key, it is read from QUIRE_API_KEY; it shows "
-        "its tenant's requests, and an operator's key everyone's.",
+        help="explain to which replica groups requests were routed",
+        description="Explains why a request was routed to its replica group, or shows one line for "
+        "each of the latest requests. Each gateway remembers the latest that it routed, and "
+        "all are asked. If the server needs an API key, it is read from QUIRE_API_KEY; it shows "
+        "its tenant's requests, and an operator's key shows all requests.",
         formatter_class=DefaultsFormatter,
     )
     explain.add_argument(
@@ -33,7 +33,9 @@ def add_explain_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="id of an answer or of a completion, or the X-Request-Id sent with the request",
     )
     explain.add_argument(
-        "--limit", type=int, help=f"how many of the last ones to list; {_DEFAULT_LIMIT} if absent"
+        "--limit",
+        type=int,
+        help=f"how many of the latest requests to list; {_DEFAULT_LIMIT} if absent",
     )
     add_server_flags(explain)
     explain.set_defaults(run=_explain)

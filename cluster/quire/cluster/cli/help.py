@@ -29,8 +29,8 @@ SHORT_USAGE = "%(prog)s [MODEL …] [flags]"
 
 
 RAY_ADDRESS_HELP = (
-    "the Ray cluster's; 'auto' is that of RAY_ADDRESS, of the newest `quire serve` here, or the "
-    "one that this machine is a node of"
+    "address of the Ray cluster; 'auto' is that of RAY_ADDRESS, of the newest `quire serve` here, "
+    "or of the cluster to which this machine belongs"
 )
 
 

@@ -27,8 +27,8 @@ def add_info_parsers(commands: "argparse._SubParsersAction[Parser]", parser: Par
     """Adds them; ``parser`` is that of the whole command line."""
     told = commands.add_parser(
         "version",
-        help="show the versions of Quire and of what it computes with",
-        description="Shows the versions of Quire and of what it computes with.",
+        help="show the versions of Quire and of its main dependencies",
+        description="Shows the versions of Quire and of its main dependencies.",
     )
     told.add_argument("--json", action="store_true", help="as JSON, for programs")
     told.set_defaults(run=lambda arguments: _version(as_json=arguments.json))
@@ -41,7 +41,7 @@ def add_info_parsers(commands: "argparse._SubParsersAction[Parser]", parser: Par
 
     shell = commands.add_parser(
         "completion",
-        help="print what makes a shell complete commands and flags",
+        help="print a script for shell completion of commands and flags",
         description="Prints a script that makes a shell complete commands and flags. For bash: "
         'add eval "$(quire completion bash)" to ~/.bashrc. For zsh: the output is a file _quire '
         "in a folder of $fpath.",

@@ -32,10 +32,10 @@ def add_keys_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     actions = keys.add_subparsers(required=True, metavar="ACTION", dest="action")
     for name, run, told in (
-        ("new", _new, "make a key and print it once; the file gets its hash"),
+        ("new", _new, "make a key, print it once, and add its hash to the file"),
         ("hash", _hash, "print the hash of the key on standard input, for a file"),
         ("list", _list, "show the keys of a file"),
-        ("revoke", _revoke, "remove a key from a file; requests that run go on"),
+        ("revoke", _revoke, "remove a key from a file; running requests continue"),
     ):
         action = actions.add_parser(
             name,
@@ -45,16 +45,16 @@ def add_keys_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         )
         action.set_defaults(run=run)
         if name == "new":
-            action.add_argument("--tenant", required=True, help="whose key it is")
-            action.add_argument("--name", required=True, help="what the key is called")
+            action.add_argument("--tenant", required=True, help="the tenant of the key")
+            action.add_argument("--name", required=True, help="the name of the key")
             action.add_argument(
-                "--expires", help="when it ends: a date or a time such as 2027-01-31T12:00:00Z"
+                "--expires", help="when it expires: a date, or a time such as 2027-01-31T12:00:00Z"
             )
             action.add_argument(
-                "--file", type=Path, help="the keys file, which is made if it is not there"
+                "--file", type=Path, help="the keys file, which is created if it does not exist"
             )
         if name == "revoke":
-            action.add_argument("name", help="what the key is called")
+            action.add_argument("name", help="the name of the key")
         if name in ("list", "revoke"):
             action.add_argument("--file", type=Path, required=True, help="the keys file")
 

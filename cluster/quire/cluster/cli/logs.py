@@ -27,7 +27,9 @@ def add_logs_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     logs.add_argument("start", nargs="?", help="a start, as --list shows it")
     logs.add_argument("--list", action="store_true", help="show which starts have logs")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
+    logs.add_argument(
+        "-f", "--follow", action="store_true", help="continue with new lines as they are written"
+    )
     logs.add_argument(
         "-n", "--lines", type=whole(least=0), default=200, help="show this many of the last lines"
     )

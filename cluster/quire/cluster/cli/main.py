@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         usage=SHORT_USAGE,
-        help="start a cluster here, ask it a few questions, show what that cost, stop it",
+        help="start a cluster here, ask it a few questions, show timings and reuse, stop it",
         description="Starts a cluster on this machine with two replica groups of two ranks, asks "
         "questions that share a system prompt, shows what each cost, and stops it.",
         formatter_class=DefaultsFormatter,

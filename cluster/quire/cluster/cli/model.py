@@ -22,15 +22,15 @@ def add_model_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     )
     actions = model.add_subparsers(required=True, metavar="ACTION")
 
-    listed = actions.add_parser("list", help="tell names, state, groups and path of each")
+    listed = actions.add_parser("list", help="show names, state, groups and path of each model")
     listed.set_defaults(run=_list)
 
     add = actions.add_parser(
         "add",
         usage=SHORT_USAGE,
-        help="serve one more model",
-        description="Starts the groups of one more model and has the gateways serve it. Flags that "
-        "are left out are at their defaults.",
+        help="serve a further model",
+        description="Starts the groups of a further model and serves it at gateways. Flags that "
+        "are left out have their defaults.",
         formatter_class=DefaultsFormatter,
     )
     add.add_argument("path", metavar="MODEL", type=Path, help=MODEL_HELP)
@@ -38,28 +38,32 @@ def add_model_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--served-model-name",
         action="append",
         metavar="NAME",
-        help="what clients call it; ORG/NAME or the directory's name if absent. Given again: "
-        "further names",
+        help="name of the model for clients; ORG/NAME or the directory's name if absent. "
+        "Repeat it for further names",
     )
     add_model_flags(add, num_groups=1, tensor_parallel_size=1)
     add.set_defaults(run=_add)
 
-    remove = actions.add_parser("remove", help="stop serving a model; its streams end")
-    remove.add_argument("model", metavar="NAME", help="what clients call it")
+    remove = actions.add_parser(
+        "remove", help="stop serving a model, after its streams have finished"
+    )
+    remove.add_argument("model", metavar="NAME", help="name of the model for clients")
     remove.set_defaults(run=_remove)
 
     replace = actions.add_parser(
         "replace",
         help="serve new weights under a model's name",
-        description="Starts groups with new weights and the model's settings, has requests go to "
-        "them once they serve, lets streams end on the old groups, and stops those.",
+        description="Starts groups with new weights and the model's settings, sends requests to "
+        "them once they serve, lets streams finish on the old groups, and stops those.",
     )
-    replace.add_argument("model", metavar="NAME", help="what clients call it")
+    replace.add_argument("model", metavar="NAME", help="name of the model for clients")
     replace.add_argument("path", metavar="MODEL", type=Path, help=f"the new weights: {MODEL_HELP}")
     replace.set_defaults(run=_replace)
 
     for each in (listed, add, remove, replace):
-        each.add_argument("--name", required=True, help="the cluster's, as `quire serve` prints it")
+        each.add_argument(
+            "--name", required=True, help="name of the cluster, as `quire serve` prints it"
+        )
         each.add_argument("--ray-address", default="auto", help=RAY_ADDRESS_HELP)
 
 

@@ -32,25 +32,34 @@ def add_run_batch_parser(commands: "argparse._SubParsersAction[Parser]") -> None
         "run-batch",
         usage="%(prog)s -i FILE -o FILE [--server URL | MODEL [flags]]",
         help=help_text,
-        description=f"{sentence(help_text)}: by a server that runs, or by a cluster that is "
-        "started here for it, with the flags of `quire serve`. Ends with status 1 where a request "
+        description=f"{sentence(help_text)}, with a running server, or with a cluster that is "
+        "started for it, with the flags of `quire serve`. The exit status is 1 if a request "
         "failed.",
         formatter_class=DefaultsFormatter,
         conflict_handler="resolve",  # `quire serve` has keys that it wants, here is one to show.
     )
     add = batch.add_argument
-    add("-i", "--input-file", type=Path, required=True, metavar="FILE", help="requests, one a line")
-    add("-o", "--output-file", type=Path, required=True, metavar="FILE", help="where answers go")
-    add("--server", metavar="URL", help="one that runs, such as http://127.0.0.1:8000")
-    add("--max-concurrency", type=whole(least=1), default=256, help="requests under way at a time")
+    add(
+        "-i",
+        "--input-file",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="requests, one per line",
+    )
+    add(
+        "-o", "--output-file", type=Path, required=True, metavar="FILE", help="file for the answers"
+    )
+    add("--server", metavar="URL", help="a running server, such as http://127.0.0.1:8000")
+    add("--max-concurrency", type=whole(least=1), default=256, help="most requests at a time")
     add(
         "--resume",
         action="store_true",
-        help="ask only what an earlier run, which may have been broken off, has not answered well",
+        help="only send requests without a successful answer in an earlier, perhaps aborted, run",
     )
     add_fields(batch.add_argument_group("limits"), Limits, _LIMITS)
     add_cluster_flags(batch, num_groups=1, tensor_parallel_size=1)
-    add("--api-key", help="of --server; if absent that of the environment, QUIRE_API_KEY")
+    add("--api-key", help="API key for --server; if absent, the variable QUIRE_API_KEY")
     batch.spellings = translated
     batch.set_defaults(run=_run, grpc_port=0, http_port=0, api_keys=None)
 

@@ -74,7 +74,7 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--order",
         choices=("fcfs", "srpf"),
         default="fcfs",
-        help="order of arrival, or shortest remaining prefill first, as our engine does",
+        help="order of arrival, or shortest remaining prefill first, as Quire's engine does",
     )
     add(
         "--eviction",
@@ -83,27 +83,32 @@ def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         help="utility is the engine's own policy; plain-lru is three times as fast to simulate",
     )
 
-    add = parser.add_argument_group("KV that travels").add_argument
+    add = parser.add_argument_group("KV offloading and transfer").add_argument
     add(
         "--link",
         default="none",
-        help="links between groups: 25g, 100g or 400g (bits a second), or gigabytes a second; "
-        "without any, none fetches from another",
+        help="links between groups: 25g, 100g or 400g (bits per second), or gigabytes per second; "
+        "if absent, groups do not fetch from each other",
     )
     add("--transfer-ms", type=finite, default=2.0, help="time until a source's first byte")
-    add("--host-tokens", type=int, default=0, help="tokens whose KV a group's host memory keeps")
+    add("--host-tokens", type=int, default=0, help="tokens of KV that a group's host memory holds")
     add("--host-gb-s", type=finite, default=50.0, help="rate between host memory and KV cache")
 
     add = parser.add_argument_group("what goes wrong").add_argument
-    add("--num-gateways", type=int, default=1, help="gateways that know nothing of each other")
+    add("--num-gateways", type=int, default=1, help="gateways, which do not communicate")
     add("--event-lag-s", type=finite, default=0.0, help="delay of block events")
-    add("--event-loss", type=finite, default=0.0, help="share of block events lost on their way")
-    add("--slow-factor", type=finite, default=1.0, help="slow every fourth group by this")
+    add("--event-loss", type=finite, default=0.0, help="share of block events that are lost")
+    add(
+        "--slow-factor",
+        type=finite,
+        default=1.0,
+        help="slow down every fourth group by this factor",
+    )
     add(
         "--contention",
         type=finite,
         default=0.0,
-        help="groups that share cores: 0.2 makes a step a fifth longer for each other busy group",
+        help="for groups that share cores: 0.2 makes a step a fifth longer per other busy group",
     )
 
     add = parser.add_argument_group("run").add_argument

@@ -1,4 +1,4 @@
-"""``quire status``: which applications run on a Ray cluster, and whether they are whole."""
+"""``quire status``: which applications run on a Ray cluster, and whether they are complete."""
 
 import argparse
 import json
@@ -12,17 +12,17 @@ _HEALTHY, _NOT_WHOLE, _NOTHING = 0, 1, 2
 
 def add_status_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     """Adds ``status`` to the command line."""
-    help_text = "show which applications run on a Ray cluster, and whether they are whole"
+    help_text = "show which applications run on a Ray cluster, and whether they are complete"
     status = commands.add_parser(
         "status",
         help=help_text,
-        description=f"{sentence(help_text)}. Ends with status 0 where all are, 1 where groups "
-        "or gateways are missing, 2 where nothing runs.",
+        description=f"{sentence(help_text)}. The exit status is 0 if all are, 1 if "
+        "groups or gateways are missing, and 2 if nothing runs.",
         formatter_class=DefaultsFormatter,
     )
     status.add_argument("name", nargs="?", help="one application; all of them if absent")
     status.add_argument("--ray-address", default="auto", help=RAY_ADDRESS_HELP)
-    status.add_argument("--json", action="store_true", help="as JSON, for programs")
+    status.add_argument("--json", action="store_true", help="print JSON, for programs")
     status.set_defaults(run=_run)
 
 

@@ -24,7 +24,7 @@ def add_stop_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         "--drain-timeout-s",
         type=float,
         default=ClusterConfig.drain_timeout_s,
-        help="what it was started with: how long to wait for it",
+        help="the application's own --drain-timeout-s; how long to wait for the drain",
     )
     stop.set_defaults(run=_run)
 

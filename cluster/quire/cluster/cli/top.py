@@ -41,8 +41,10 @@ def add_top_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         formatter_class=DefaultsFormatter,
     )
     add_server_flags(top)
-    top.add_argument("--interval-s", type=_positive, default=2.0, help="between two looks")
-    top.add_argument("--once", action="store_true", help="show one interval and end, as in a pipe")
+    top.add_argument(
+        "--interval-s", type=_positive, default=2.0, help="seconds between two updates"
+    )
+    top.add_argument("--once", action="store_true", help="show one interval and exit, as in a pipe")
     top.set_defaults(run=_run)
 
 

@@ -16,10 +16,10 @@ def add_upgrade_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     upgrade = commands.add_parser(
         "upgrade",
         usage=SHORT_USAGE,
-        help="replace an application's groups and gateways by others with new settings",
-        description="Replaces the groups and gateways of an application that serves, one after "
-        "the other, by others with the settings given here; requests under way go on. Flags that "
-        "are left out are at their defaults: repeat those of `quire serve`.",
+        help="replace the groups and gateways of a running application, with new settings",
+        description="Replaces the groups and gateways of a running application one by one, with "
+        "the settings given here; running requests continue. Flags that are left out return to "
+        "their defaults: repeat those of `quire serve`.",
         formatter_class=DefaultsFormatter,
     )
     add_cluster_flags(

@@ -8,24 +8,24 @@ from typing import Any
 from quire.cluster.attribute_docs import attributes_of
 from quire.worker.api.sampling_params import PARAMETERS, SamplingParams
 
-_JSON_SCHEMA = "The output is JSON of this schema."
-_REGEX = "The output matches this regular expression as a whole."
-_GRAMMAR = "The output is of this grammar, in Lark's or GBNF's notation."
+_JSON_SCHEMA = "The output is JSON that fits this schema."
+_REGEX = "The whole output matches this regular expression."
+_GRAMMAR = "The output matches this grammar, in Lark's or GBNF's syntax."
 _TEXTS: Mapping[str, str] = {
-    "model": "The name of a served model, an alias or a LoRA adapter. It may be left "
-    "out where one model is served.",
-    "stream": "Send the answer in pieces, as server-sent events, the last of which is `[DONE]`.",
+    "model": "The name of a served model, an alias or a LoRA adapter. It may be omitted "
+    "if only one model is served.",
+    "stream": "Stream the answer as server-sent events, the last of which is `[DONE]`.",
     "stream_options": "With `stream`: `include_usage` adds an event with the usage at the end, "
     "`continuous_usage_stats` adds it to each event.",
     "include_usage": "Add an event with the usage at the end.",
     "continuous_usage_stats": "Add the usage so far to each event.",
-    "include_obfuscation": "Not served: events have no padding.",
+    "include_obfuscation": "Not supported: events have no padding.",
     "return_token_ids": "Add the token ids of the prompt and of the output.",
     "return_token_strs": "Add the text of each token.",
-    "response_format": "The form of the output: `text`, `json_object`, or `json_schema` with a "
+    "response_format": "The format of the output: `text`, `json_object`, or `json_schema` with a "
     "schema.",
-    "structured_outputs": "The form of the output, one of `json` (a schema), `regex`, `choice`, "
-    "`grammar`, `json_object` and `structural_tag`. vLLM's.",
+    "structured_outputs": "Constraint of the output, one of `json` (a schema), `regex`, `choice`, "
+    "`grammar`, `json_object` and `structural_tag`. vLLM's name.",
     "guided_json": f"{_JSON_SCHEMA} vLLM's former name.",
     "guided_regex": f"{_REGEX} vLLM's former name.",
     "guided_choice": "The output is one of these texts. vLLM's former name.",
@@ -33,64 +33,63 @@ _TEXTS: Mapping[str, str] = {
     "json_schema": f"{_JSON_SCHEMA} SGLang's name.",
     "regex": f"{_REGEX} SGLang's name.",
     "ebnf": f"{_GRAMMAR} SGLang's name.",
-    "structural_tag": "Parts of the output, marked by tags, have forms of their own.",
-    "cache_salt": "Only requests with the same salt share cached prefixes with this one.",
-    "priority": "Requests of lower numbers come first. 0 where absent.",
-    "prompt_cache_key": "Requests with the same key go to the same group where that costs little.",
+    "structural_tag": "Parts of the output, marked by tags, have separate constraints.",
+    "cache_salt": "This request only shares cached prefixes with requests of the same salt.",
+    "priority": "Requests with lower numbers run first. 0 if absent.",
+    "prompt_cache_key": "Requests with the same key go to the same group if that costs little.",
     "prompt_cache_retention": "`24h` keeps the prompt's KV for a day, within the tenant's share.",
-    "timeout": "Seconds from the request's arrival to its last token; then it fails with 504.",
+    "timeout": "Seconds from the request's arrival after which it fails with 504.",
     "prompt": "A text or token ids, or a list of either: each is a prompt of its own.",
-    "echo": "Show the prompt before the completion.",
+    "echo": "Return the prompt before the completion.",
     "messages": "The chat so far, with roles and contents.",
-    "max_completion_tokens": "Tokens to generate at most, those of the reasoning among them.",
+    "max_completion_tokens": "Most tokens to generate, including those of the reasoning.",
     "top_logprobs": "With `logprobs`: how many of the most probable tokens are reported, 0 to 20.",
-    "add_generation_prompt": "Write the beginning of the assistant's turn behind the chat. True "
-    "where absent.",
-    "continue_final_message": "The output goes on within the last message.",
+    "add_generation_prompt": "End the prompt with the beginning of the assistant's turn. True if "
+    "absent.",
+    "continue_final_message": "The output continues the last message.",
     "chat_template_kwargs": "Further variables of the chat template, such as `enable_thinking`.",
-    "reasoning_effort": "`none`, `minimal`, `low`, `medium`, `high` or `xhigh`, as far as the chat "
-    "template knows it.",
+    "reasoning_effort": "`none`, `minimal`, `low`, `medium`, `high` or `xhigh`, if the chat "
+    "template uses it.",
     "tools": "Functions that the model may call, each with a JSON schema of its arguments.",
-    "tool_choice": "`auto`, `none`, `required`, or one function's name: whether the model calls.",
-    "parallel_tool_calls": "Whether there may be several calls in one answer. True where absent.",
+    "tool_choice": "Whether tools are called: `auto`, `none`, `required`, or one function's name.",
+    "parallel_tool_calls": "Whether one answer may have several calls. True if absent.",
     "system": "A system prompt, a text or text blocks.",
     "thinking": "Whether the model reasons: a `type` of `enabled`, `disabled` or `adaptive`.",
-    "budget_tokens": "A hint; `max_tokens` is the bound.",
-    "output_config": "`format`, a JSON schema that the output follows, and `effort`.",
-    "format": "The form of the output, such as `json_schema` with a schema.",
-    "effort": "How much the model reasons, as far as its chat template knows it.",
-    "cache_control": "Of type `ephemeral`: keeps the prompt's KV for its `ttl`, `5m` or `1h`.",
-    "stop_sequences": "Texts that end the output; the text itself is left out of it.",
-    "input": "What is asked: a text, or items of a conversation.",
+    "budget_tokens": "Not enforced; `max_tokens` is the limit.",
+    "output_config": "`format`, a JSON schema that the output fits, and `effort`.",
+    "format": "The format of the output, such as `json_schema` with a schema.",
+    "effort": "How much the model reasons, if its chat template uses it.",
+    "cache_control": "Type `ephemeral` keeps the prompt's KV cached for its `ttl`, `5m` or `1h`.",
+    "stop_sequences": "Strings that end the output and are not part of it.",
+    "input": "A text, or the items of a conversation.",
     "instructions": "A system message before the input.",
-    "max_output_tokens": "Tokens to generate at most; without it, as many as there is room for.",
-    "text": "`format`: the form of the output.",
+    "max_output_tokens": "Most tokens to generate; if absent, as many as the context has room for.",
+    "text": "`format`: the format of the output.",
     "reasoning": "`effort`: how much the model reasons.",
-    "metadata": "Up to 16 keys and values, which the answer repeats.",
-    "user": "Nothing depends on it.",
+    "metadata": "Up to 16 keys and values, which the answer returns.",
+    "user": "Accepted, without effect.",
     "encoding_format": "`float`, or `base64` of the numbers as little-endian float32.",
     "dimensions": "Keep this many numbers of each vector, the first ones, and normalize them.",
-    "truncate": "`END` cuts texts that are too long for the model; `NONE` refuses them.",
-    "query": "What documents are compared with.",
+    "truncate": "`END` truncates texts that are too long for the model; `NONE` refuses them.",
+    "query": "The text with which documents are compared.",
     "documents": "Texts, or objects with a `text`.",
-    "top_n": "Return this many documents, the best ones.",
-    "return_documents": "Whether the answer has the documents' texts. True where absent.",
-    "max_tokens_per_doc": "Tokens that are kept of each document.",
-    "text_1": "One text, or as many as `text_2` has.",
+    "top_n": "Return only this many of the best documents.",
+    "return_documents": "Whether the answer has the documents' texts. True if absent.",
+    "max_tokens_per_doc": "Most tokens of each document; longer ones are truncated.",
+    "text_1": "One text, or as many texts as `text_2` has.",
     "text_2": "One text or several.",
     "tokens": "Token ids.",
-    "add_special_tokens": "Add the tokens that the tokenizer puts around a text. True where "
-    "absent.",
-    "lora_name": "What clients call the adapter.",
+    "add_special_tokens": "Add the tokens that the tokenizer puts around a text. True if absent.",
+    "lora_name": "Name of the adapter for clients.",
     "lora_path": "A directory that each gateway's node has, or `ORG/NAME[@REVISION]` of the hub.",
-    "base_model_name": "The model that it is for, where several take adapters.",
+    "base_model_name": "The adapter's model, if several take adapters.",
 }
 IN_BODY: Mapping[tuple[str, str], str] = {
     ("EmbeddingsBody", "input"): "A text or token ids, or a list of either.",
     ("ChatBody", "logprobs"): "Report the log-probability of each token.",
     ("CompletionBody", "logprobs"): "Report the log-probability of each token and of this many "
     "most probable ones.",
-    ("MessagesBody", "max_tokens"): "Tokens to generate at most.",
+    ("MessagesBody", "max_tokens"): "Most tokens to generate.",
 }
 
 

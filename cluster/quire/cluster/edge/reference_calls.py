@@ -61,7 +61,7 @@ _MODEL = {
 }
 _HEALTH = {"status": "ready", "ready_groups": 1}
 _RERANK = Call(
-    "Documents, ordered by how alike they are to a query.",
+    "Orders documents by their similarity to a query.",
     _SCORES,
     RerankBody,
     example={"query": _QUESTION, "documents": ["Paris.", "It rains."]},
@@ -73,7 +73,7 @@ _RERANK = Call(
     },
 )
 _SCORE = Call(
-    "How alike texts are.",
+    "Similarity of texts.",
     _SCORES,
     ScoreBody,
     example={"text_1": _QUESTION, "text_2": ["Paris."]},
@@ -88,7 +88,7 @@ _SCORE = Call(
 )
 CALLS: Mapping[str, Call] = {
     "/v1/chat/completions": Call(
-        "The next turn of a chat.",
+        "Generates the next message of a chat.",
         _TEXT,
         ChatBody,
         streams=True,
@@ -110,7 +110,7 @@ CALLS: Mapping[str, Call] = {
         },
     ),
     "/v1/completions": Call(
-        "Text behind a prompt.",
+        "Generates text after a prompt.",
         _TEXT,
         CompletionBody,
         streams=True,
@@ -132,7 +132,7 @@ CALLS: Mapping[str, Call] = {
         },
     ),
     "/v1/responses": Call(
-        "The next items of a conversation.",
+        "Generates the next items of a conversation (OpenAI's responses).",
         _TEXT,
         ResponsesBody,
         streams=True,
@@ -164,7 +164,7 @@ CALLS: Mapping[str, Call] = {
         },
     ),
     "/v1/messages": Call(
-        "The next message, in Anthropic's words.",
+        "Generates the next message of a chat (Anthropic's messages).",
         _TEXT,
         MessagesBody,
         streams=True,
@@ -186,7 +186,7 @@ CALLS: Mapping[str, Call] = {
         },
     ),
     "/v1/embeddings": Call(
-        "Vectors of texts, of models that make them.",
+        "Embeddings of texts, for embedding models.",
         _SCORES,
         EmbeddingsBody,
         example={"input": _QUESTION},
@@ -203,34 +203,36 @@ CALLS: Mapping[str, Call] = {
     "/v1/score": _SCORE,
     "/score": _SCORE,
     "/v1/messages/count_tokens": Call(
-        "How many tokens a prompt of Anthropic's API has.",
+        "Counts the tokens of a prompt in Anthropic's format.",
         _TOKENS,
         CountTokensBody,
         example={"messages": _MESSAGES},
         answer={"input_tokens": 11},
     ),
     "/tokenize": Call(
-        "A text or a chat as token ids.",
+        "Tokenizes a text or a chat.",
         _TOKENS,
         TokenizeBody,
         example={"prompt": _QUESTION},
         answer={"count": 3, "max_model_len": 1024, "tokens": [0, 287, 267], "token_strs": None},
     ),
     "/detokenize": Call(
-        "Token ids as text.",
+        "Converts token ids to text.",
         _TOKENS,
         DetokenizeBody,
         example={"tokens": [1, 2, 3]},
         answer={"prompt": "What is"},
     ),
     "/v1/models": Call(
-        "The models and adapters that are served.",
+        "Lists the served models and adapters.",
         _SERVER,
         answer={"object": "list", "data": [_MODEL]},
     ),
-    "/v1/models/{model:path}": Call("One of them; 404 unless it is served.", _SERVER),
+    "/v1/models/{model:path}": Call(
+        "Describes one served model; 404 if it is not served.", _SERVER
+    ),
     LOAD_PATH: Call(
-        "Gives a LoRA adapter a name, for operators.",
+        "Loads a LoRA adapter under a name. Needs an operator's key.",
         _SERVER,
         LoadAdapterBody,
         example={"lora_name": "sql", "lora_path": "ORG/NAME"},
@@ -238,7 +240,7 @@ CALLS: Mapping[str, Call] = {
         media="text/plain",
     ),
     UNLOAD_PATH: Call(
-        "Takes the name away, for operators.",
+        "Unloads the adapter of a name. Needs an operator's key.",
         _SERVER,
         UnloadAdapterBody,
         example={"lora_name": "sql"},
@@ -246,18 +248,18 @@ CALLS: Mapping[str, Call] = {
         media="text/plain",
     ),
     "/v1/routing/decisions": Call(
-        "Why requests went where they did.",
+        "Explains routing decisions.",
         _SERVER,
         query={
-            "request_id": "An answer's id, or the client's own X-Request-Id.",
-            "limit": "The last so many decisions, newest first; 20 without either.",
+            "request_id": "The id of an answer, or the client's own X-Request-Id.",
+            "limit": "How many of the latest decisions, newest first; 20 by default.",
         },
         answer={"object": "list", "data": []},
     ),
     "/v1/usage": Call(
-        "What the API key's tenant has used, by key.",
+        "Usage of the API key's tenant, by key.",
         _SERVER,
-        query={"tenant": "Another tenant, for operators; without it, they are told of all."},
+        query={"tenant": "With an operator's key: one tenant; if absent, all."},
         answer={
             "object": "list",
             "since": 1_790_000_000,
@@ -271,15 +273,15 @@ CALLS: Mapping[str, Call] = {
             ],
         },
     ),
-    "/version": Call("The version of this software.", _SERVER, answer={"version": "0.1.0"}),
-    "/load": Call("Completions under way in this gateway.", _SERVER, answer={"server_load": 0}),
+    "/version": Call("The version of Quire.", _SERVER, answer={"version": "0.1.0"}),
+    "/load": Call("Completions in progress at this gateway.", _SERVER, answer={"server_load": 0}),
     "/health": Call(
         "200 while a group can serve, else 503. Needs no key.", _SERVER, answer=_HEALTH
     ),
-    "/ping": Call("As /health.", _SERVER, answer=_HEALTH),
+    "/ping": Call("The same as /health.", _SERVER, answer=_HEALTH),
     "/metrics": Call(
-        "Prometheus metrics. Where there are keys, for operators'.", _SERVER, media="text/plain"
+        "Prometheus metrics. With API keys, needs an operator's key.", _SERVER, media="text/plain"
     ),
-    "/openapi.json": Call("This reference, for programs.", _SERVER),
+    "/openapi.json": Call("The OpenAPI document.", _SERVER),
     "/docs": Call("This reference, as a page.", _SERVER, media="text/html"),
 }

@@ -20,18 +20,18 @@ class AutoscalingSettings:
     """
 
     min_groups: int = 1
-    """0 lets the last group go too. Requests that come then wait until one is there again."""
+    """The fewest groups. 0 stops the last group too; new requests then wait until one runs."""
     max_groups: int = 1
     """The most groups that may run at a time."""
     target_ttft_s: float = 2.0
-    """Prompts should not wait longer than this for their turn."""
+    """How long prompts should wait for their turn at most."""
     max_kv_use: float = 0.8
     """The share of KV blocks that running requests may hold, over all groups."""
     max_busy: float = 0.85
     """The share of the groups' prefill speed that arriving prompts may take."""
     recover_s: float = 10.0
-    """Within how long of a group's start a backlog beyond the target should be gone: shorter asks
-    for more groups."""
+    """How soon after a group's start a backlog beyond the target should be gone. A shorter time
+    starts more groups."""
     down_use: float = 0.7
     """A group is superfluous when the others would stay within this share of every limit."""
     down_delay_s: float = 120.0
@@ -41,7 +41,7 @@ class AutoscalingSettings:
     idle_delay_s: float = 600.0
     """Seconds without any work before the last group is stopped."""
     start_wait_s: float = 120.0
-    """How long requests wait for the first group to start, where there may be none."""
+    """How long requests wait for the first group to start, if there may be none."""
 
     def __post_init__(self) -> None:
         if self.min_groups < 0:
@@ -80,13 +80,13 @@ class GatewayAutoscaling:
     """
 
     min_gateways: int = 1
-    """The fewest gateways, with which it starts."""
+    """The fewest gateways; a cluster starts with this number."""
     max_gateways: int
     """The most gateways that may run at a time."""
     target_inflight: int = 512
-    """Completions that each gateway should have under way at most."""
+    """The most completions that should be in progress at each gateway."""
     down_delay_s: float = 300.0
-    """For how long fewer gateways must have been enough before one goes."""
+    """How long fewer gateways must have been enough before one stops."""
 
     def __post_init__(self) -> None:
         if self.min_gateways < 1:

@@ -49,8 +49,8 @@ class EngineConfig:
     """A checkpoint directory in Hugging Face format (safetensors). In a `ClusterConfig` also
     ``ORG/NAME[@REVISION]`` of the hub (`quire.worker.model.hub`)."""
     model_impl: ModelImpl = "auto"
-    """What computes the model: "quire" from a description of its family, "transformers" by the
-    modules of that library; "auto" is "quire" for the families that have a description."""
+    """Implementation of the model: "quire" uses Quire's description of its family, "transformers"
+    the modules of that library; "auto" is "quire" for families that Quire describes."""
     tensor_parallel_size: int = 1
     """Ranks that share each layer; must divide the model's attention heads."""
     dtype: DType = "auto"
@@ -62,15 +62,15 @@ class EngineConfig:
     """"auto" keeps K and V as they are computed; "int8" (CPU) and "fp8" (float8_e4m3fn, GPU) in 8
     bits: half the memory of 16."""
     device: Device = "auto"
-    """"auto" is "cuda" where a device is present, else "cpu"."""
+    """"auto" is "cuda" if there is a GPU, else "cpu"."""
     enforce_eager: bool = False
-    """On a GPU, run decodes call by call instead of as CUDA graphs: starts sooner, leaves a little
-    more memory for KV, and is slower in small batches."""
+    """On a GPU, launch decodes kernel by kernel instead of as CUDA graphs. That starts sooner,
+    leaves a little more memory for KV, and is slower in small batches."""
     deterministic: bool = True
-    """On a GPU, only matrix products in which a row's bits do not depend on the other rows. Without
-    it, tokens may depend on the other requests in the batch. On CPUs they never do, unless the
-    model runs through transformers and has operations that are known not to keep rows apart: with
-    this, such a model is refused."""
+    """On a GPU, use only batch-invariant matrix products. Otherwise tokens may depend on the other
+    requests in the batch. On CPUs they never do, except for models that run through transformers
+    with operations that are known to depend on the batch: with this setting, such a model is
+    refused."""
     block_size: int = 16
     """Tokens of KV cache in a block: a power of two from 4 to 128."""
     gpu_memory_utilization: float | None = None
@@ -79,51 +79,51 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     """KV cache of the whole group in bytes, instead of a share."""
     num_blocks: int | None = None
-    """Blocks in the KV cache, instead of either; chiefly for tests and experiments."""
+    """Blocks in the KV cache, instead of a share or bytes; mainly for tests and experiments."""
     max_model_len: int | None = None
-    """Longest prompt + output in tokens; ``None`` is what the checkpoint was trained for."""
+    """Most tokens of prompt and output together; ``None`` is the limit of the checkpoint."""
     max_num_seqs: int = 128
-    """Sequences that run at the same time."""
+    """Most sequences that run at the same time."""
     max_num_batched_tokens: int = 2048
-    """Tokens that one step computes, decodes and prefill chunks together."""
+    """Most tokens that one step computes, in decodes and prefill chunks together."""
     max_num_waiting: int = 4096
-    """Requests that may wait; one more is refused."""
+    """Most requests that wait in the engine; one more is refused."""
     scheduling_policy: SchedulingPolicy = "shortest_prefill"
     """Order of prompts of the same priority: the least remaining work first, with an allowance for
     waiting, or with "fcfs" the order of arrival."""
     enable_prefix_caching: bool = True
-    """Reuse the KV of requests that begin alike."""
+    """Reuse the KV of common prefixes."""
     kv_offloading_size: float = 0.0
-    """GiB of host memory, for the whole group, that keep blocks which the KV cache evicts."""
+    """GiB of host memory of the whole group for blocks that the KV cache evicts."""
     kv_disk_dir: Path | None = None
-    """A folder on a local disk that keeps blocks beyond that, also over a restart."""
+    """A folder on a local disk for blocks beyond that, also across restarts."""
     kv_disk_size: float = 16.0
-    """GiB that this engine keeps there at most."""
+    """Most GiB that this engine uses in ``kv_disk_dir``."""
     kv_transfer: bool | None = None
-    """Take blocks from other groups that hold them, and lend them one's own; ``None`` does so where
-    a cluster may run several groups of the model."""
+    """Fetch KV blocks from other groups, and lend blocks to them; ``None`` does so if a cluster may
+    run several groups of the model."""
     kv_events: bool = False
-    """Remember the tokens of cached blocks, so that gateways can tell other routers what is cached;
-    some 200 bytes of memory for each block of 16 tokens."""
+    """Remember the tokens of cached blocks, so that gateways can report to other routers what is
+    cached; takes some 200 bytes of memory for each block of 16 tokens."""
     seed: int = 0
     """Seed from which requests without their own seed get one."""
     num_threads: int | None = None
-    """CPU threads of each rank; ``None`` shares the machine's cores among the ranks."""
+    """CPU threads of each rank; ``None`` divides the machine's cores among the ranks."""
     async_scheduling: bool | None = None
-    """Prepare the next step while one runs; ``None`` does so where it pays: on GPUs."""
+    """Prepare the next step while one runs; ``None`` does so on GPUs."""
     speculation: bool | None = None
-    """Compute guessed tokens too where few sequences run, which changes no token; ``None`` does so
-    on CPUs. Not with ``async_scheduling``."""
+    """Speculative decoding without a draft model when few sequences run, which changes no token;
+    ``None`` does so on CPUs. Not with ``async_scheduling``."""
     enable_lora: bool = False
     """Serve LoRA adapters of the model, for those requests that name one."""
     max_loras: int = 8
-    """Different adapters that one step may use. More may have requests: they take turns."""
+    """Most different adapters in one step. If more have requests, they take turns."""
     max_lora_rank: int = 64
-    """The greatest rank that an adapter may have; 256 at most."""
+    """Greatest rank of an adapter; 256 at most."""
     max_cpu_loras: int | None = None
-    """Adapters that are kept ready in memory; ``None`` is four times ``max_loras``."""
+    """Adapters kept in memory; ``None`` is four times ``max_loras``."""
     step_timeout_s: float = 60.0
-    """A step that takes longer means a hung rank: the group fails."""
+    """If a step takes longer, a rank hangs, and the group fails."""
 
     def __post_init__(self) -> None:
         for name, (kinds, told) in _kinds().items():

@@ -29,72 +29,72 @@ class SamplingParams:
     """
 
     n: Annotated[int, whole(1, 128, said="from 1 to 128")] = 1
-    """How many completions to draw from the prompt; completion ``i`` uses ``seed + i``."""
+    """Number of completions of the prompt; completion ``i`` uses ``seed + i``."""
     temperature: Annotated[float, real(0, 100)] = 1.0
-    """0 is greedy: the token of the largest logit, the lowest id among equals."""
+    """0 is greedy: the token with the largest logit, and the lowest id among equals."""
     top_p: Annotated[float, real(0, 1, but=0, said="above 0, up to 1")] = 1.0
-    """Keep the fewest most probable tokens whose probabilities add up to at least this."""
+    """Keep the smallest set of most probable tokens whose probabilities add up to at least this."""
     top_k: Annotated[int, whole(-1, said="0 or more")] = 0
     """Keep the ``top_k`` most probable tokens; 0 keeps all (-1 too, as in vLLM)."""
     min_p: Annotated[float, real(0, 1)] = 0.0
     """Drop tokens less probable than ``min_p`` times the most probable one."""
     max_tokens: Annotated[int | None, whole(1)] = 16
-    """Tokens to generate at most; ``None`` is as many as the context has room for."""
+    """Most tokens to generate; ``None`` is as many as the context has room for."""
     min_tokens: int = 0
-    """Neither end-of-sequence nor a stop token is sampled before this many tokens, as long as
-    ``allowed_token_ids`` or the form of the output leave another; and no stop string that is
+    """Before this many tokens, no end-of-sequence or stop token is sampled, unless
+    ``allowed_token_ids`` or a structured output leaves no other, and no stop string that is
     complete by then ends the text."""
     seed: Annotated[int | None, whole(0, MAX_SEED, said="0 to 2**63 - 1")] = None
     """Seeds this request's sampling; ``None`` lets the engine choose one."""
     stop: Annotated[str | Sequence[str] | None, strings(16, but="empty")] = None
-    """Strings that end the text; the string itself is left out of it."""
+    """Strings that end the text; the string itself is not part of it."""
     stop_token_ids: Annotated[Sequence[int] | None, ids(1000)] = None
-    """Token ids that end the request; the token stays in ``token_ids``, not in the text."""
+    """Token ids that end the request; the token is in ``token_ids``, but not in the text."""
     ignore_eos: bool = False
-    """Go on past the model's end-of-sequence token."""
+    """Continue after the model's end-of-sequence token."""
     logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
-    """Report the log-probability of each sampled token and of this many most probable ones."""
+    """Return the log-probability of each sampled token and of this many most probable ones."""
     prompt_logprobs: Annotated[int | None, whole(0, MAX_LOGPROBS)] = None
-    """The same for each token of the prompt but the first, which has none before it. Such a prompt
-    is computed whole, whatever of it is cached, but for what ``logprob_start_len`` leaves out."""
+    """The same for each token of the prompt except the first. Such a prompt is computed
+    completely even if it is cached, except for the tokens that ``logprob_start_len`` skips."""
     logprob_start_len: Annotated[int, whole(0)] = 0
-    """Tokens at the prompt's beginning that ``prompt_logprobs`` leaves out: where they are cached,
-    they are not computed again. SGLang's name."""
+    """Number of tokens at the beginning of the prompt that ``prompt_logprobs`` skips. If they are
+    cached, they are not computed again. SGLang's name."""
     logprob_token_ids: Annotated[Sequence[int] | None, ids(128)] = None
-    """Report the log-probabilities of these tokens too, wherever one is sampled."""
+    """Also return the log-probabilities of these tokens, at every sampled token."""
     truncate_prompt_tokens: Annotated[
         int | None, whole(-1, 2**31 - 1, but=0, said="-1, or 1 or more")
     ] = None
-    """Keep this many tokens at the end of the prompt; -1 keeps what leaves room for ``max_tokens``
-    in the context, or for one token where those are not given."""
+    """Keep only this many tokens at the end of the prompt; -1 keeps as many as leave room for
+    ``max_tokens`` in the context, or for one token if ``max_tokens`` is not given."""
     presence_penalty: Annotated[float, real(-2, 2)] = 0.0
-    """Subtracted from the logit of each token that the output already holds."""
+    """Subtracted from the logit of each token that is already in the output."""
     frequency_penalty: Annotated[float, real(-2, 2)] = 0.0
-    """Subtracted from a token's logit once for each time that the output holds it."""
+    """Subtracted from a token's logit once for each time that it is in the output."""
     repetition_penalty: Annotated[float, real(0, 100, but=0, said="above 0, up to 100")] = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or output."""
     logit_bias: Annotated[Mapping[int, float] | None, biases(1024, limit=100)] = field(
         default=None, hash=False
     )
-    """Added to the logits of some tokens, -100 to 100, by token id. Ids may be text."""
+    """Values from -100 to 100 added to the logits of tokens, by token id. Ids may be strings."""
     allowed_token_ids: Annotated[Sequence[int] | None, ids(65536)] = None
-    """Tokens that may be sampled; ``None`` or none at all allows every one."""
+    """The only tokens that may be sampled; ``None`` or an empty list allows all."""
     bad_words: Annotated[Sequence[str] | None, strings(128, but="blank", max_chars=100)] = None
-    """Words that the output must not hold: the last token of a word, as the tokenizer writes it
-    with or without a space before it, is not sampled behind the word's other tokens. Where
-    ``allowed_token_ids`` or the form of the output leave no other token, it is."""
+    """Words that the output must not contain. The last token of a word, tokenized with or without
+    a space before it, is not sampled after the word's other tokens, unless ``allowed_token_ids`` or
+    a structured output leaves no other token."""
     bad_words_token_ids: Annotated[
         Sequence[Sequence[int]] | None, id_lists(1024, 2**15, over_http=False)
     ] = None
     """The same as tokens. What has a tokenizer puts those of ``bad_words`` here."""
     thinking_token_budget: Annotated[int | None, whole(0, 2**31 - 1, said="0 or more")] = None
-    """Tokens that the reasoning has at most: behind them the one that ends it is sampled, whatever
-    else bans it but the form of the output."""
+    """Most tokens of the reasoning. After them the token that ends it is forced, even if a ban
+    excludes it, unless a structured output does not allow it."""
     thinking_token_ids: Annotated[Sequence[int] | None, ids(2, over_http=False)] = None
     """The tokens that begin and end the reasoning; the end alone where the prompt has begun it.
     What has a tokenizer puts them here for ``thinking_token_budget``."""
     structured_outputs: StructuredOutputsParams | Constraint | None = None
-    """The form that the output must have: JSON of a schema, say. Kept as a `Constraint`."""
+    """Constraint of the output, such as a JSON schema. Stored as a `Constraint`."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     include_stop_str_in_output: bool = False
