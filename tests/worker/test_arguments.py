@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, demo_model
 from quire.worker.api.errors import UnknownArgument
 from quire.worker.api.vllm_names import REFUSED
 
@@ -83,3 +83,8 @@ def test_a_misspelt_parameter_is_asked_about_and_the_class_is_what_it_was() -> N
     params = SamplingParams(temperature=0.5, stop="a")
     assert pickle.loads(pickle.dumps(params)) == params
     assert list(OFFLINE)[:2] == ["model", "revision"]
+
+
+def test_no_seed_is_the_first_one() -> None:
+    with LLM(demo_model.PATH, seed=None, kv_cache_memory_bytes=2**24) as llm:
+        assert llm.config.seed == 0

@@ -86,7 +86,7 @@ class LLM:
             head in "int8" (both CPU only). ``None`` does neither.
         kv_cache_dtype: "auto" keeps K and V as they are computed; "int8" (CPU) in 8 bits, with a
             scale for each token and head; "fp8" (GPU) in 8 bits, of which 4 are significant.
-        seed: Requests that bring no seed get one drawn from this, in their order.
+        seed: Requests that bring no seed get one drawn from this, in their order; ``None`` is 0.
         gpu_memory_utilization: On a GPU the share of its memory for weights, activations and KV
             (default 0.9); on a CPU the share of the free RAM for KV (default 0.4, but at most
             4 GiB).
@@ -132,7 +132,7 @@ class LLM:
         dtype: DType = "auto",
         quantization: Quantization | None = None,
         kv_cache_dtype: KvCacheDType = "auto",
-        seed: int = 0,
+        seed: int | None = 0,
         gpu_memory_utilization: float | None = None,
         kv_cache_memory_bytes: int | None = None,
         num_blocks: int | None = None,
@@ -163,7 +163,7 @@ class LLM:
             dtype=our_value("dtype", dtype),
             quantization=quantization,
             kv_cache_dtype=our_value("kv_cache_dtype", kv_cache_dtype),
-            seed=seed,
+            seed=0 if seed is None else seed,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             num_blocks=num_blocks,
