@@ -19,13 +19,14 @@ def explains_arguments(others: Mapping[str, str]) -> Callable[[_Kind], _Kind]:
     def decorated(kind: _Kind) -> _Kind:
         make: Any = kind.__init__
         known = [name for name in signature(make).parameters if name != "self"]
+        names = frozenset(known)
 
         @wraps(make)
         def explained(self: Any, *args: Any, **named: Any) -> None:
-            for name in named:
-                if name not in known:
-                    told = f"vLLM's {name} {others[name]}" if name in others else _told(name, known)
-                    raise UnknownArgument(f"{kind.__name__}({name}=…): {told}")
+            if not named.keys() <= names:
+                name = next(each for each in named if each not in names)
+                told = f"vLLM's {name} {others[name]}" if name in others else _told(name, known)
+                raise UnknownArgument(f"{kind.__name__}({name}=…): {told}")
             make(self, *args, **named)
 
         kind.__init__ = explained
