@@ -16,19 +16,19 @@ MAX_HEAD_BYTES = 64 * 2**10
 """Size of a request's first line and headers together."""
 MAX_HEADERS = 128
 GRPC_CONNECTION_AGE_S = 20.0
-"""After which a client of gRPC is told to open another connection and to begin no call on this one;
-calls under way go on. So gateways that came later get their share of clients, and one that leaves
-is left."""
+"""Age in seconds after which the server tells a gRPC client to open another connection and to begin
+no call on the old one; running calls go on. Gateways that started later so get their share of
+clients, and clients move away from a gateway that leaves."""
 GRPC_LEAVE_S = 1.1 * GRPC_CONNECTION_AGE_S + 1
-"""gRPC varies the age by a tenth; then comes a round trip."""
+"""Time until all gRPC clients have left: gRPC varies the age by a tenth, plus one round trip."""
 _FILES_PER_CONNECTION = 4
-"""HTTP and gRPC may each have a quarter of the files that a process may have open; half are left
-for groups, logs, connections that are being refused, and Ray."""
+"""HTTP and gRPC may each use a quarter of the process's limit of open files. Half are left for
+groups, logs, connections that are being refused, and Ray."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """Bounds of one server's connections.
+    """Limits on the connections of one server.
 
     Raises:
         ConfigError: A value cannot work; the message names it and what would be right.
