@@ -66,7 +66,7 @@ class HttpCalls:
                 message.setdefault("headers", [])
                 headers = MutableHeaders(scope=message)
                 call.is_stream = headers.get("content-type", "").startswith("text/event-stream")
-                # A refused client, too, can name its call to those who read the log.
+                # Refused clients receive an id too, so that operators can find the call in the log.
                 call.request_id = call.request_id or secrets.token_hex(12)
                 headers.setdefault("X-Request-Id", call.request_id)
                 if call.trace_id:  # As in drafts of Trace Context level 2.
