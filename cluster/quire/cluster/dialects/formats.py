@@ -102,7 +102,7 @@ class Shape:
     begin: str = ""
     call: tuple[Part, ...]
     between: str | None = None
-    """Text between two calls; ``None`` if there is always exactly one."""
+    """Text between two calls; ``None`` if the shape has exactly one."""
     gap: str = "\n"
     """Whitespace before the marker of another call, if each call has its own."""
     end: str = ""

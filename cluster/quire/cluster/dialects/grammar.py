@@ -80,7 +80,7 @@ def constrain(
         try:
             plain = grammar.json(json.loads(form.text))
         except ValueError:
-            return form  # The request is refused with this form.
+            return form  # Not JSON: refused as it is.
         if reasoning is not None and reasoning.frame is not None:
             plain = f"{grammar.text(reasoning.frame.answer)} {plain}"
         if dialect.calls is not None:

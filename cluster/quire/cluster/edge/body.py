@@ -158,7 +158,7 @@ async def in_turn(turn: asyncio.Lock, *, is_large: bool) -> AsyncIterator[None]:
 def _check_type(request: Request) -> None:
     given = request.headers.get("content-type")
     if given is None and "origin" not in request.headers:
-        return  # Some programs send no type. A page could not: a cross-site request has an Origin.
+        return  # Sent by programs, not pages: a page's requests without preflight have an Origin.
     if given is None or not _JSON_TYPE.match(given.strip()):
         raise NotJson(
             f"Content-Type is {given!r}: the body must be JSON, and the request say so with the "

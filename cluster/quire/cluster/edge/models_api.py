@@ -1,6 +1,6 @@
 """The models that a gateway serves, by all their names, and their LoRA adapters.
 
-    GET  /v1/models                 all models and their kinds; /v1/models/NAME returns one
+    GET  /v1/models                 all models with their tasks; /v1/models/NAME returns one
     POST /v1/load_lora_adapter      loads an adapter under a name, replacing one of that name
     POST /v1/unload_lora_adapter    removes a name
 

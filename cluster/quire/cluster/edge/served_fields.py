@@ -31,7 +31,7 @@ class Body(BaseModel):
 
     unserved: ClassVar[frozenset[str]] = frozenset()
     """Fields that are ignored because the request can be served without them. The answer's header
-    X-Ignored-Fields names those that have an effect elsewhere."""
+    X-Ignored-Fields names those whose values ask for something."""
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
 

@@ -1,8 +1,8 @@
-"""`vllm.grpc.engine`, as gateways written for vLLM's gRPC engine call it.
+"""`vllm.grpc.engine`, for gateways written for vLLM's gRPC engine.
 
-To them, a whole cluster is one engine, which has one model: a gateway of several refuses what
-concerns a model. Its methods come from the package smg-grpc-proto, and are
-served where that is installed. Those that would reach into one engine are refused, with the reason.
+It presents a whole cluster as one engine with one model: a gateway of several models refuses calls
+that concern a model. The service is defined in the package smg-grpc-proto, and served if that is
+installed. Calls that would act on a single engine are refused with the reason.
 """
 
 import asyncio
