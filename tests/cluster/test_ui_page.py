@@ -20,6 +20,7 @@ from quire.cluster.telemetry.timeline import Timeline
 from quire.worker.api.config import EngineConfig
 
 playwright_api = pytest.importorskip("playwright.async_api")
+playwright_api.expect.set_options(timeout=120_000)  # Only ends a test that has failed.
 CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None:
     pytest.skip("no chromium", allow_module_level=True)
@@ -89,7 +90,7 @@ async def test_it_shows_groups_a_chat_and_the_seam_where_its_group_was_killed(
         await cluster.groups[former].kill()
         await expect(page.locator(".seam")).to_have_text(re.compile(rf"{former} → g\d"))
         cluster.take_steps_of(0)
-        await expect(page.get_by_role("button", name="Send")).to_be_visible(timeout=60_000)
+        await expect(page.get_by_role("button", name="Send")).to_be_visible()
         await expect(page.locator(".told .lost")).to_contain_text(f"{former} was left after")
         await expect(page.locator(".card.lost .name")).to_have_text(former)
         await expect(page.locator(".waterfall .lost")).to_have_count(1)

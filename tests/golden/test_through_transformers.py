@@ -180,8 +180,10 @@ def test_without_a_description_quires_own_is_refused(
         LLM(checkpoint("gpt2")[0], model_impl="quire", device="cpu")
     with pytest.raises(ConfigError, match="tensor_parallel_size=2: a model that runs through tran"):
         LLM(checkpoint("gpt2")[0], tensor_parallel_size=2, device="cpu")
-    with pytest.raises(ConfigError, match="model_impl='vllm': one of"):
+    with pytest.raises(CheckpointError, match="not supported with model_impl='quire'"):
         LLM(checkpoint("gpt2")[0], model_impl="vllm", device="cpu")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="model_impl='other': one of"):
+        LLM(checkpoint("gpt2")[0], model_impl="other", device="cpu")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

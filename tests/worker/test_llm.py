@@ -267,7 +267,7 @@ def test_sampling_parameters_out_of_range_name_themselves(field: str, value: obj
         ({"enforce_eager": "no"}, "enforce_eager='no': must be True or False"),
         ({"speculation": 1}, "speculation=1: must be True or False, or None"),
         ({"kv_disk_dir": 5}, "kv_disk_dir=5: must be a path, or None"),
-        ({"seed": None}, "seed=None: must be a whole number"),
+        ({"seed": "3"}, "seed='3': must be a whole number"),
         ({"model": 5}, "model=5: must be a directory, a GGUF file or ORG/NAME"),
         ({"model": ""}, "model='': must be a directory, a GGUF file or ORG/NAME"),
     ],

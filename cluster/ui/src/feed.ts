@@ -12,6 +12,8 @@ export interface Shown {
 
 const KEY = "quire-key";
 const POLL_MS = 3000;
+/** A call of `/v1/models` has a line in the access log. */
+const MODELS_MS = 60_000;
 const MAX_PAUSE_MS = 10_000;
 const MAX_EVENT_CHARS = 16_000_000;
 
@@ -95,12 +97,16 @@ export async function follow(show: (shown: Shown) => void, stop: AbortSignal): P
 /** What a tenant's key lets see: the decisions on its own requests. */
 async function followOwn(show: (shown: Shown) => void, stop: AbortSignal): Promise<void> {
   const view = emptyView();
+  let modelsDueMs = 0;
   while (!stop.aborted) {
     try {
-      const [decisions, models] = [await own("limit=40"), await (await ask("v1/models", { signal: stop })).json()];
-      view.decisions = newest(decisions, [], (each) => `${each.id}/${each.attempt}`);
-      const listed = models.data.map((each: { id: string; task: string | null }) => ({ name: each.id, task: each.task }));
-      view.gateway = { name: "", num: 1, version: "", models: listed, viewers: 0, inflight: 0, num_groups: 0 };
+      view.decisions = newest(await own("limit=40"), [], (each) => `${each.id}/${each.attempt}`);
+      if (performance.now() >= modelsDueMs) {
+        const models = await (await ask("v1/models", { signal: stop })).json();
+        const listed = models.data.map((each: { id: string; task: string | null }) => ({ name: each.id, task: each.task }));
+        view.gateway = { name: "", num: 1, version: "", models: listed, viewers: 0, inflight: 0, num_groups: 0 };
+        modelsDueMs = performance.now() + MODELS_MS;
+      }
       show({ status: "tenant", why: "", view: { ...view } });
     } catch (error) {
       if (!stop.aborted) show({ status: "lost", why: String(error), view });

@@ -15,7 +15,7 @@ _log = logging.getLogger("quire.access")
 
 _MAX_CHARS = 256
 """Most characters of a part that a client chose."""
-_LOOKS = ("/quire.v1.Admin/ListGroups", "/v1/models", "/v1/routing/decisions", "/ui")
+_LOOKS = ("/quire.v1.Admin/ListGroups", "/v1/routing/decisions", "/ui")
 """Calls that Quire's own tools poll; ``/ui/`` has the page's files and its events."""
 
 
