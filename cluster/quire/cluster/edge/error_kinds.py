@@ -1,4 +1,4 @@
-"""What each kind of error looks like to a client: one row for HTTP and gRPC."""
+"""How each kind of error is reported to clients: one row for HTTP and gRPC."""
 
 from typing import NamedTuple
 
