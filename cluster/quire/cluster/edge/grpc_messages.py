@@ -25,8 +25,8 @@ Handler = Any  # A grpc.RpcMethodHandler; only type checkers see it as generic.
 
 class Malformed(InvalidRequest):
     """A message that cannot be decoded, or a missing one. Raised where the message is read, and
-    sent once the handler has ended: gRPC loses a status that is sent while a message is being
-    read."""
+    sent once the handler has ended: gRPC loses a status that is sent at the same time as a
+    message."""
 
 
 class GrpcMessages(grpc.aio.ServerInterceptor):
