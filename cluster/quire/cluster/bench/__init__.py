@@ -1,1 +1,1 @@
-"""Measurements of groups on a user's own machine: nothing that serves knows them."""
+"""Measurements of groups on a user's own machine. Code that serves does not import this package."""

@@ -1,13 +1,13 @@
-"""``quire bench reuse``: the time to the first token with a prefix in each place where it may be.
+"""``quire bench reuse``: the time to the first token, by the place that holds the prompt's prefix.
 
     computed   nowhere: all of the prompt is computed
-    cache      in the group's KV cache
-    host       in its host memory (``--kv-offloading-size``)
-    disk       on its disk (``--kv-disk-dir``)
-    peer       in another group's KV cache, in a process of its own
+    cache      the group's KV cache
+    host       its host memory (``--kv-offloading-size``)
+    disk       its disk (``--kv-disk-dir``)
+    peer       another group's KV cache, in a process of its own
 
-Each prompt is new, and is computed once where it is to be found. Every answer, with its
-log-probabilities, must be the one that computing gave.
+Each prompt is new, and is first computed once where it is then to be found. Every answer must
+equal, log-probabilities included, the one that computing the prompt gave.
 """
 
 import argparse
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 _ASKED = SamplingParams(temperature=0, max_tokens=4, logprobs=1, seed=1)
 _TAIL_TOKENS = 8
-"""Tokens of each prompt behind the prefix: they are computed in any case."""
+"""Tokens of each prompt after the prefix; they are always computed."""
 _MORE_TOKENS = _TAIL_TOKENS + (_ASKED.max_tokens or 0)
-"""Tokens of each request behind the prefix."""
+"""Tokens of each request after the prefix, output included."""
 _SETTLE_S = 0.3
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
-"""Tokens and their log-probabilities."""
+"""An answer's token ids and their log-probabilities."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class ReuseConfig:
             raise ConfigError(f"repeats={self.repeats}: must be 1 or more")
 
     def cluster(self, **changes: Any) -> ClusterConfig:
-        """Settings of one group, whose cache holds two of the longest prompts."""
+        """Settings of one group whose cache holds two of the longest prompts."""
         longest = max(self.lengths) + _MORE_TOKENS
         num_blocks = 2 * (-(-longest // self.engine.block_size) + 1)
         engine = replace(
@@ -84,7 +84,7 @@ class ReuseConfig:
 
 
 def run_reuse(config: ReuseConfig, *, output: Path, title: str) -> int:
-    """Measures, prints a table, writes JSON and a plot."""
+    """Measures, prints a table, and writes JSON and a plot to ``output``."""
     report.check_writable(output)
     rows = asyncio.run(_measure(config))
     print(f"{title}: time to the first token, and as a share of computing the prompt\n")
@@ -144,7 +144,7 @@ async def _measure(config: ReuseConfig) -> list[ReuseRow]:
                     prompt = next(prompts[length])
                     _, expected, _ = await _ask(group, prompt)
                     await _evict(group, prompts[max(config.lengths)])
-                    await asyncio.sleep(_SETTLE_S)  # Until it is written.
+                    await asyncio.sleep(_SETTLE_S)  # Until it is written to disk.
                     disk_s, answer, delta = await _ask(group, prompt)
                     _check(answer, expected, "disk")
                     _found(delta, "num_disk_tokens", length, config)
@@ -159,7 +159,7 @@ async def _measure(config: ReuseConfig) -> list[ReuseRow]:
 
 
 def _prompts(config: ReuseConfig) -> dict[int, Iterator[TokenIds]]:
-    """Endless new prompts by the length of their prefix."""
+    """For each prefix length, an endless supply of new prompts."""
     random = np.random.default_rng(config.seed)
 
     def new(length: int) -> Iterator[TokenIds]:
@@ -210,7 +210,7 @@ def _say(line: str) -> None:
 
 
 def _host_gib(config: ReuseConfig) -> float:
-    """Room for several caches: what the bench evicts is found again."""
+    """Host memory for several caches, in GiB, so that evicted blocks are found again."""
     from quire.worker.bench.sweep import token_bytes
 
     return 16 * max(config.lengths) * token_bytes(config.engine) / 2**30
@@ -222,7 +222,7 @@ async def _group(config: ClusterConfig) -> AsyncIterator["GroupServer"]:
 
     group = await GroupServer.start(config, group_id="bench")
     try:
-        for token in range(2):  # First uses allocate.
+        for token in range(2):  # The first runs allocate memory.
             await _ask(group, np.full(2 * config.engine.block_size, token, np.uint32))
         yield group
     finally:
@@ -230,7 +230,7 @@ async def _group(config: ClusterConfig) -> AsyncIterator["GroupServer"]:
 
 
 class _Lender:
-    """Another group, in a process of its own."""
+    """Another group, in its own process."""
 
     def __init__(self, pipe: "Connection[Any, Any]", block_size: int) -> None:
         self._pipe = pipe
@@ -272,7 +272,7 @@ def _lender(config: ReuseConfig) -> Iterator[_Lender]:
 
 
 def _lend(config: ClusterConfig, pipe: "Connection[Any, Any]") -> None:
-    """The other process: computes each prompt that it is sent, until the pipe is closed."""
+    """The other process: computes each prompt that it receives, until the pipe is closed."""
 
     async def serve() -> None:
         try:
@@ -291,7 +291,7 @@ def _lend(config: ClusterConfig, pipe: "Connection[Any, Any]") -> None:
 
 
 def reuse(arguments: argparse.Namespace) -> int:
-    """Runs the command."""
+    """Runs the command ``quire bench reuse``."""
     from quire.worker.model.config import read_model_spec
     from quire.worker.model.hub import fetch_checkpoint, model_name
 

@@ -1,1 +1,1 @@
-"""The command line: a module for each command, and what they share."""
+"""The command line: a module for each command, and helpers that commands share."""

@@ -1,4 +1,4 @@
-"""``quire admin``: lists a cluster's groups, takes one out of service, and puts it back."""
+"""``quire admin``: lists a cluster's groups, drains one, and returns it to service."""
 
 import argparse
 from collections.abc import Sequence

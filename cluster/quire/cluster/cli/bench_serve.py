@@ -1,4 +1,4 @@
-"""The flags of ``quire bench serve``, in the spellings of ``vllm bench serve``."""
+"""The flags of ``quire bench serve``, spelled as those of ``vllm bench serve``."""
 
 import argparse
 import os
@@ -171,7 +171,8 @@ def _add_result(add: Callable[..., Any]) -> None:
 
 
 def bench_of(arguments: argparse.Namespace) -> "ServeBench":
-    """
+    """The benchmark's configuration from the flags.
+
     Raises:
         ConfigError: A value is out of its range.
     """

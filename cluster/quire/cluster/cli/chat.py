@@ -83,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _read(is_terminal: bool) -> str | None:
-    """The next line; ``None`` at the end."""
+    """The next line of input; ``None`` at its end."""
     try:
         return input("> " if is_terminal else "").strip()
     except EOFError:
@@ -93,7 +93,8 @@ def _read(is_terminal: bool) -> str | None:
 def _answer(
     channel: "grpc.Channel", server: "Server", request: "pb.GenerateRequest"
 ) -> tuple[str, str]:
-    """Prints an answer as it comes; returns it, as far as it came, and what it cost."""
+    """Prints an answer as it arrives; returns its text, even if cut off, and a line of usage
+    figures."""
     from quire.cluster.client import generate
 
     text, stats = "", "the answer was stopped"

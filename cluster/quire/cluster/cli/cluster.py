@@ -1,4 +1,5 @@
-"""The cluster flags of ``quire serve`` and ``quire demo``, and the `ClusterConfig` they make.
+"""The cluster flags of ``quire serve`` and ``quire demo``, and their conversion to a
+`ClusterConfig`.
 
 Defaults come from `ClusterConfig`.
 """
@@ -106,7 +107,7 @@ _ENGINE = {
     "enforce_eager": "no CUDA graphs",
     "seed": "seed for requests without one",
 }
-"""Flags by the field that they set, in their groups."""
+"""Help texts of the engine flags, by the field that they set."""
 
 
 def add_cluster_flags(
@@ -116,7 +117,7 @@ def add_cluster_flags(
     tensor_parallel_size: int,
     ray_address_help: str = "a running Ray cluster ('auto' finds it); if absent, one is started",
 ) -> None:
-    """Adds them to a command, with its own defaults for these two."""
+    """Adds the cluster flags to a command, with the command's defaults for these two."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -182,7 +183,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 def add_model_flags(
     parser: argparse.ArgumentParser, *, num_groups: int, tensor_parallel_size: int
 ) -> None:
-    """Adds the flags that are a model's own, with a command's defaults for these two."""
+    """Adds the flags of a single model, with the command's defaults for these two."""
     group = parser.add_argument_group("replica groups", "Their number and placement.")
     add_fields(group, ModelConfig, _GROUPS, num_groups=num_groups)
     for name, type_, what in _AUTOSCALING:
@@ -261,10 +262,10 @@ def _add_routing_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
-    """The configuration from the flags.
+    """The cluster's configuration from the flags.
 
     Raises:
-        ConfigError: They cannot work; the message names what and why.
+        ConfigError: The flags cannot work; the message names the flag and the reason.
     """
     if arguments.config is not None:
         from quire.cluster.cli.config_file import config_from_file, read_file
@@ -300,7 +301,8 @@ def cluster_config(arguments: argparse.Namespace) -> ClusterConfig:
 
 
 def _keys(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Where the keys of ``--api-key`` are. Raises ConfigError: gateways would not find them."""
+    """The setting for the keys of ``--api-key``. Raises ConfigError if gateways could not find
+    them."""
     if not arguments.api_keys:
         return {}
     if arguments.api_keys_file or arguments.ray_address:
@@ -312,7 +314,8 @@ def _keys(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def model_config(arguments: argparse.Namespace) -> ModelConfig:
-    """The same for one model, ``path``, from the flags of `add_model_flags`. Raises ConfigError."""
+    """The configuration of one model, ``path``, from the flags of `add_model_flags`. Raises
+    ConfigError."""
     name, *aliases = arguments.served_model_name or [None]
     return ModelConfig(
         **_shared_settings(arguments)
@@ -331,7 +334,7 @@ def _modules_of_one(arguments: argparse.Namespace) -> tuple[LoraModule, ...]:
 
 
 def _shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Those of every model."""
+    """The settings that apply to every model."""
     return given_fields(ModelConfig, arguments) | {
         "routing": RoutingConfig(
             policy=arguments.routing_policy,
@@ -344,8 +347,8 @@ def _shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _names(arguments: argparse.Namespace) -> list[list[str | None]]:
-    """For each model, what clients call it and its further names; ``None`` is its own. Raises
-    ConfigError: several models have some names only."""
+    """For each model, its name for clients and its aliases; ``None`` stands for the model's own
+    name. Raises ConfigError if several models have only some names."""
     given: list[str] = arguments.served_model_name or []
     num_models = len(arguments.model)
     if num_models > 1:
@@ -363,7 +366,7 @@ def _names(arguments: argparse.Namespace) -> list[list[str | None]]:
 
 
 def _group_host(arguments: argparse.Namespace) -> str:
-    """On a cluster of several nodes a gateway need not be where its groups are."""
+    """Where groups bind. With several nodes, gateways may run on other nodes than their groups."""
     return "auto" if arguments.ray_address else ClusterConfig.group_host
 
 

@@ -1,9 +1,9 @@
 """The file of ``--config``: settings of a cluster and of each of its models, in YAML or JSON.
 
-It has the fields of `ClusterConfig`, those of a model among them, and under ``models`` the names
-of models with what is theirs alone; ``name``, ``ray_address`` and ``status_interval_s`` are the
-command's own. Any other key is a flag without its dashes, as in the files of ``vllm serve``, and
-holds for all models. Flags that are given come before all of it.
+It has the fields of `ClusterConfig`, which include a model's. Under ``models`` it has the names of
+models, with the settings of that model alone. ``name``, ``ray_address`` and ``status_interval_s``
+belong to the command itself. Any other key is a flag without its dashes, as in the files of ``vllm
+serve``, and applies to all models. Flags on the command line override the file.
 """
 
 import argparse
@@ -32,15 +32,15 @@ OF_COMMAND: Mapping[str, tuple[type, ...]] = {
     "ray_address": (str,),
     "status_interval_s": (int, float),
 }
-"""Settings of the command itself, and their types."""
+"""Settings of the command itself, with their types."""
 AUTOSCALING = ("min_groups", "max_groups", "target_ttft_s")
-"""Flags that are fields of `AutoscalingSettings`."""
+"""Flags that set fields of `AutoscalingSettings`."""
 ROUTING = {
     "routing_policy": "policy",
     "directory": "use_directory",
     "prefill_groups": "num_prefill_groups",
 }
-"""Flags by destination, and the fields of `RoutingConfig` that they set."""
+"""Flags by destination, with the fields of `RoutingConfig` that they set."""
 _ENGINE = {field.name for field in fields(EngineConfig)}
 OF_ENGINE = _ENGINE - {"model"}
 
@@ -49,31 +49,32 @@ _FIELDS = {field.name for field in fields(ClusterConfig)} - {"served_model_name"
 _OF_MODELS = {field.name for field in fields(ModelConfig)}
 _TOP = {field.name for field in fields(ClusterConfig)} | {"models"}
 _OF_ARGUMENTS = ("model", "served_model_name", "lora_modules", "api_keys")
-"""Flags that are not a field each."""
+"""Flags that do not correspond to one field each."""
 _NOT_IN_FILES = ("help", "config", "print_config")
 
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """What a file says."""
+    """The settings in a file."""
 
     path: Path
     common: Settings
-    """The cluster's, and those of each model."""
+    """Settings of the cluster, and of all models."""
     own: dict[str, Settings]
-    """Those of one model alone, by its name."""
+    """Settings of single models, by the model's name."""
     of_command: Settings
-    """The command's own, and flags that are no field."""
+    """Settings of the command itself, and flags that are not fields."""
 
     def fill(self, arguments: argparse.Namespace) -> None:
-        """Puts what is the command's own where no flag was given."""
+        """Sets the command's own settings in ``arguments``, except where a flag was given."""
         for name, value in self.of_command.items():
             if name not in arguments.given:
                 setattr(arguments, name, value)
 
 
 def read_file(path: Path) -> SettingsFile:
-    """Raises ConfigError: it cannot be read, or has a flag of vLLM's that is not served."""
+    """Reads a file. Raises ConfigError if it cannot be read, or has a flag of vLLM's that is not
+    served."""
     common = _read(path)
     own = _models_of(common, path)
     of_command = {name: common.pop(name) for name in OF_COMMAND if name in common}
@@ -94,12 +95,13 @@ def config_from_file(
     group_host: str,
     over: Settings,
 ) -> ClusterConfig:
-    """``arguments.given`` names the flags that were given. ``names``: of each model of the command
-    line, what clients call it and its further names; ``None`` is its own. ``group_host`` is used
-    where neither says one, ``over`` whatever the file says.
+    """The configuration from the file and the flags. ``arguments.given`` names the flags that were
+    given. ``names``: for each model of the command line, its name for clients and its aliases;
+    ``None`` stands for the model's own name. ``group_host`` applies if neither file nor flags set
+    it; ``over`` overrides the file.
 
     Raises:
-        ConfigError: What the file and the flags say cannot work.
+        ConfigError: The file and the flags together cannot work.
     """
     path, own = file.path, file.own
     common = {"group_host": group_host} | file.common
@@ -125,7 +127,7 @@ def config_from_file(
                 "ORG/NAME of the hub in its engine.model"
             )
         if isinstance(engine, dict) and isinstance(engine.get("kv_disk_dir"), str | Path):
-            # Groups run in other folders.
+            # Groups run in other working directories.
             engine["kv_disk_dir"] = Path(engine["kv_disk_dir"]).absolute()
         models.append(settings | ({"served_model_name": name} if name else {}))
     if arguments.lora_modules:
@@ -155,14 +157,15 @@ def _read(path: Path) -> Settings:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path}: cannot be read as YAML: {error}") from error
     if read is None:
-        return {}  # Nothing, or comments alone.
+        return {}  # Empty, or only comments.
     if not isinstance(read, Mapping):
         raise ConfigError(f"--config {path}: must be a mapping of settings to their values")
     return {str(name): value for name, value in read.items()}
 
 
 def _models_of(common: Settings, path: Path) -> dict[str, Settings]:
-    """Takes what is each model's own out of ``common``."""
+    """Removes the settings of single models from ``common`` and returns them by the model's
+    name."""
     models = common.pop("models", None) or {}
     if not isinstance(models, Mapping) or not all(
         each is None or isinstance(each, Mapping) for each in models.values()
@@ -186,8 +189,8 @@ def _models_of(common: Settings, path: Path) -> dict[str, Settings]:
 
 
 def _flags_of(common: Settings, path: Path) -> Settings:
-    """Takes those keys out of ``common`` that are flags; returns what they set, by destination.
-    Raises ConfigError: one is of vLLM and not served."""
+    """Removes the flags from ``common`` and returns the values that they set, by destination.
+    Raises ConfigError if a flag of vLLM's is not served."""
     from quire.cluster.cli.cluster import add_serve_flags
 
     parser = Parser(prog=f"quire serve: --config {path}")
@@ -205,7 +208,7 @@ def _flags_of(common: Settings, path: Path) -> Settings:
         except ConfigError as error:
             raise ConfigError(f"--config {path}: {error}") from error
         if arguments and name != "model" and arguments[0].partition("=")[0] not in known:
-            continue  # No flag: its whole name is told later.
+            continue  # Not a flag: reported later by its full name.
         del common[name]
         read = vars(parser.parse_args(arguments))
         found |= {dest: read[dest] for dest in read.keys() & {each.dest for each in actions}}
@@ -213,7 +216,7 @@ def _flags_of(common: Settings, path: Path) -> Settings:
 
 
 def _spelled(flag: str, value: object, action: argparse.Action | None) -> list[str]:
-    """The arguments that give a flag this value; none for a switch that is off as it is."""
+    """The arguments that set a flag to this value; none for a switch that is off anyway."""
     if isinstance(value, bool):
         if value or f"--no-{flag[2:]}" in getattr(action, "option_strings", [f"--no-{flag[2:]}"]):
             return [flag if value else f"--no-{flag[2:]}"]
@@ -226,7 +229,7 @@ def _spelled(flag: str, value: object, action: argparse.Action | None) -> list[s
 
 
 def _settings(flags: Mapping[str, Any]) -> Settings:
-    """The settings that flags set, by destination."""
+    """The settings from the values of flags, given by destination."""
     settings: Settings = {}
     for name, value in flags.items():
         if name in OF_ENGINE:
@@ -243,7 +246,7 @@ def _settings(flags: Mapping[str, Any]) -> Settings:
 
 
 def merged(*each: Mapping[str, Any]) -> Settings:
-    """All settings; where several say the same one, the last holds."""
+    """All settings combined; for equal names, the last one wins."""
     merged: Settings = {}
     for settings in each:
         for name, value in settings.items():

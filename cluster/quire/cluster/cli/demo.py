@@ -1,4 +1,4 @@
-"""The quickstart: a cluster on this machine, a few questions, and what each of them cost."""
+"""``quire demo``: starts a cluster on this machine, asks a few questions, and prints their cost."""
 
 import sys
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from quire.cluster.deploy.progress import Progress
 from quire.v1 import inference_pb2 as pb
 
 NUM_STREAMED = 3
-"""Questions that are asked one after the other, the answer shown as it arrives."""
+"""Questions asked one after the other; each answer is streamed to the terminal."""
 NUM_TOGETHER = 6
-"""Questions that are then asked all at once, every second one of another assistant."""
+"""Questions then asked concurrently; every second one goes to another assistant."""
 OTHER_SYSTEM_PROMPT = (
     "You are the night porter of a small hotel by the sea. Guests come to you with all kinds of "
     "questions, about words, about the world and about the computers in the cellar. Answer each "
     "of them politely, in one or two plain sentences. When you do not know an answer, say that "
     "you do not know it."
 )
-"""A second prefix that requests share: it finds a place of its own."""
+"""A second shared prefix, which is cached separately."""
 # Enough for every question here, and small enough for a laptop.
 _KV_CACHE_BYTES = 64 * 2**20
 
@@ -51,7 +51,8 @@ class Answer:
 def run_demo(
     config: ClusterConfig, *, name: str | None, ray_address: str | None, progress: Progress
 ) -> int:
-    """Starts the cluster, asks, prints, stops it; returns the process's exit status."""
+    """Starts the cluster, asks, prints, and stops the cluster; returns the process's exit
+    status."""
     engine = config.engine
     if engine.kv_cache_memory_bytes is None and engine.gpu_memory_utilization is None:
         engine = replace(engine, kv_cache_memory_bytes=_KV_CACHE_BYTES)
@@ -123,7 +124,7 @@ def _print_table(answers: Sequence[Answer]) -> None:
     ]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     excess = sum(widths) + 2 * (len(widths) - 1) - (terminal_width() or inf)
-    if excess > 0:  # Questions give way.
+    if excess > 0:  # The column of questions shrinks.
         widths[0] = max(widths[0] - int(excess), len(head[0]))
         rows = [(_shortened(row[0], widths[0]), *row[1:]) for row in rows]
     for row in (head, tuple("-" * width for width in widths), *rows):

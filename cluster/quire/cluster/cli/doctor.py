@@ -1,4 +1,4 @@
-"""``quire doctor``: what of this machine serving needs, and what is amiss."""
+"""``quire doctor``: checks this machine for the requirements of serving."""
 
 import argparse
 import os
@@ -58,7 +58,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def look(model: Path | None, *, host: str, ports: tuple[int, ...]) -> Iterator[Finding]:
-    """What is found, one thing after the other; some take seconds."""
+    """The findings, one after the other; some take seconds."""
     yield _python()
     for package in _PACKAGES:
         yield _package(package)
@@ -126,7 +126,7 @@ def _gpu() -> tuple[bool, str]:
 
 
 def _smaller_torch(cuda: str | None, version: str) -> str:
-    """What to do about a CUDA build on a machine that has no GPU: it works, and is large."""
+    """Advice about a CUDA build on a machine without a GPU: it works, but is large."""
     if cuda is None:
         return ""
     number = version.partition("+")[0]
@@ -179,7 +179,7 @@ def _model(model: Path) -> tuple[bool, str]:
     spec = read_model_spec(folder)
     Tokenizer.load(folder)
     how = "through transformers" if spec.through_transformers else "by its description"
-    layers = f"{len(spec.layers)} layers, " if spec.layers else ""  # Transformers knows its own.
+    layers = f"{len(spec.layers)} layers, " if spec.layers else ""  # Transformers has its own.
     said = f"{layers}{spec.vocab_size} tokens, {how}"
     if not is_hub_name(model):
         files = open_checkpoint(folder).files

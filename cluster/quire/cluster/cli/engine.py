@@ -1,4 +1,4 @@
-"""The engine flags of every command that starts one, and the `EngineConfig` they make."""
+"""The engine flags of every command that starts one, and their conversion to an `EngineConfig`."""
 
 import argparse
 from pathlib import Path
@@ -32,7 +32,7 @@ _HELPS = {
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, tensor_parallel_size: int) -> Flags:
-    """Adds them to a command, which may add more to the group that it gets."""
+    """Adds the engine flags to a command, which may add more flags to the returned group."""
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--tensor-parallel-size",
@@ -46,14 +46,15 @@ def add_engine_flags(parser: argparse.ArgumentParser, *, tensor_parallel_size: i
 
 
 def engine_config(arguments: argparse.Namespace, model: Path | None) -> EngineConfig:
-    """The configuration of the engine of ``model`` from the flags; without one, the demo model's.
+    """The configuration of the engine of ``model`` from the flags; without a model, the demo
+    model's.
 
     Raises:
-        ConfigError: They cannot work; the message names what and why.
+        ConfigError: The flags cannot work; the message names the flag and the reason.
     """
     from quire import demo_model
 
     given = given_fields(EngineConfig, arguments)
-    if given.get("kv_disk_dir") is not None:  # Groups run in other folders.
+    if given.get("kv_disk_dir") is not None:  # Groups run in other working directories.
         given["kv_disk_dir"] = given["kv_disk_dir"].absolute()
     return EngineConfig(**given | {"model": model or demo_model.PATH})

@@ -2,11 +2,11 @@
 
     --max-model-len   QUIRE_MAX_MODEL_LEN
     MODEL             QUIRE_MODEL
-    --api-key         QUIRE_API_KEYS, since QUIRE_API_KEY is what a client shows
+    --api-key         QUIRE_API_KEYS, since clients send the key in QUIRE_API_KEY
 
-A flag that is given comes before its variable, and a variable before the file of ``--config``. An
-empty variable counts as absent. A list is written as words, as in a shell; a switch is one of
-1, true, yes, on, 0, false, no and off.
+A given flag overrides its variable, and a variable overrides the file of ``--config``. An empty
+variable counts as absent. A list is written as words, as in a shell. A switch is one of 1, true,
+yes, on, 0, false, no and off.
 """
 
 import argparse
@@ -27,7 +27,7 @@ OTHERS = frozenset(
         *("NATIVE", "NATIVE_ISA", "NATIVE_SANITIZE", "STATE_DIR"),
     )
 )
-"""Variables that are no settings of ``quire serve``."""
+"""Variables that are not settings of ``quire serve``."""
 
 _OTHERWISE = {"--api-key": f"{PREFIX}API_KEYS"}
 _ONLY_FLAGS = ("help", "print_config")
@@ -35,24 +35,24 @@ _SWITCH = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
     **dict.fromkeys(("0", "false", "no", "off"), False),
 }
-# As Kubernetes tells each pod of a service called quire-http or quire-grpc.
+# Kubernetes sets these in each pod for a service called quire-http or quire-grpc.
 _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://")
 
 
 @dataclass(frozen=True)
 class FromEnvironment:
-    """What the environment says of a command's flags that were not given."""
+    """Settings in the environment for a command's flags that were not given."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """Values by argparse's destination."""
+    """Values by argparse destination."""
     variables: dict[str, str] = field(default_factory=dict)
-    """Variables by the same destinations."""
+    """Names of the variables by argparse destination."""
     notes: list[str] = field(default_factory=list)
-    """Variables that change nothing and look as if they should."""
+    """Notes on variables that have no effect although their names suggest one."""
 
 
 def variable_of(action: argparse.Action) -> str | None:
-    """The variable of a flag or of MODEL; ``None`` where it has none."""
+    """The variable of a flag or of MODEL; ``None`` if it has none."""
     if action.dest in _ONLY_FLAGS:
         return None
     flag = next((each for each in action.option_strings if each.startswith("--")), action.dest)
@@ -67,8 +67,8 @@ def read_environment(
     close: float,
 ) -> FromEnvironment:
     """Reads the variables of the flags of ``parser`` whose destinations are not ``given``.
-    ``close`` is how alike an unknown variable's flag must be to one that there is to be asked
-    about, from 0 to 1.
+    ``close``: how similar an unknown variable's flag must be to a known flag for a note to suggest
+    it, from 0 to 1.
 
     Raises:
         ConfigError: A value cannot be read; the message names the variable.
@@ -104,7 +104,7 @@ def _as_flag(variable: str) -> str:
 def _value(
     parser: argparse.ArgumentParser, action: argparse.Action, variable: str, text: str
 ) -> object:
-    """What argparse makes of ``text`` for this flag. Raises ConfigError."""
+    """The value of the flag for ``text``, parsed by argparse. Raises ConfigError."""
     if isinstance(action, argparse._StoreTrueAction | argparse.BooleanOptionalAction):
         if text.lower() not in _SWITCH:
             raise ConfigError(f"{variable}={text!r}: must be one of {', '.join(_SWITCH)}")
@@ -124,6 +124,6 @@ def _value(
 
 
 def _read(parser: argparse.ArgumentParser, action: argparse.Action, words: Sequence[str]) -> object:
-    """Types and choices as on the command line. Raises ArgumentError."""
+    """Applies types and choices as on the command line. Raises ArgumentError."""
     value: object = parser._get_values(action, list(words))
     return value

@@ -1,4 +1,4 @@
-"""``quire explain``: asks a gateway why requests went where they did, and prints it as a table."""
+"""``quire explain``: asks a gateway why requests were routed as they were, and prints a table."""
 
 import argparse
 import sys
@@ -73,9 +73,8 @@ def _explain(arguments: argparse.Namespace) -> int:
 
 
 def overview(decisions: "Sequence[pb.RoutingDecision]", *, width: int | None = None) -> str:
-    """One line for each decision. Where that is wider than ``width``, the request's name and the
-    outcome have a line of their own, and the name is whole: it is what one asks for the rest with.
-    """
+    """One line for each decision. If it is wider than ``width``, the request's id and the outcome
+    get a line of their own, and the id is not cut: it is needed to ask for details."""
     if not decisions:
         return "No request was routed yet that this key may see, or no decisions are kept."
     rows = [_HEAD, *map(_line, decisions)]
@@ -88,14 +87,13 @@ def overview(decisions: "Sequence[pb.RoutingDecision]", *, width: int | None = N
 
 
 def detailed(decision: "pb.RoutingDecision", *, width: int | None = None) -> str:
-    """One decision with all that could have been, and what came of it. ``width`` bounds its
-    table."""
+    """One decision with all its candidates and its outcome. ``width`` limits its table."""
     routing = decision.routing
     pressure = f", pressure {decision.pressure:.2f}" if decision.HasField("pressure") else ""
     known_as = f" ({decision.client_id})" if decision.client_id else ""
     known_as += f" of {decision.tenant}" if decision.tenant else ""
     head = ("", "group", "cost", "cached", "to compute", "queued", "sequences", "forecast")
-    # Costs that are nearly equal are a tie: the one chosen need not be the least.
+    # Nearly equal costs count as a tie, so the chosen one need not be the lowest.
     candidates = sorted(
         routing.candidates, key=lambda each: (each.group != routing.group, each.cost)
     )
@@ -160,7 +158,7 @@ def _cached(decision: "pb.RoutingDecision") -> str:
 
 
 def _fetched(decision: "pb.RoutingDecision") -> list[str]:
-    """Cached tokens that came from outside the KV cache; no line where none did."""
+    """Cached tokens that were fetched from outside the KV cache; no lines if there were none."""
     routing, found = decision.routing, decision.fetched
     lines = []
     if routing.num_fetched_tokens:

@@ -1,4 +1,4 @@
-"""Flags of a configuration's fields: their types and defaults stand in its dataclass alone."""
+"""Flags for a configuration's fields. Types and defaults come from its dataclass alone."""
 
 import argparse
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ Flags = argparse._ArgumentGroup
 
 
 def add_fields(flags: Flags, kind: type[Any], helps: Mapping[str, str], **defaults: object) -> None:
-    """Adds ``--some-field`` for each field of ``kind`` that ``helps`` names. ``defaults`` replace
-    the fields' own."""
+    """Adds ``--some-field`` for each field of ``kind`` that ``helps`` names. ``defaults`` override
+    the fields' own defaults."""
     types, known = get_type_hints(kind), {field.name: field.default for field in fields(kind)}
     for name, what in helps.items():
         default = defaults.get(name, known[name])
@@ -24,13 +24,13 @@ def add_fields(flags: Flags, kind: type[Any], helps: Mapping[str, str], **defaul
 
 
 def given_fields(kind: type[Any], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The values of its fields that have a flag."""
+    """The values of the fields of ``kind`` that have a flag."""
     given = vars(arguments)
     return {field.name: given[field.name] for field in fields(kind) if field.name in given}
 
 
 def chat_template(given: str | None) -> str | None:
-    """The text of a file, or a template that was written out."""
+    """The template's text, given as a file or written out."""
     if given is None or "{" in given:
         return given
     try:
@@ -40,7 +40,7 @@ def chat_template(given: str | None) -> str | None:
 
 
 def _options(type_: Any, default: object) -> dict[str, Any]:
-    """How argparse reads it."""
+    """The options of ``add_argument`` for a field's type."""
     members = get_args(type_) if get_origin(type_) in (Union, UnionType) else (type_,)
     plain = next(each for each in members if each is not NoneType)
     if plain is bool:
@@ -51,6 +51,6 @@ def _options(type_: Any, default: object) -> dict[str, Any]:
 
 
 def absolute(given: Path) -> Path:
-    """A path that exists here, for processes that run in another folder; others may mean something
-    elsewhere."""
+    """An absolute path if ``given`` exists here, for processes with another working directory.
+    Other paths are kept: they may have a meaning elsewhere."""
     return given.absolute() if given.exists() else given

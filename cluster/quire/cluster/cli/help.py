@@ -1,4 +1,4 @@
-"""Shared by commands: how flags are read and refused, defaults in ``--help``, and the flags that
+"""Helpers of all commands: parsing and refusing flags, defaults in ``--help``, and the flags that
 name a server."""
 
 import argparse
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from quire.cluster.client import Server
 
 _CLOSE = 0.8
-"""How alike a flag must be to be asked about: --num-group is, --tokenizer and --block-size are not.
-"""
+"""How similar an unknown flag must be to a known one to be suggested: --num-group is, --tokenizer
+and --block-size are not."""
 
 Spellings = Callable[[Sequence[str], Sequence[str]], tuple[Sequence[str], Sequence[str]]]
-"""From arguments, and the flags that are known, to arguments and notes. Raises ConfigError."""
+"""Maps arguments and the known flags to new arguments and notes. Raises ConfigError."""
 
 SHORT_USAGE = "%(prog)s [MODEL …] [flags]"
 """Usage line of commands whose list of flags would fill the first screen of ``--help``."""
@@ -35,22 +35,22 @@ RAY_ADDRESS_HELP = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes flags by their whole names only: a prefix would mean another flag, or none, once a
-    flag is added. A refusal is one line, for the usage of ``serve`` alone fills a screen."""
+    """Accepts flags only by their whole names: once a flag is added, a prefix could mean another
+    flag or none. An error is one line, since the usage of ``serve`` alone fills a screen."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
         self.spellings: Spellings | None = None
-        """Other programs' flags that it takes too."""
+        """Translates flags of other programs that are accepted, too."""
         self.reads_environment = False
         """Whether flags that are not given are read from the environment."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """A command refuses what it does not know by itself: it knows what else there is. One with
-        a ``--config`` also says which flags were ``given``, on the command line or in the
-        environment, and for the latter their ``variables``."""
+        """Each command refuses unknown arguments itself, since it knows the valid ones. A command
+        with ``--config`` also records which flags were ``given``, on the command line or in the
+        environment, and the ``variables`` of the latter."""
         args = self._attached(sys.argv[1:] if args is None else args)
         if self.spellings is not None:
             own = [flag for action in self._actions for flag in action.option_strings]
@@ -71,8 +71,8 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
     def _attached(self, args: Sequence[str]) -> list[str]:
-        """``args`` where a flag whose value may be left out has it behind ``=``: what follows such
-        a flag is never taken for its value."""
+        """``args`` with ``=`` and the default value after each flag whose value is optional and
+        absent, so that the next argument is never taken for the value."""
         optional = {
             flag: action.const
             for action in self._actions
@@ -106,11 +106,12 @@ class Parser(argparse.ArgumentParser):
                 action.default = default
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program."""
+        """Prints one line and ends the program with status 2."""
         self.exit(2, f"{self.prog}: error: {message}; `{self.prog} --help` says what there is\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Raises ArgumentError: it is none of the choices; one that is nearly the same is named."""
+        """Raises ArgumentError if the value is not one of the choices; a similar choice is
+        suggested."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
@@ -138,7 +139,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults as one would type them, and none where there is none."""
+    """Shows defaults as one would type them; flags without a default show none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
@@ -156,10 +157,10 @@ def sentence(text: str) -> str:
 
 
 def finite(text: str) -> float:
-    """The type of a flag: a number, but neither NaN nor infinite.
+    """The type of a flag that takes a number, but neither NaN nor infinity.
 
     Raises:
-        argparse.ArgumentTypeError: It is no such number.
+        argparse.ArgumentTypeError: The text is not such a number.
     """
     with suppress(ValueError):
         number = float(text)
@@ -169,7 +170,7 @@ def finite(text: str) -> float:
 
 
 def whole(*, least: int, most: float = inf) -> Callable[[str], int]:
-    """The type of a flag: a whole number from ``least`` to ``most``."""
+    """The type of a flag that takes a whole number from ``least`` to ``most``."""
 
     def read(text: str) -> int:
         with suppress(ValueError):
@@ -182,7 +183,7 @@ def whole(*, least: int, most: float = inf) -> Callable[[str], int]:
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds what `server_of` reads."""
+    """Adds the flags that `server_of` reads."""
     add = parser.add_argument
     add("--address", default="127.0.0.1:50051", help="the gRPC server, host:port")
     add("--tls", action="store_true", help="the server has TLS, with a well-known authority")
@@ -190,14 +191,14 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_flag(parser: argparse.ArgumentParser) -> None:
-    """Adds the name of the model to ask; "" where there is none."""
+    """Adds the flag for the model to ask; its default is ""."""
     parser.add_argument(
         "--model", default="", help="which of several models; the only one if absent"
     )
 
 
 def server_of(arguments: argparse.Namespace) -> "Server":
-    """The server that the flags name, with the API key of the environment."""
+    """The server named by the flags, with the API key from the environment."""
     from quire.cluster.client import Server
 
     return Server(

@@ -24,7 +24,7 @@ _SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 
 def add_info_parsers(commands: "argparse._SubParsersAction[Parser]", parser: Parser) -> None:
-    """Adds them; ``parser`` is that of the whole command line."""
+    """Adds the three commands; ``parser`` is the parser of the whole command line."""
     told = commands.add_parser(
         "version",
         help="show the versions of Quire and of its main dependencies",
@@ -51,7 +51,7 @@ def add_info_parsers(commands: "argparse._SubParsersAction[Parser]", parser: Par
 
 
 def versions() -> dict[str, str]:
-    """The versions of Quire, Python and the packages that are installed."""
+    """The versions of Quire, Python and the installed packages that Quire uses."""
     found = {"quire": __version__, "python": platform.python_version()}
     found |= {name: each for name in _PACKAGES if (each := _of(name))}
     return found | {"platform": platform.platform()}

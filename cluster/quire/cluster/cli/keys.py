@@ -1,7 +1,7 @@
-"""``quire keys``: makes, lists and revokes the API keys of a keys file of the second format.
+"""``quire keys``: creates, lists and revokes API keys in a keys file of the second format.
 
-A file is changed by lines, so that comments and layout stay, and only where the changed text says
-exactly what it should.
+A file is edited line by line, so that comments and layout stay. It is written only if the edited
+text means exactly the intended change.
 """
 
 import argparse
@@ -112,8 +112,9 @@ _MUST_BE = {
 
 
 def add_entry(path: Path, entry: dict[str, str]) -> bool:
-    """Adds a key to the file, and its tenant if there is none; returns whether it was added. Raises
-    ConfigError: the file cannot be used or has a key of this name; nothing has changed."""
+    """Adds a key to the file, and its tenant if missing; returns whether the tenant was added.
+    Raises ConfigError, with nothing changed, if the file cannot be used or has a key of this
+    name."""
     if not path.exists():
         text = f"tenants:\n  {entry['tenant']}: {{}}\nkeys:\n- {_flow(entry)}\n"
         _write(path, _SECOND_HEAD + text)
@@ -137,8 +138,8 @@ def add_entry(path: Path, entry: dict[str, str]) -> bool:
 
 
 def remove_entry(path: Path, name: str) -> None:
-    """Removes the key ``name``. Raises ConfigError: it is not there, or is the only one; nothing
-    has changed."""
+    """Removes the key ``name``. Raises ConfigError, with nothing changed, if the key does not exist
+    or is the only one."""
     text, entries = _entries(path)
     places = [place for place, each in enumerate(entries) if each.name == name]
     if not places:
@@ -157,7 +158,7 @@ def remove_entry(path: Path, name: str) -> None:
     first, last = node.start_mark.line, node.end_mark.line
     if node.end_mark.column or last >= len(lines):
         last = min(last + 1, len(lines))
-    # A block ends where the next thing begins: what lies between is that one's comment.
+    # Comments and blank lines before the next entry belong to that entry, not to this block.
     while last > first + 1 and (not lines[last - 1].strip() or lines[last - 1].strip()[0] == "#"):
         last -= 1
     indent = node.start_mark.column
@@ -168,8 +169,8 @@ def remove_entry(path: Path, name: str) -> None:
 
 
 def _insert(lines: list[str], text: str, section: str, line: str) -> None:
-    """Puts ``line`` before the first item of a section in block style; adds the section where it is
-    not there. `_replace` finds out where that does not do."""
+    """Inserts ``line`` before the first item of a section in block style; adds the section if
+    missing. `_replace` detects layouts for which that does not work."""
     node = _section(text, section)
     if node is None:
         lines += [f"{section}:", f"  {line}"]
@@ -182,7 +183,7 @@ def _insert(lines: list[str], text: str, section: str, line: str) -> None:
 
 
 def _section(text: str, name: str) -> Any:
-    """The node of a section; ``None`` where it is not there."""
+    """The YAML node of a section; ``None`` if the section is missing."""
     import yaml
 
     root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -203,7 +204,7 @@ def _entries(path: Path) -> "tuple[str, list[KeyEntry]]":
 
 
 def _checked(entry: dict[str, str]) -> None:
-    """Raises ConfigError: a field is not as it must be."""
+    """Raises ConfigError if a field is malformed."""
     import yaml
     from pydantic import ValidationError
 
@@ -214,7 +215,7 @@ def _checked(entry: dict[str, str]) -> None:
         try:
             read[name] = yaml.safe_load(value)
         except (yaml.YAMLError, ValueError):
-            read[name] = ...  # No field may be that.
+            read[name] = ...  # A value that no field accepts.
     try:
         KeyEntry.model_validate(read)
     except ValidationError as error:
@@ -235,7 +236,7 @@ def _data(text: str) -> Any:
 
 
 def _replace(path: Path, lines: list[str], wanted: dict[str, Any], *, by_hand: str) -> None:
-    """Writes ``lines`` if they say what is ``wanted``. Raises ConfigError: they do not."""
+    """Writes ``lines`` if their data equal ``wanted``. Raises ConfigError if not."""
     import yaml
 
     text = "\n".join(lines) + "\n"
@@ -249,7 +250,7 @@ def _replace(path: Path, lines: list[str], wanted: dict[str, Any], *, by_hand: s
 
 
 def _write(path: Path, text: str) -> None:
-    """Replaces the file in one step, so that a gateway never reads half of it."""
+    """Replaces the file atomically, so that a gateway never reads half of it."""
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     part = path.with_name(f".{path.name}.part")
     try:

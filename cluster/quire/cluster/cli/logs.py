@@ -1,4 +1,4 @@
-"""``quire logs``: what gateways and groups have logged, as `quire serve` keeps it, by time."""
+"""``quire logs``: the logs of gateways and groups that `quire serve` keeps, merged by time."""
 
 import argparse
 import re
@@ -72,7 +72,7 @@ def _live(folder: Path) -> Path:
 
 
 def _files(folder: Path, of: str | None) -> dict[Path, str]:
-    """The logs of gateways and groups, with what each is called."""
+    """The log files of gateways and groups, each with its process's name."""
     place = _live(folder) if _live(folder).exists() else folder
     found = {}
     for path in sorted((place / "serve").glob("replica_*.log")):
@@ -86,7 +86,8 @@ def _files(folder: Path, of: str | None) -> dict[Path, str]:
 
 
 def _last(files: dict[Path, str], num: int) -> list[tuple[str, str]]:
-    """The last lines of all files, by their times; lines without one follow the one before."""
+    """The last lines of all files, ordered by time. A line without a time stays after its
+    predecessor."""
     lines: list[tuple[str, str, str]] = []
     for path, name in files.items():
         stamp = ""
@@ -98,7 +99,7 @@ def _last(files: dict[Path, str], num: int) -> list[tuple[str, str]]:
 
 
 def _tail(path: Path, num: int) -> list[str]:
-    """Lines at its end, ``num`` or more if they are short."""
+    """The last lines of a file: ``num``, or more if they are short."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - num * 512 - _MAX_LINE_BYTES))
@@ -114,7 +115,7 @@ def _time_of(line: str) -> str:
 
 
 def _following(folder: Path, of: str | None, files: dict[Path, str]) -> Iterator[tuple[str, str]]:
-    """Lines as they come, of replicas that come later too."""
+    """New lines as they are written, including those of later replicas."""
     places = {path: path.stat().st_size for path in files}
     rest: dict[Path, bytes] = {}
     while True:
@@ -124,7 +125,7 @@ def _following(folder: Path, of: str | None, files: dict[Path, str]) -> Iterator
                 continue
             size = path.stat().st_size
             begin = places.get(path, 0)
-            if size < begin:  # Rotated.
+            if size < begin:  # The file was rotated.
                 begin = 0
             if size == begin:
                 continue

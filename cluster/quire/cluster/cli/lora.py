@@ -1,4 +1,4 @@
-"""``--lora-modules``, as vLLM spells them: ``name=path``, or a JSON object."""
+"""Parses ``--lora-modules`` in vLLM's forms: ``name=path``, or a JSON object."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +15,10 @@ _FIELDS = {"name", "path", "base_model_name"}
 def lora_modules(
     given: Sequence[str], *, models: Sequence[str]
 ) -> dict[str, tuple[LoraModule, ...]]:
-    """The adapters of each of ``models``, the names of those that are served.
+    """The adapters of each of ``models``, the names of the served models.
 
     Raises:
-        ConfigError: One is not spelled like this, or names no model where there are several.
+        ConfigError: One has neither form, or names no model although there are several.
     """
     found: dict[str, list[LoraModule]] = {model: [] for model in models}
     for text in given:
@@ -40,7 +40,7 @@ def lora_modules(
 
 
 def _parted(text: str, models: Sequence[str]) -> tuple[str, str, str | None]:
-    """Behind the last ``@`` is a model, or else a revision on the hub."""
+    """Splits an entry. The text after the last ``@`` is a model, or else a revision on the hub."""
     name, _, path = text.partition("=")
     before, _, model = path.rpartition("@")
     return (name, before, model) if model in models and before else (name, path, None)

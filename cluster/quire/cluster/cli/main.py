@@ -1,7 +1,7 @@
-"""The command line: flags are read here and in the modules beside, nowhere else.
+"""The command line. Flags are read in this module and its siblings, nowhere else.
 
-Heavy imports wait until a command needs them, so that ``--help`` and a mistyped flag answer at
-once.
+Heavy imports wait until a command needs them, so that ``--help`` and errors in flags are answered
+at once.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from quire.cluster.deploy.signals import ended_by_signal
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
 
 _BAD_USAGE = (ConfigError, CheckpointError, InvalidRequest)
-"""Errors that the user of the command can fix: printed like argparse's, with its exit status."""
+"""Errors that the user can fix: printed like argparse's errors, with the same exit status."""
 _EXTRA = {
     "aiohttp": "aiohttp",
     "google": "protobuf",
@@ -55,25 +55,25 @@ _EXTRA = {
     "starlette": "starlette",
     "uvicorn": "uvicorn",
 }
-"""Packages of the extra ``cluster``, by what is imported of them."""
+"""Packages of the extra ``cluster``, by imported module."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the process's exit status."""
     arguments = _parser().parse_args(argv)
-    # Our messages already report failed connections. gRPC reads this when imported.
+    # Our own messages report failed connections. gRPC reads this variable when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
     except QuireError as error:
-        for note in getattr(error, "__notes__", ()):  # Tracebacks of others, where the logs are.
+        for note in getattr(error, "__notes__", ()):  # Remote tracebacks, places of logs.
             print(note, file=sys.stderr)
         print(f"quire: {error}", file=sys.stderr)
         return 2 if isinstance(error, _BAD_USAGE) else 1
     # The reader of the pipe, such as `head`, has closed it.
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # For what is left to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # For output still to come.
         return 1
     except ModuleNotFoundError as error:
         package = _EXTRA.get((error.name or "").partition(".")[0])
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except OSError as error:
         if error.filename is None:
-            raise  # No file of the user's: our own mistake, or Ray's.
+            raise  # Not a user's file: a bug of ours, or of Ray's.
         print(f"quire: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -218,12 +218,12 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _piped() -> str:
-    """Standard input, whatever the locale; like arguments, with stand-ins for what is no text."""
+    """Standard input as UTF-8 in any locale; invalid bytes become surrogates, as in arguments."""
     return sys.stdin.buffer.read().decode(errors="surrogateescape")
 
 
 def _text(name: str, given: str) -> str:
-    """Raises InvalidRequest: there are bytes in ``given`` that are no text."""
+    """``given``. Raises InvalidRequest if it has bytes that are not text."""
     try:
         given.encode()
     except UnicodeEncodeError as error:

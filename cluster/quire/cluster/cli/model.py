@@ -1,4 +1,4 @@
-"""``quire model``: the models of a cluster that serves, while it does."""
+"""``quire model``: changes the models of a running cluster."""
 
 import argparse
 from collections.abc import Callable

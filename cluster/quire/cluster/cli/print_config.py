@@ -1,6 +1,6 @@
-"""``quire serve --print-config``: the settings as a file that ``--config`` reads.
+"""``quire serve --print-config``: prints the settings as a file that ``--config`` reads.
 
-Each has a comment that says where it comes from.
+A comment after each setting says where it comes from.
 """
 
 import argparse
@@ -18,11 +18,11 @@ _NOTHING = "# All settings are at their defaults; --print-config=all prints thos
 _OF_MODELS = [field.name for field in fields(ModelConfig)]
 _FLAG_OF = {field: dest for dest, field in ROUTING.items()}
 _OTHERWISE = {"model": "model", "api_keys_file": "api_keys"}
-"""Flags that set a field of another name."""
+"""Flags that set a field with another name."""
 
 
 def printed(arguments: argparse.Namespace, config: ClusterConfig, *, everything: bool) -> str:
-    """``everything``: defaults too. ``config`` is what ``arguments`` make."""
+    """The file's text. ``config`` results from ``arguments``. ``everything``: includes defaults."""
     file = None if arguments.config is None else read_file(arguments.config)
     names = list(config.models)
     origins = _Origins(arguments, file, names[0])
@@ -47,7 +47,7 @@ def printed(arguments: argparse.Namespace, config: ClusterConfig, *, everything:
 
 
 class _Origins:
-    """Where settings of one model, and of the cluster, come from."""
+    """Finds the origin of settings of the cluster and of one model."""
 
     def __init__(
         self, arguments: argparse.Namespace, file: SettingsFile | None, model: str
@@ -58,7 +58,7 @@ class _Origins:
             self._file = merged(file.of_command, file.common, file.own.get(model, {}))
 
     def of(self, *path: str) -> str:
-        """``path``: a section's name, if it is in one, and the field's."""
+        """The origin of a field. ``path``: the section's name, if any, and the field's."""
         name = path[-1]
         dest = _FLAG_OF.get(name, name) if path[0] == "routing" else name
         for each in (dest, _OTHERWISE.get(name, dest)):

@@ -1,7 +1,7 @@
-"""A log of requests with their prompts, as `quire simulate` replays it.
+"""Converts a log of requests with prompts to a trace that `quire simulate` replays.
 
-The simulator knows prompts by the names of their blocks; here a model's tokenizer makes them, as a
-gateway does.
+The simulator identifies prompts by block hashes. Here they are computed with a model's tokenizer,
+as a gateway does.
 """
 
 from pathlib import Path
@@ -17,12 +17,12 @@ _ROOT = BlockHash(bytes(32))
 
 
 def trace_of_requests(file: Path, *, model: Path, block_size: int, output_len: int) -> Trace:
-    """Reads a workload of `quire bench` in which each line also has ``arrival_s``; ``max_tokens``
-    is how many tokens were generated, else ``output_len``.
+    """Reads a workload of `quire bench` in which each line also has ``arrival_s``. ``max_tokens``
+    is the number of generated tokens; ``output_len`` is used without it.
 
     Raises:
-        InvalidRequest: The file cannot be read, or a line of it is no request; names the line.
-        ConfigError: A request has no time of arrival, or a setting cannot work.
+        InvalidRequest: The file cannot be read, or a line is not a request; names the line.
+        ConfigError: A request has no arrival time, or a setting cannot work.
     """
     for name, value in (("block_size", block_size), ("output_len", output_len)):
         if value < 1:
@@ -44,6 +44,6 @@ def _row(
             f"{file}, request {number}: has no arrival_s, by some clock the seconds when it came"
         )
     names = hash_blocks(item.token_ids, block_size=block_size, root=_ROOT)
-    # One object per block, so that comparing them is comparing pointers.
+    # One object per block: comparing blocks is comparing pointers.
     chain = tuple(known.setdefault(name, name) for name in names)
     return Row(1000 * item.arrival_s, len(item.token_ids), item.max_tokens, chain)

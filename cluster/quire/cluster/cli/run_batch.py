@@ -36,7 +36,7 @@ def add_run_batch_parser(commands: "argparse._SubParsersAction[Parser]") -> None
         "started for it, with the flags of `quire serve`. The exit status is 1 if a request "
         "failed.",
         formatter_class=DefaultsFormatter,
-        conflict_handler="resolve",  # `quire serve` has keys that it wants, here is one to show.
+        conflict_handler="resolve",  # `serve` flags set server keys; these, a client's.
     )
     add = batch.add_argument
     add(
@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from quire.cluster.deploy.progress import on_stdout
     from quire.cluster.deploy.signals import ended_by_signal
 
-    # For this file alone: on this machine, with neither keys nor certificates.
+    # Serves only this file: on this machine, without keys or certificates.
     config = replace(
         cluster_config(arguments),
         host="127.0.0.1",
@@ -97,7 +97,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _address(arguments: argparse.Namespace) -> str:
-    """The beginning of the server's URLs, as clients of OpenAI's may also write it."""
+    """The base of the server's URLs, without the ``/v1`` that OpenAI's clients may append."""
     if arguments.model:
         raise ConfigError(
             f"model={arguments.model[0]}: the server has its own: leave out MODEL, or --server"
@@ -112,7 +112,7 @@ def _address(arguments: argparse.Namespace) -> str:
 
 
 def _check_output(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError: answers could not be written, or would take the place of others."""
+    """Raises ConfigError if answers could not be written, or would overwrite others."""
     target: Path = arguments.output_file
     if target.resolve() == arguments.input_file.resolve():
         raise ConfigError(f"output_file={target}: is the input too: name another")

@@ -167,7 +167,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
 
 def _link_gb_s(link: str) -> float:
-    """Raises ConfigError: ``link`` is neither a preset nor a rate."""
+    """The rate of ``link``. Raises ConfigError if it is neither a preset nor a rate."""
     from quire.simulate.travel import LINKS_GB_S
 
     if link == "none":

@@ -1,4 +1,4 @@
-"""``quire status``: which applications run on a Ray cluster, and whether they are complete."""
+"""``quire status``: the applications on a Ray cluster, and whether all their parts run."""
 
 import argparse
 import json
@@ -39,8 +39,8 @@ def _run(arguments: argparse.Namespace) -> int:
     with ray_session(address=address):
         found = overview(arguments.name)
         if arguments.name is not None and not found:
-            check_known(arguments.name)  # Raises, with those that there are.
-        # Here, as leaving Ray takes a while.
+            check_known(arguments.name)  # Raises with a list of the known ones.
+        # Printed here, since disconnecting from Ray takes a while.
         if arguments.json:
             print(json.dumps(found, indent=2), flush=True)
         elif not found:

@@ -1,6 +1,7 @@
 """``quire stop``: stops one application of a Ray cluster, and no other.
 
-For one that nobody serves any more: it was deployed from a file, or its ``quire serve`` was killed.
+It is needed if no ``quire serve`` runs: the application was deployed from a file, or its ``quire
+serve`` was killed.
 """
 
 import argparse

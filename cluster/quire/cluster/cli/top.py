@@ -1,4 +1,4 @@
-"""``quire top``: what a cluster's groups do, in a terminal, every few seconds."""
+"""``quire top``: shows the activity of a cluster's groups in a terminal, every few seconds."""
 
 import argparse
 import shutil
@@ -82,7 +82,7 @@ def _show(look: "Callable[[], pb.ListGroupsResponse]", arguments: argparse.Names
         if is_once:
             print(shown)
             return
-        # More lines than there are would scroll the first ones away.
+        # More lines than the terminal has would scroll the first ones away.
         lines = shown.split("\n")[: shutil.get_terminal_size().lines - 1]
         sys.stdout.write(_HOME + "".join(f"{line}{_ERASE_LINE}\n" for line in lines) + _ERASE_REST)
         sys.stdout.flush()
@@ -96,7 +96,8 @@ def frame(
     interval_s: float,
     width: int | None = None,
 ) -> str:
-    """One screen: all in a line, first tokens, and each group in a row; in ``width`` columns."""
+    """One screen in ``width`` columns: a summary line, times to the first token, and a row per
+    group."""
     from quire.cluster.telemetry.rates import first_token_s, status_line
 
     half, most = (
@@ -119,7 +120,7 @@ def frame(
 
 
 def _table(rows: list[tuple[str, ...]], width: int | None) -> str:
-    """With the groups' models where there are several: without, it fits into 80 columns."""
+    """Shows the groups' models only if there are several: without them, it fits into 80 columns."""
     models = {row[1] for row in rows}
     shown = [_HEAD, *rows]
     shown = shown if len(models) > 1 else [(row[0], *row[2:]) for row in shown]

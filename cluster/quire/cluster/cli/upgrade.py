@@ -1,7 +1,8 @@
-"""``quire upgrade``: replaces the groups and gateways of an application under its clients' streams.
+"""``quire upgrade``: replaces an application's groups and gateways without breaking clients'
+streams.
 
-It takes the flags of ``quire serve``. All of them hold: one that is left out is at its default, and
-not as it was.
+It takes the flags of ``quire serve``. All of them apply: a flag that is left out gets its default,
+and does not keep its former value.
 """
 
 import argparse

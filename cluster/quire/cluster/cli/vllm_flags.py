@@ -1,4 +1,4 @@
-"""The command line of ``vllm serve`` as one of ours."""
+"""Translates the command line of ``vllm serve`` to Quire's."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -10,8 +10,8 @@ _TAKEN_APART = ("--model", "--revision", "--allowed-origins")
 
 
 def translated(arguments: Sequence[str], known: Iterable[str]) -> tuple[list[str], list[str]]:
-    """``arguments`` of ``vllm serve`` as ours, where they differ, and notes on what changes
-    nothing. ``known`` are our own flags.
+    """``arguments`` of ``vllm serve`` with Quire's flags, and notes on flags that have no effect.
+    ``known`` are Quire's own flags.
 
     Raises:
         ConfigError: One of vLLM's flags has no counterpart; the message says why.
@@ -26,7 +26,7 @@ def translated(arguments: Sequence[str], known: Iterable[str]) -> tuple[list[str
             ours += [argument, *rest]
             break
         if flag.startswith("--"):
-            flag = flag.replace("_", "-")  # vLLM takes both.
+            flag = flag.replace("_", "-")  # vLLM accepts both.
         if flag in names or not flag.startswith("-"):
             if flag in VALUES and (has_value or rest):
                 value = value if has_value else rest.pop(0)

@@ -1,1 +1,2 @@
-"""How model families write reasoning and tool calls: one table, a parser and grammars from it."""
+"""How model families write reasoning and tool calls: a table of formats, and the parser and
+grammars that follow it."""

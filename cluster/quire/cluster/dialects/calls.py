@@ -1,7 +1,7 @@
-"""One call after another, read part by part as the table says.
+"""Parses tool calls, one after another, part by part as the table of formats describes them.
 
-A call is told as soon as it is certain to be one of a tool of the request; then its arguments are
-told as JSON while they come.
+A call is reported as soon as it is certain that it calls a tool of the request. Its arguments are
+then reported as JSON while they arrive.
 """
 
 import json
@@ -41,8 +41,8 @@ Tell = Callable[[CallBegun | CallArguments | CallEnded], None]
 
 
 class CallReader:
-    """Reads calls from ``reader``, of the tools ``schemas``. ``has_form``: a grammar keeps the
-    calls to their schemas."""
+    """Reads calls of the tools ``schemas`` from ``reader``. ``has_form``: whether a grammar makes
+    the calls fit their schemas."""
 
     def __init__(
         self, reader: Reader, schemas: Mapping[str, Tool], tell: Tell, *, has_form: bool
@@ -56,15 +56,15 @@ class CallReader:
         self._number = ""
         self._given_id = ""
         self._arguments: list[str] = []
-        self._json: StrictJson  # Of the call that has begun.
+        self._json: StrictJson  # Converts the current call's arguments.
         self._is_begun = False
         self._is_bare = False
-        self._fits = True  # Its values, their types.
+        self._fits = True  # Whether its values have the schema's types.
 
     def read(self, shape: Shape, *, is_bare: bool) -> Reading[bool]:
-        """Whether a call was read to its end. What is read of it is recorded until it begins.
-        Behind arguments that are none, what closes the call ends it. ``is_bare``: it stands
-        without a marker."""
+        """Reads one call; returns whether it was read to its end. The text read is recorded until
+        the call begins. If the arguments are invalid, the call still ends at its closing mark.
+        ``is_bare``: the call has no marker before it."""
         self._name, self._number, self._given_id, self._is_begun = "", "", "", False
         self._is_bare = is_bare
         is_whole = is_closed = True
@@ -86,12 +86,12 @@ class CallReader:
         return is_closed
 
     def begin_of(self, name: str) -> bool:
-        """Begins a call of this tool, unless the request has none of this name."""
+        """Begins a call of the tool ``name``; returns false if the request has no such tool."""
         self._name, self._number, self._given_id, self._is_begun = name, "", "", False
         return self._begin()
 
     def argue_json(self, text: str) -> None:
-        """Arguments as the model writes them, in JSON of its own."""
+        """Adds arguments in the model's own, possibly loose, JSON."""
         self.argue(self._json.strict(text))
 
     def end(self, *, is_whole: bool) -> None:
@@ -110,7 +110,7 @@ class CallReader:
         return True
 
     def _read_part(self, part: Part, ends: tuple[str, ...]) -> Reading[bool]:
-        """``ends``: the marks that may follow."""
+        """Reads one part of a call. ``ends``: the marks that may follow it."""
         yield from self._reader.spaces()
         match part:
             case Literal(text, is_optional):
@@ -143,7 +143,7 @@ class CallReader:
                 return (yield from self._read_fields(part, ends))
 
     def _begin(self) -> bool:
-        """Tells of the call, once, unless it is of no tool of the request."""
+        """Reports the call, once; returns false if it calls no tool of the request."""
         if self._is_begun:
             return True
         if self._name not in self._schemas:
@@ -164,7 +164,7 @@ class CallReader:
         first = yield from self._reader.peek()
         if first not in ("{", "[", '"') or not self._begin():
             return False
-        if first == '"':  # JSON in a string of JSON.
+        if first == '"':  # JSON text within a JSON string.
             text = yield from self._reader.json_string()
             self.argue_json((text or "").strip() or "{}")
             return text is not None
@@ -180,7 +180,7 @@ class CallReader:
     def _read_object(self, part: CallObject) -> Reading[bool]:
         reader = self._reader
         keys = {"arguments", "parameters", part.arguments}
-        early: list[str] | None = None  # Arguments before the name.
+        early: list[str] | None = None  # Arguments that came before the name.
         if not (yield from reader.literal("{")):
             return False
         num_keys = 0
@@ -224,7 +224,7 @@ class CallReader:
         return True
 
     def _read_fields(self, part: Fields, ends: tuple[str, ...]) -> Reading[bool]:
-        """Arguments between tags, up to one of ``ends``."""
+        """Reads arguments between tags, up to one of ``ends``."""
         reader = self._reader
         num_fields = 0
         while True:
@@ -264,7 +264,7 @@ class CallReader:
                 ends += tuple(f"\n{mark}" for mark in (part.key[0], *follow))
         tool = self._schemas.get(self._name)
         kinds = kinds_of(name, tool.parameters if tool is not None else {})
-        may_be_text = kinds is None or "string" in kinds  # Models say so of other values, too.
+        may_be_text = kinds is None or "string" in kinds  # Models mark other types so, too.
         if may_be_text and part.attribute is not None and attribute == part.attribute["string"]:
             kinds = frozenset({"string"})
         if kinds == frozenset({"string"}):
@@ -273,8 +273,8 @@ class CallReader:
             self._put_back(part, end)
             return end is not None and self.argue('"')
         value: list[str] = []
-        # A text within JSON may have the mark that ends the value. Where the value may be no JSON,
-        # the first mark ends it.
+        # A string within JSON may contain the mark that ends the value. If the value may be other
+        # than JSON, the first mark ends it.
         is_json = self._has_form and kinds is not None and "string" not in kinds
         if is_json and (yield from reader.peek()) in ("{", "["):
             yield from reader.json_value(value.append)
@@ -288,15 +288,15 @@ class CallReader:
         return True
 
     def _argue_tagged(self, text: str, kinds: frozenset[str] | None) -> bool:
-        """A value between tags. The call is not whole where the value can be none of ``kinds``,
-        and is written as a string."""
+        """Adds a value between tags. If it has none of the types ``kinds``, it is written as a
+        string, and the call does not count as whole."""
         shown = tagged_as_json(text, kinds)
         if kinds is not None and "string" not in kinds and shown.startswith('"'):
             self._fits = False
         return self.argue(shown)
 
     def _put_back(self, part: Fields, end: str | None) -> None:
-        """What ended a value, unless it is the value's own mark."""
+        """Puts back the text that ended a value, unless it is the value's own end mark."""
         if end is not None and part.value[1] not in end:
             self._reader.put_back(end)
 
@@ -329,12 +329,13 @@ class CallReader:
     def _read_braced(
         self, quote: str, depth_left: int, *, kinds: frozenset[str] | None
     ) -> Reading[bool]:
-        """A value of `Braces`. ``kinds`` are those that it may have, where they are known."""
+        """Reads a value in the form of `Braces`. ``kinds``: the types that it may have, if
+        known."""
         reader = self._reader
         is_text = kinds == frozenset({"string"})
         if (yield from reader.literal(quote)):
             if kinds is not None and "string" not in kinds:
-                marked: list[str] = []  # What is no text, between two ``quote`` all the same.
+                marked: list[str] = []  # A value between two ``quote`` that is not a string.
                 end = yield from reader.until((quote,), marked.append)
                 return end is not None and self._argue_tagged("".join(marked), kinds)
             self.argue('"')

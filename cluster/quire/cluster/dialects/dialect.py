@@ -1,5 +1,5 @@
-"""The dialect of a model: how it writes calls and reasoning, as an operator says, or else as its
-response template says or its chat template shows."""
+"""The dialect of a model: how it writes tool calls and reasoning. The operator names the formats;
+otherwise they are found in the model's response template or chat template."""
 
 import logging
 import re
@@ -42,15 +42,15 @@ class Dialect:
     calls: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     why_no_calls: str = ""
-    """Why the chat template shows no format of calls, where that is known."""
+    """Why the chat template shows no format of calls, if known."""
     parses_calls: bool = True
-    """Calls are to be parsed; else they stay text because an operator wants it so."""
+    """Whether calls are parsed. If false, the operator wants them to stay text."""
     special_tokens: Mapping[int, str] = field(default_factory=dict)
-    """Those of the tokenizer's special tokens that are markers here, by id."""
+    """The tokenizer's special tokens that serve as markers in this dialect, by token id."""
 
     def check(self, use: ToolUse) -> None:
-        """Raises InvalidRequest: it is not known how the model calls tools, or calls cannot be
-        had in the way the request asks for them."""
+        """Raises InvalidRequest if the model's format of tool calls is not known, or if calls
+        cannot be made in the way that the request asks for."""
         if not use.tools:
             return
         if self.calls is None and (self.parses_calls or use.has_form):
@@ -62,7 +62,7 @@ class Dialect:
             )
 
     def shown_token_ids(self, *, with_calls: bool) -> frozenset[int]:
-        """Special tokens that an answer's text must show to its parser."""
+        """Special tokens that the text must keep so that the parser of the answer sees them."""
         has_marks = with_calls or (self.calls is not None and self.calls.around is not None)
         texts = [*markers_of(self.calls if has_marks else None), *markers_of(self.reasoning)]
         return frozenset(
@@ -72,21 +72,21 @@ class Dialect:
         )
 
     def reasons(self, tokenizer: Tokenizer, prompt_token_ids: TokenIds) -> bool | None:
-        """Whether the prompt ends where reasoning has just begun, or has ended; ``None`` where it
-        leaves that to the model."""
+        """True if the prompt ends within reasoning, false if it has ended the reasoning; ``None``
+        if the prompt leaves that to the model."""
         return self.reasoning.begun(tokenizer, prompt_token_ids) if self.reasoning else False
 
     def goes_on(self, tokenizer: Tokenizer, prompt_token_ids: TokenIds) -> bool:
-        """Whether the prompt, which ends within reasoning, has a text of it."""
+        """Whether the prompt, which ends within reasoning, already has reasoning text."""
         return self.reasoning is not None and self.reasoning.goes_on(tokenizer, prompt_token_ids)
 
 
 def choose_dialect(
     tokenizer: Tokenizer, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto"
 ) -> Dialect:
-    """The formats of these names; "auto" is the one that the response template says, or else the
-    one that the chat template shows, if any. The log tells which, and why. Raises ConfigError:
-    there is no such name."""
+    """The dialect with the formats of these names. "auto" takes the format that the response
+    template describes, or otherwise the one that the chat template shows, if any. The log says
+    which one was chosen and why. Raises ConfigError if there is no format of that name."""
     check_parsers(tool_call_parser, reasoning_parser)
     may_fit = tool_call_parser == "auto" and tokenizer.response_template is None
     formats, why = _fitting(tokenizer) if may_fit else (TOOL_FORMATS, "")
@@ -141,8 +141,9 @@ def _choose(
 
 
 def _fitting(tokenizer: Tokenizer) -> tuple[tuple[ToolFormat, ...], str]:
-    """The formats that read what the chat template writes where the model calls, of the table or
-    else the template's own, and why there are none. All of the table where it shows no calls."""
+    """The formats that can read the calls rendered by the chat template, and, if there are none,
+    the reason. They come from the table, or otherwise one is derived from the template. If the
+    template shows no calls, the whole table is returned."""
     template = tokenizer.template
     told = _told(template) if template is not None else Probed()
     if template is None or not told.views:
@@ -161,15 +162,15 @@ def _fitting(tokenizer: Tokenizer) -> tuple[tuple[ToolFormat, ...], str]:
 
 
 def _is_header(found: ToolFormat, signed: list[ToolFormat]) -> bool:
-    """Whether the marks that were found are those around a message, as in Llama 4's templates: its
-    calls have none of their own."""
+    """Whether the marks that were found surround a message and not a call, as in Llama 4's
+    templates, whose calls have no marks of their own."""
     opens = "".join(found.opens)
     marks = [mark for each in signed if each.is_bare for mark in markers_of(each)]
     return bool(signed) and ("header" in opens or any(opens.startswith(mark) for mark in marks))
 
 
 def _told(template: ChatTemplate) -> Probed:
-    """What the template writes where the model calls."""
+    """How the template renders tool calls."""
     if "tool" not in template.text:
         return Probed(reason="it does not name tools")
     special = tuple(template.special_tokens.items())
@@ -180,8 +181,8 @@ def _told(template: ChatTemplate) -> Probed:
 def _told_once(
     source: str, tools_source: str | None, special_tokens: tuple[tuple[str, str], ...]
 ) -> Probed:
-    """Rendered in a process with limits, as every chat is. Variables without which the template
-    refuses, and which clients send, are some text."""
+    """Renders in a process with limits, as for every chat. If the template refuses without a
+    variable that clients would send, the variable is set to a placeholder text."""
     template = ChatTemplate(source, tools_source=tools_source, special_tokens=dict(special_tokens))
     process = TemplateProcess(template)
     sent: dict[str, str] = {}

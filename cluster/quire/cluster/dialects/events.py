@@ -1,4 +1,4 @@
-"""What an answer consists of, told in order."""
+"""The parts of an answer, as events in the order of its text."""
 
 from dataclasses import dataclass
 
@@ -18,12 +18,12 @@ class CallBegun:
     index: int
     name: str
     given_id: str = ""
-    """The call's id, if the model writes ids itself."""
+    """The call's id if the model writes ids itself; else ""."""
 
 
 @dataclass(frozen=True)
 class CallArguments:
-    """More of a call's arguments, JSON."""
+    """A further piece of a call's arguments, as JSON text."""
 
     index: int
     text: str
@@ -33,7 +33,8 @@ class CallArguments:
 class CallEnded:
     index: int
     is_whole: bool = True
-    """Its arguments are a JSON object; else it was cut, or is none."""
+    """Whether its arguments are a JSON object that fits. If not, the call was cut off or is
+    invalid."""
 
 
 Event = Content | Reasoning | CallBegun | CallArguments | CallEnded

@@ -1,8 +1,8 @@
-"""The table: how each family of models writes its calls of tools.
+"""The table of formats: how each family of models writes tool calls.
 
-A call is a sequence of parts, which the parser reads and the grammar writes. A new family is an
-entry here, or a new part where it writes values as none did before. Sources: the chat templates of
-the checkpoints named.
+A call is a sequence of parts. The parser reads them and the grammar writes them. A new family is a
+new entry here; it needs a new kind of part only if it writes values in a new way. Sources: the chat
+templates of the named checkpoints.
 """
 
 from collections.abc import Mapping
@@ -14,16 +14,17 @@ from quire.worker.text.reasoning import HARMONY, REASONING_FORMATS, Frame, Reaso
 
 @dataclass(frozen=True)
 class Literal:
-    """This text. Whitespace at its ends is what models write; more or less of it is read too."""
+    """A fixed text. Models write the whitespace at its ends as given; the parser accepts more or
+    less."""
 
     text: str
     is_optional: bool = False
-    """Some answers lack it."""
+    """Whether some answers lack the text."""
 
 
 @dataclass(frozen=True)
 class Spaces:
-    """Whitespace where it is not known which models write: a little of it, or none."""
+    """A little whitespace or none, where it is not known what models write."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,18 @@ class CallObject:
 
 @dataclass(frozen=True)
 class Fields:
-    """Arguments one by one as name and value: text as it is, other values as JSON."""
+    """Arguments one by one as name and value: strings as plain text, other values as JSON."""
 
     key: tuple[str, str]
-    """The texts around a name, as below those around a value."""
+    """The texts before and after a name; ``value`` has those before and after a value."""
     value: tuple[str, str]
     newline: bool = False
-    """A line break stands on either side of a value."""
+    """Whether a line break stands on either side of a value."""
 
     attribute: Mapping[str, str] | None = None
-    """What stands between name and value, by the JSON type of the value, where that differs."""
+    """The text between name and value by the value's JSON type, if it depends on that."""
     gap: str = "\n"
-    """Whitespace behind a value's end."""
+    """Whitespace after the end of a value."""
 
 
 @dataclass(frozen=True)
@@ -67,22 +68,24 @@ class Keywords:
 
 @dataclass(frozen=True)
 class Braces:
-    """Arguments in braces: as in JSON, but with plain names, and a text as it is between two
-    ``quote``."""
+    """Arguments in braces: as in JSON, but names have no quotes, and a string is plain text between
+    two ``quote``."""
 
     quote: str
 
 
 @dataclass(frozen=True)
 class Number:
-    """The number of the call. With the name, it is the call's id: ``functions.NAME:NUMBER``."""
+    """The number of the call. Together, name and number are the call's id:
+    ``functions.NAME:NUMBER``."""
 
     is_optional: bool = False
 
 
 @dataclass(frozen=True)
 class Given:
-    """The call's id, which the model gives: behind ``mark``, if that comes, where there is one."""
+    """The call's id, written by the model. If there is a ``mark``, the id follows it, and both may
+    be missing."""
 
     mark: str = ""
 
@@ -94,51 +97,51 @@ Part = (
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One or more calls."""
+    """The form of one or more calls."""
 
     begin: str = ""
     call: tuple[Part, ...]
     between: str | None = None
-    """What is between two calls; ``None`` where there is always one."""
+    """Text between two calls; ``None`` if the shape has exactly one."""
     gap: str = "\n"
-    """What is before the marker of another call, where each has its own."""
+    """Whitespace before the marker of another call, if each call has its own."""
     end: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Around:
-    """The marks of text that is no call, where an answer's text has some."""
+    """The marks around text that is not a call, for formats that mark such text."""
 
     opens: str = ""
-    """Before text: where the answer begins, and behind a marker of calls."""
+    """Mark before text: at the beginning of the answer, and after a marker of calls."""
     closes: tuple[str, ...] = ()
-    """Behind text. One may be the marker of calls, if they follow it."""
+    """Marks after text. One may be the marker of calls, if calls follow the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """How calls are marked and written."""
+    """How a family of models marks and writes tool calls."""
 
     name: str
     opens: tuple[str, ...] = ()
-    """Markers before calls; the first is what models write."""
+    """Markers before calls. Models write the first; the parser accepts all."""
     is_bare: bool = False
-    """Calls need no marker where they are all that the model says; then they must be of tools that
-    the request has."""
+    """Whether calls need no marker if the answer consists of nothing else. Such calls must be of
+    tools of the request."""
     shapes: tuple[Shape, ...]
-    """What may follow; the first is what models write."""
+    """Forms that may follow the marker. Models write the first; the parser accepts all."""
     closes: tuple[str, ...] = ()
     """Markers that may follow the calls."""
     implied: str = ""
-    """The beginning of a call that some models write without the marker before it."""
+    """The beginning of a call that some models write without the marker."""
     signs: tuple[tuple[str, ...], ...]
-    """A chat template that contains all texts of one entry belongs to models that write this."""
+    """If a chat template contains all texts of one entry, its model writes this format."""
     id_prefix: str = "call_"
     id_chars: int = 24
-    """The length of a call's id, behind its prefix."""
+    """Number of characters in a call's id, after its prefix."""
     around: Around | None = None
     frame: Frame | None = None
-    """If there is a frame, the parser reads by it; the grammar still writes ``shapes``."""
+    """If set, the parser reads messages by this frame; the grammar still writes ``shapes``."""
 
 
 _MISTRAL_LIST = Shape(begin=" [", call=(CallObject("arguments"),), between=", ", end="]")
@@ -155,7 +158,7 @@ _DEEPSEEK = (
 
 _BRACED_NAME = (Literal("call", is_optional=True), Literal(":", is_optional=True), Name())
 
-# The more particular formats first: each is tried for a template in this order.
+# More specific formats come first: templates are tried against them in this order.
 TOOL_FORMATS = (
     ToolFormat(
         name="deepseek_v3",  # DeepSeek-V3, -V3-0324, -R1.
@@ -201,7 +204,7 @@ TOOL_FORMATS = (
         shapes=(_MISTRAL_ARGS, _MISTRAL_LIST),
         signs=(("[TOOL_CALLS]", "[ARGS]"),),
         id_prefix="",
-        id_chars=9,  # Their templates refuse others.
+        id_chars=9,  # The templates refuse other lengths.
     ),
     ToolFormat(
         name="mistral",  # Mistral 7B v0.3, Nemo, Small 3.1.
@@ -307,7 +310,7 @@ TOOL_FORMATS = (
                 gap="",
             ),
         ),
-        closes=("<start_function_response>",),  # It comes next, unless it ends the answer.
+        closes=("<start_function_response>",),  # Follows the calls unless they end the answer.
         signs=(("<start_function_call>",),),
     ),
     ToolFormat(
@@ -320,11 +323,11 @@ TOOL_FORMATS = (
                 gap="",
             ),
         ),
-        closes=("<|tool_response>",),  # As that of functiongemma.
+        closes=("<|tool_response>",),  # As functiongemma's.
         signs=(("<|tool_call>",),),
     ),
     ToolFormat(
-        name="pythonic",  # Llama 3.2 and 4, Gemma 3 and 3n where prompted so, ToolACE.
+        name="pythonic",  # Llama 3.2 and 4, Gemma 3 and 3n if prompted so, ToolACE.
         opens=("<|python_start|>",),
         is_bare=True,
         shapes=(Shape(begin="[", call=(Name(), Literal("("), Keywords()), between=", ", end="]"),),
@@ -332,7 +335,7 @@ TOOL_FORMATS = (
         signs=(("[func_name1(",),),
     ),
     ToolFormat(
-        name="llama3_json",  # Llama 3.1, 3.2, 3.3, 4; Gemma 3 where prompted so.
+        name="llama3_json",  # Llama 3.1, 3.2, 3.3, 4; Gemma 3 if prompted so.
         opens=("<|python_tag|>", "<|python_start|>"),
         is_bare=True,
         shapes=(Shape(call=(CallObject("parameters"),), between="; "),),
@@ -343,7 +346,7 @@ TOOL_FORMATS = (
 
 
 def markers_of(form: ToolFormat | ReasoningFormat | None) -> list[str]:
-    """All fixed texts of a format, in which special tokens may be."""
+    """All fixed texts of a format; special tokens may occur in them."""
     if form is None:
         return []
     frame = form.frame
@@ -368,7 +371,7 @@ def markers_of(form: ToolFormat | ReasoningFormat | None) -> list[str]:
 
 
 def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
-    """Raises ConfigError: one is neither a format nor "auto" nor "none"."""
+    """Raises ConfigError if a name is neither a format's nor "auto" nor "none"."""
     for setting, name, formats in (
         ("tool_call_parser", tool_call_parser, TOOL_FORMATS),
         ("reasoning_parser", reasoning_parser, REASONING_FORMATS),

@@ -1,7 +1,7 @@
-"""The grammar of answers that have to be calls, or whose calls have to fit their schemas.
+"""Grammars for answers that must be tool calls, or whose calls must fit their schemas.
 
-It is written from the same table as the parser reads by, in Lark's syntax with llguidance's
-extensions. Special tokens stand in it by their ids, since their text alone is not them.
+They follow the same table as the parser, in Lark's syntax with llguidance's extensions. Special
+tokens are written by token id, since their text alone does not produce them.
 """
 
 import json
@@ -39,15 +39,15 @@ _MAX_DEPTH = 8
 def constrain(
     dialect: Dialect, use: ToolUse, form: Constraint | None, *, reasons: bool | None
 ) -> Constraint | None:
-    """The form of an answer in which ``use`` and ``form``, where the request has one, hold. A form
-    is that of an answer without calls.
+    """The constraint on an answer under which both ``use`` and ``form`` hold. ``form``, if given,
+    applies to an answer without calls.
 
-    ``reasons``: the prompt has begun the reasoning, or, with ``False``, it has ended it; ``None``
-    leaves it to the model. The reasoning has no form.
+    ``reasons``: true if the prompt has begun the reasoning, false if it has ended it, ``None`` if
+    it leaves that to the model. The reasoning itself is not constrained.
 
     Raises:
-        InvalidRequest: Both are given and cannot hold together, or a schema cannot be written in
-            the model's format of calls.
+        InvalidRequest: The two cannot hold together, or a schema cannot be written in the model's
+            format of calls.
     """
     if form is not None and form.kind != "json_schema":
         if use.has_form:
@@ -56,10 +56,10 @@ def constrain(
                 "'required' or a named function, or with strict tools: leave one of them out",
                 param="structured_outputs",
             )
-        return form  # Written for the whole answer.
+        return form  # It covers the whole answer.
     may_call = bool(use.tools) and dialect.calls is not None
     if form is not None and may_call and not use.is_required and _is_json(dialect.calls):
-        # The grammar's lexer would have to look ahead to tell them apart.
+        # The grammar's lexer would need look-ahead to distinguish a call from the JSON answer.
         if use.has_form:
             raise InvalidRequest(
                 "response_format cannot be had with strict tools of this model, whose calls are "
@@ -80,7 +80,7 @@ def constrain(
         try:
             plain = grammar.json(json.loads(form.text))
         except ValueError:
-            return form  # It is refused as it is.
+            return form  # Not JSON: refused as it is.
         if reasoning is not None and reasoning.frame is not None:
             plain = f"{grammar.text(reasoning.frame.answer)} {plain}"
         if dialect.calls is not None:
@@ -100,14 +100,15 @@ def constrain(
 
 
 def _is_json(calls: ToolFormat | None) -> bool:
-    """Whether a call begins as any JSON object does."""
+    """Whether a call begins like any JSON object."""
     if calls is None or not calls.is_bare or calls.shapes[0].begin:
         return False
     return isinstance(calls.shapes[0].call[0], CallObject)
 
 
 def _begin_of_text(grammar: Lark, calls: ToolFormat) -> str:
-    """The mark of text that is no call. Where calls have a marker, the prompt may have had it."""
+    """The mark before text that is not a call. If calls have a marker, the prompt may already have
+    it."""
     if calls.around is None or not calls.around.opens:
         return ""
     mark = grammar.text(calls.around.opens)
@@ -115,18 +116,18 @@ def _begin_of_text(grammar: Lark, calls: ToolFormat) -> str:
 
 
 def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> str:
-    """``form``: of an answer that is no call."""
+    """A rule for calls. ``form``: the form of an answer that is not a call."""
     calls = dialect.calls
     assert calls is not None, "checked before"
     opener = "" if calls.is_bare else calls.opens[0]
     shape = calls.shapes[0]
     tools = [_call(grammar, shape, tool, use, calls.id_chars) for tool in use.tools]
     call = grammar.rule(" | ".join(tools))
-    # Whitespace behind a marker is part of some models' next token, and of others' not.
+    # Whitespace after a marker belongs to the next token of some models, and not of others.
     num_spaces = len(shape.begin) - len(shape.begin.lstrip())
     space = f"/[ \\n]{{0,{num_spaces}}}/" if num_spaces else ""
     begin = f"{space} {grammar.text(shape.begin.lstrip())}".strip()
-    if shape.between is None:  # Each call has a marker of its own.
+    if shape.between is None:  # Each call has its own marker.
         section = f"{begin} {call} {grammar.text(shape.end)}".strip()
         again = f"{grammar.text(shape.gap + opener)} {section}"
     else:
@@ -136,7 +137,7 @@ def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> s
     if shape.between is not None:
         section = f"{begin} {section} {grammar.text(shape.end)}".strip()
     begun = f"{grammar.text(opener)} {section}".strip()
-    if not calls.is_bare and calls.around is not None and calls.around.opens:  # An empty text.
+    if not calls.is_bare and calls.around is not None and calls.around.opens:  # Text may be empty.
         ends = "".join(f"({grammar.text(each)})? " for each in calls.around.closes[:1])
         begun = f"{_begin_of_text(grammar, calls)} {ends} {begun}"
     if use.is_required:
@@ -152,7 +153,7 @@ def _calls(grammar: Lark, dialect: Dialect, use: ToolUse, form: str | None) -> s
 
 
 def _plain(grammar: Lark, calls: ToolFormat) -> str:
-    """Text that is no call."""
+    """A rule for text that is not a call."""
     if calls.is_bare and calls.around is not None:
         return f"{_begin_of_text(grammar, calls)} {grammar.without(calls.opens[0])}"
     if not calls.is_bare:
@@ -162,9 +163,9 @@ def _plain(grammar: Lark, calls: ToolFormat) -> str:
 
 
 def _call(grammar: Lark, shape: Shape, tool: Tool, use: ToolUse, id_chars: int) -> str:
-    """A call of this tool."""
+    """A rule for one call of ``tool``."""
     schema = dict(tool.parameters) if tool.is_strict or use.is_required else {}
-    if not schema:  # Of the arguments only the names are known.
+    if not schema:  # Only the arguments' names are known.
         tool = replace(tool, parameters=_untyped(tool.parameters))
     schema.setdefault("type", "object")
     parts = [_part(grammar, part, tool, schema, id_chars) for part in shape.call]
@@ -172,7 +173,7 @@ def _call(grammar: Lark, shape: Shape, tool: Tool, use: ToolUse, id_chars: int) 
 
 
 def _untyped(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema that keeps the arguments' names and types and nothing more."""
+    """A schema that keeps only the arguments' names and types."""
     properties = parameters.get("properties")
     names = properties if isinstance(properties, dict) else {}
     kinds = {name: kinds_of(name, parameters) for name in names}
@@ -189,7 +190,7 @@ def _part(grammar: Lark, part: Part, tool: Tool, schema: dict[str, Any], id_char
             return grammar.text(tool.name)
         case Number():
             return "/[0-9]{1,4}/"
-        case Given(mark):  # One that has a mark may be missing.
+        case Given(mark):  # An id behind a mark may be missing.
             return "" if mark else f"/[0-9A-Za-z]{{{id_chars}}}/"
         case Arguments():
             return grammar.json(schema)
@@ -233,7 +234,7 @@ def _fields(grammar: Lark, part: Fields, tool: Tool) -> str:
 
 
 def _keywords(grammar: Lark, tool: Tool) -> str:
-    """The keyword arguments and the closing parenthesis."""
+    """A rule for the keyword arguments and the closing parenthesis."""
     values = [
         (f"{grammar.text(f'{name}=')} {grammar.json(schema)}", is_required)
         for name, schema, is_required in _properties(tool)
@@ -242,7 +243,7 @@ def _keywords(grammar: Lark, tool: Tool) -> str:
 
 
 def _listed(grammar: Lark, values: Sequence[tuple[str, bool]], *, comma: str, close: str) -> str:
-    """Values, of which some are required, and what closes them."""
+    """A rule for a list of values, of which some are required, and the text that closes it."""
     rest = first = grammar.text(close)
     for value, is_required in reversed(values):
         begun = f"{value} {rest}"
@@ -253,7 +254,7 @@ def _listed(grammar: Lark, values: Sequence[tuple[str, bool]], *, comma: str, cl
 
 
 class _Braced:
-    """Values as `Braces` has them, by their schemas."""
+    """Rules for values in the form of `Braces`, by their schemas."""
 
     def __init__(self, grammar: Lark, quote: str, tool: Tool) -> None:
         self._grammar = grammar
@@ -264,7 +265,7 @@ class _Braced:
     def object_of(
         self, schema: Mapping[str, Any], *, at: str = "", num_left: int = _MAX_DEPTH
     ) -> str:
-        # Models write names in the order of the alphabet, as Jinja's `dictsort` has it.
+        # Models write names in alphabetical order, like Jinja's `dictsort`.
         properties = schema.get("properties")
         required = schema.get("required")
         values = []
@@ -300,7 +301,7 @@ class _Braced:
 
     def _of_kind(self, kind: str, schema: Mapping[str, Any], at: str, num_left: int) -> str:
         if kind == "null":
-            return '("None" | "null")'  # As templates in Jinja write it, and JSON.
+            return '("None" | "null")'  # The form of Jinja templates, and JSON's.
         if kind in ("integer", "number", "boolean"):
             return self._grammar.json({**schema, "type": kind})
         known = {"string": (), "array": ("items",), "object": _OF_OBJECTS}
@@ -334,7 +335,7 @@ _OBJECT_OF_ANYTHING = f'"{{" ({_PAIR} ("," {_PAIR})*)? "}}"'
 
 
 def _properties(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
-    """Name, schema and whether it is required, of each argument."""
+    """Name, schema and whether it is required, for each argument."""
     properties = tool.parameters.get("properties")
     required = tool.parameters.get("required")
     found = []
@@ -348,7 +349,7 @@ def _properties(tool: Tool) -> list[tuple[str, dict[str, Any], bool]]:
 
 
 def _texts(schema: Mapping[str, Any]) -> Sequence[str] | None:
-    """The texts of an argument that has only a few."""
+    """The possible texts of an argument that has only a few."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list) or not values:
         return None
@@ -356,7 +357,7 @@ def _texts(schema: Mapping[str, Any]) -> Sequence[str] | None:
 
 
 def _constants(schema: Mapping[str, Any]) -> Sequence[str]:
-    """Values that templates in Jinja write as Python has them."""
+    """Constants that Jinja templates write in Python's form."""
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     return [

@@ -1,7 +1,7 @@
-"""An answer's text as reasoning, content and calls, from pieces of any size.
+"""Parses an answer's text, in pieces of any size, into reasoning, content and tool calls.
 
-The parser waits only where the next text decides what the last was. Text that began like a call and
-is none comes back as content; a call that does not end comes out as far as it went.
+The parser waits only when further text decides how to interpret the last. Text that began like a
+call and is not one becomes content. A call that does not end is reported as far as it went.
 """
 
 import re
@@ -20,13 +20,13 @@ from quire.worker.text.reasoning import Frame, ReasoningFormat
 _HEADER = re.compile(r"[^<]*")
 _MAX_HEADER_CHARS = 256
 _MAX_REREAD_CHARS = 4096
-"""Text that was not a call after all is searched for another only up to this length."""
+"""Text that turned out not to be a call is searched for another call only up to this length."""
 
 
 class OutputParser:
-    """Parses one answer. Without ``tools`` there are no calls in it, and without ``reasoning`` no
-    reasoning. ``is_reasoning``: the prompt ended within it, and, where the answer ``goes_on``, has
-    a text of it. ``has_form``: a grammar keeps the calls to their schemas."""
+    """Parses one answer. Without ``tools`` it reports no calls, and without ``reasoning`` no
+    reasoning. ``is_reasoning``: the prompt ended within reasoning; ``goes_on``: the prompt already
+    has text of it. ``has_form``: whether a grammar makes the calls fit their schemas."""
 
     def __init__(
         self,
@@ -48,27 +48,27 @@ class OutputParser:
         self._has_form = has_form
         self._reader = Reader()
         self._events: list[Event] = []
-        self._spaces: list[str] = []  # That may belong to the text or to a marker behind them.
+        self._spaces: list[str] = []  # They belong to the text or to a marker after them.
         self._calls = CallReader(self._reader, self._schemas, self._tell, has_form=has_form)
-        self._unended: tuple[str, ...] = ()  # What may still end the reasoning.
+        self._unended: tuple[str, ...] = ()  # Marks that may still end the reasoning.
         self._machine = self._answer()
         next(self._machine)
 
     def feed(self, text: str) -> list[Event]:
-        """What is certain with ``text``."""
+        """The events that are certain once ``text`` has arrived."""
         self._reader.feed(text)
         self._machine.send(None)
         return self._told()
 
     def finish(self) -> list[Event]:
-        """The rest, at the end of the answer."""
+        """The remaining events, at the end of the answer."""
         self._reader.end()
         for _ in self._machine:
             raise AssertionError("nothing waits for more")
         return self._told()
 
     def _told(self) -> list[Event]:
-        """What was told since; text that follows on from text of its kind is one event."""
+        """The events since the last call. Adjacent texts of the same kind are joined."""
         events, self._events = self._events, []
         if len(events) < 2:
             return events
@@ -112,13 +112,13 @@ class OutputParser:
             self._flush_spaces()
 
     def _opens(self, calls: ToolFormat) -> tuple[str, ...]:
-        """What may begin a call: only what the grammar writes, where there is one."""
+        """Texts that may begin a call. With a grammar, only the one that it writes."""
         if self._has_form:
             return calls.opens[:1]
         return (*calls.opens, calls.implied) if calls.implied else calls.opens
 
     def _read_begin_of_text(self, calls: ToolFormat) -> Reading[bool]:
-        """Whether what comes next is marked as text that is no call. Reads the mark."""
+        """Reads the mark before text that is not a call; returns whether it was there."""
         reader = self._reader
         if calls.around is None or not calls.around.opens:
             return False
@@ -154,7 +154,7 @@ class OutputParser:
             channel, name = yield from self._read_header(frame)
 
     def _read_header(self, frame: Frame) -> Reading[tuple[str, str]]:
-        """Channel and function of the header that comes next; both empty where none does."""
+        """Channel and function of the next header; both are empty if none follows."""
         reader = self._reader
         read: dict[str, str] = {}
         reader.record()
@@ -168,7 +168,7 @@ class OutputParser:
             else:
                 mark = ""
             if not mark or sum(map(len, read.values())) > _MAX_HEADER_CHARS:
-                text = reader.recorded()  # It is no header.
+                text = reader.recorded()  # Not a header.
                 if text:
                     self._tell(Content(text))
                 return "", ""
@@ -197,7 +197,7 @@ class OutputParser:
                 break
             assert calls is not None
             yield from self._read_calls(calls, marker=marker, of=Reasoning)
-            if self._calls.num_calls:  # The model forgot to end the reasoning, or does so later.
+            if self._calls.num_calls:  # The model forgot to end it, or will do so later.
                 self._unended = (reasoning.closes,)
                 return
         self._spaces.clear()
@@ -210,13 +210,14 @@ class OutputParser:
         marker: str,
         of: Callable[[str], Content | Reasoning] = Content,
     ) -> Reading[None]:
-        """Reads what follows ``marker``; if it is no call, it becomes ``of``, or is put back."""
+        """Reads the text after ``marker``. If it is not a call, it becomes an event of type ``of``,
+        or is put back."""
         reader, num_before = self._reader, self._calls.num_calls
         reader.record()
         if marker == calls.implied:
             reader.put_back(marker)
         yield from reader.spaces()
-        # One that begins with no mark of its own is tried last.
+        # A shape without a begin mark of its own is tried last.
         for shape in sorted(calls.shapes, key=lambda each: not each.begin.strip()):
             begin = shape.begin.strip()
             if not begin or (yield from reader.literal(begin)):
@@ -225,7 +226,7 @@ class OutputParser:
         unread = reader.recorded()
         if self._calls.num_calls == num_before:
             if marker == calls.implied and not unread:
-                yield from reader.literal(marker)  # No part of it was read.
+                yield from reader.literal(marker)  # Reads the marker again: none of it was read.
             elif marker == calls.implied:
                 unread = unread.removeprefix(marker)
             if calls.around is None or marker not in calls.around.closes:
@@ -250,11 +251,11 @@ class OutputParser:
             separator = (shape.between or "").strip()
             is_apart = not separator or (yield from reader.literal(separator))
             if not is_apart and not is_object:
-                return  # Else text could look like another call.
+                return  # Otherwise text could look like another call.
             yield from reader.spaces()
 
     def _say(self, text: str, *, of: Callable[[str], Content | Reasoning] = Content) -> None:
-        """Tells of text, less whitespace at its end, which a marker may follow."""
+        """Reports text. Whitespace at its end is held back: a marker may follow."""
         stripped = text.rstrip()
         if stripped:
             self._flush_spaces(of=of)
@@ -276,5 +277,5 @@ class OutputParser:
 
     def _tell(self, event: Event) -> None:
         if isinstance(event, CallBegun):
-            self._spaces.clear()  # Those before a call belong to it.
+            self._spaces.clear()  # Whitespace before a call belongs to it.
         self._events.append(event)

@@ -1,4 +1,5 @@
-"""What a chat template writes where the model calls: marked calls, rendered."""
+"""Probes how a chat template renders tool calls, by rendering calls with known names and
+arguments."""
 
 import json
 import re
@@ -11,8 +12,8 @@ from quire.cluster.dialects.tools import Tool
 from quire.worker.api.errors import InvalidRequest
 
 Render = Callable[[list[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
-"""A chat, its tools, and whether the prompt of an answer follows, to their text; raises
-InvalidRequest where the template refuses."""
+"""Renders a chat with its tools to text; the flag says whether the generation prompt follows.
+Raises InvalidRequest if the template refuses."""
 
 _USER = {"role": "user", "content": "?"}
 TEXT = "quiretext"
@@ -28,7 +29,7 @@ KINDS = {"quirekeya": "string", "quirekeyb": "number", "quirekeyc": "array"} | {
     "quirekeyd": "boolean",
     "quirekeye": "object",
 }
-# Templates that show types of Python need those of what is inside.
+# Templates that show Python types need those of nested values, too.
 _MORE: dict[str, Any] = {
     "array": {"items": {}},
     "object": {"additionalProperties": {"type": "number"}},
@@ -69,34 +70,34 @@ PARSED_TOOLS = [
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """What a template writes where it is the model's turn to call."""
+    """How a template renders an assistant's calls."""
 
     one: str
-    """The first call."""
+    """Text of one call."""
     both: str | None
-    """Two calls; ``None`` where it refuses or shows only one."""
+    """Text of two calls; ``None`` if the template refuses them or shows only one."""
     takes_any_id: bool = True
-    """Else ids have nine characters."""
+    """Whether any id is accepted. If not, ids have nine characters."""
     plain: str = ""
-    """An answer that is no call, where text has marks: these and `TEXT`."""
+    """An answer that is not a call, if text has marks: the marks around `TEXT`."""
     around: Around | None = None
-    """The marks of text."""
+    """The marks of text, if it has some."""
     prompt: str = ""
-    """The end of the prompt, where text has marks."""
+    """The end of the prompt, if text has marks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Probed:
-    """What a template told of its calls."""
+    """The result of probing a template."""
 
     views: tuple[Shown, ...] = ()
-    """Ways to see where its calls begin and end, the likeliest first."""
+    """Possible views of where the calls begin and end, the likeliest first."""
     reason: str = ""
-    """Why there are none."""
+    """Why there are no views."""
 
 
 def probed(render: Render) -> Probed:
-    """What the template behind ``render`` tells."""
+    """The result of probing the template behind ``render``."""
     refusals: list[str] = []
 
     def rendered(*messages: Mapping[str, Any], prompts: bool = False) -> str:
@@ -120,7 +121,7 @@ def probed(render: Render) -> Probed:
     said = {"role": "assistant", "content": TEXT, "tool_calls": [FIRST.message]}
     prompt = rendered(prompts=True)
     if prompt == rendered():
-        prompt = ""  # It begins no answer, and the role is no mark of text.
+        prompt = ""  # It begins no answer; the role does not mark text.
     views = (_marked(prompt, plain, one, both, rendered(said)), _compared(plain, one, both))
     return Probed(
         views=tuple(
@@ -133,10 +134,10 @@ def probed(render: Render) -> Probed:
 
 
 def _compared(plain: str, one: str, both: str) -> Shown | None:
-    """Where calls differ from text; ``None`` where text has marks, too."""
+    """Finds calls by comparing them with plain text; ``None`` if text has marks, too."""
     behind = plain.partition(TEXT)[2]
     before = len(common_start(plain, one))
-    cut = one.rfind("<", 0, before)  # Tags are whole, and differ from those around text.
+    cut = one.rfind("<", 0, before)  # Keeps tags whole, and cuts before a differing tag.
     if cut > one.rfind(">", 0, before):
         before = cut
     after = len(one) - len(common_end(behind, one))
@@ -144,7 +145,7 @@ def _compared(plain: str, one: str, both: str) -> Shown | None:
         after = one.find(">", after) + 1
     if FIRST.name not in one[before:] or _tags(common_start(behind, one[before:])):
         return None
-    # A mark that ends both the calls and other parts belongs to the calls.
+    # A mark that ends the calls and also occurs within them belongs to the calls.
     while (tag := re.match(r"<[^<>\s]*>", one[after:])) and tag[0] in one[before:after]:
         after += len(tag[0])
     start = one.index(FIRST.name, before)
@@ -155,8 +156,8 @@ def _compared(plain: str, one: str, both: str) -> Shown | None:
 
 
 def _marked(prompt: str, plain: str, one: str, both: str, said: str) -> Shown | None:
-    """What the model answers behind ``prompt``, where text has marks. ``said`` is text and a call;
-    ``None`` where text has none."""
+    """The answer after ``prompt``, if text has marks; ``None`` if it has none. ``said``: rendering
+    of a text with a call."""
     if not prompt or not all(text.startswith(prompt) for text in (plain, one)):
         return None
     both = both if both.startswith(prompt) else ""
@@ -174,7 +175,7 @@ def _marked(prompt: str, plain: str, one: str, both: str, said: str) -> Shown | 
     def calls_in(text: str) -> str:
         text = text.removeprefix(prompt).removeprefix(lead).removesuffix(end)
         behind = text.removeprefix(close)
-        # A call begins with a mark, if need be with that behind text.
+        # A call begins with a mark, possibly with the mark behind text.
         return behind if behind.startswith("<") else text
 
     last = [rest.strip().removesuffix(tags[-1])] if len(tags) > 1 else []
@@ -189,12 +190,12 @@ def _marked(prompt: str, plain: str, one: str, both: str, said: str) -> Shown | 
 
 
 def _thoughtless(text: str) -> str:
-    """What is behind the marks of reasoning."""
+    """The text behind the marks of reasoning."""
     return re.sub(r"(?is).*think(?:[^<>]*>|<[^<>]*>)", "", text)
 
 
 def _whole_tags(text: str) -> str:
-    """Without the beginning of a tag at its end; nothing where there is no tag."""
+    """``text`` without an incomplete tag at its end; empty if it then has no tag."""
     text = re.sub(r"<[^>]*$", "", text)
     return text if _tags(text) else ""
 

@@ -1,8 +1,8 @@
-"""The format of calls that a chat template writes, read back from what it renders.
+"""Derives the format of tool calls from what a chat template renders.
 
-The template renders a call of known name and arguments, another one, and both. What stands around
-names and arguments in the three texts is the format. It is kept only if the parser, with it, reads
-all three texts back to the same calls and to nothing else.
+The template renders a call with known name and arguments, and then it together with another one.
+The texts around names and arguments are the format. It is kept only if the parser, using it, reads
+the rendered texts back to the same calls and nothing else.
 """
 
 import json
@@ -44,8 +44,8 @@ _NAME = "the template's own"
 
 
 def reads(form: ToolFormat, shown: Shown) -> bool:
-    """Whether the parser finds the calls in what a template wrote, and nothing else. They are as
-    the grammar writes them: in the first shape, and each behind a marker of its own or not."""
+    """Whether the parser finds exactly the calls that a template rendered. They must have the form
+    that the grammar writes: the first shape, each with or without a marker of its own."""
     form = replace(form, shapes=form.shapes[:1])
     has_own_markers = form.shapes[0].between is None and bool(form.opens)
     if shown.both and has_own_markers and shown.both.count(form.opens[0]) < 2:
@@ -66,7 +66,7 @@ def reads(form: ToolFormat, shown: Shown) -> bool:
 
 
 def finds(form: ToolFormat, shown: Shown) -> bool:
-    """Whether the parser finds a call at all, though its arguments may not be written as JSON."""
+    """Whether the parser finds a call at all, even if its arguments are not read as JSON."""
     return any(isinstance(event, CallBegun) for event in _read(form, shown.one))
 
 
@@ -100,7 +100,7 @@ def _calls_in(form: ToolFormat, text: str) -> list[tuple[str, Any]] | None:
 
 
 def read_back(shown: Shown) -> ToolFormat | None:
-    """The format of what a template wrote, if the parser can read it by that."""
+    """The format of the rendered calls, if the parser can read them with it."""
     for core in _cores(shown.one, FIRST):
         form = _format(shown, core)
         if form is not None and reads(form, shown):
@@ -110,7 +110,7 @@ def read_back(shown: Shown) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class _Core:
-    """Where a call stands in a text, and its parts."""
+    """The place of a call in a text, and its parts."""
 
     begin: int
     end: int
@@ -118,7 +118,7 @@ class _Core:
 
 
 def _cores(text: str, call: MarkedCall) -> Iterator[_Core]:
-    """The ways to read the call in ``text``."""
+    """Possible ways to read the call in ``text``."""
     at = text.index(call.name)
     for begin in _indices(text, "{", 0, at):
         value, end = _json_at(text, begin)
@@ -144,7 +144,7 @@ def _cores(text: str, call: MarkedCall) -> Iterator[_Core]:
 def _with_id(
     text: str, at: int, end: int, call: MarkedCall, between: tuple[Part, ...], rest: Part
 ) -> _Core:
-    """A call that begins with its name, or with an id that stands before it."""
+    """A call that begins with its name, or with an id before the name."""
     id_at = text.rfind(call.call_id, 0, at)
     if id_at < 0:
         return _Core(at, end, (Name(), *between, rest))
@@ -153,7 +153,7 @@ def _with_id(
 
 
 def _between(text: str, call: MarkedCall) -> tuple[Part, ...]:
-    """What is between name and arguments."""
+    """The parts between name and arguments."""
     if call.name in text:
         before, _, after = text.partition(call.name)
         return (Literal(before), Name(), Literal(after))
@@ -167,7 +167,8 @@ def _between(text: str, call: MarkedCall) -> tuple[Part, ...]:
 
 
 def _fields(text: str, start: int) -> tuple[str, Fields, int] | None:
-    """What is before the first argument, how arguments are tagged, and where the last one ends."""
+    """The text before the first argument, the tags of arguments, and where the last argument
+    ends."""
     gaps, middles = [], []
     at = start
     for key, value in ARGUMENTS.items():
@@ -180,7 +181,7 @@ def _fields(text: str, start: int) -> tuple[str, Fields, int] | None:
         middles.append(found[2])
         at = found.end()
     rest = text[at:]
-    # Whole tags only: what is before and behind them differs from argument to argument.
+    # Keep only whole tags: the texts around them differ between arguments.
     closes = re.sub(r"<[^>]*$", "", common_start(gaps[1], rest))
     opens = common_end(gaps[0], gaps[1].removeprefix(closes))
     opens = opens[max(opens.find("<"), 0) :]
@@ -220,7 +221,7 @@ def _format(shown: Shown, core: _Core) -> ToolFormat | None:
     before, end = shown.one[: core.begin], shown.one[core.end :]
     between: str | None = None
     if shown.both is not None:
-        # The text of the second call is as long as that of the first: so are ids and names.
+        # The second call has the same length as the first: ids and names have equal lengths.
         length = core.end - core.begin
         again = len(shown.both) - len(end) - length
         between = shown.both[core.end : again]
@@ -236,8 +237,8 @@ def _format(shown: Shown, core: _Core) -> ToolFormat | None:
     if is_bare:
         opens, begin = "", before.lstrip()
         if begin.strip() != "[" and not isinstance(core.parts[0], CallObject):
-            return None  # It would begin as any text does.
-    elif opens.endswith("["):  # Some answers have space before it.
+            return None  # It would begin like any text.
+    elif opens.endswith("["):  # Some answers have a space before "[".
         opens, begin = opens.removesuffix("["), f"[{begin}"
     last = between if between is not None else end
     tail = _whole(common_start(last, end))
@@ -259,8 +260,8 @@ def _format(shown: Shown, core: _Core) -> ToolFormat | None:
 
 
 def _headed(shown: Shown, core: _Core, between: str) -> ToolFormat | None:
-    """The format, if each call and each text is a message of its own, and the prompt has begun the
-    first."""
+    """The format if each call and each text is a message of its own, and the prompt has begun the
+    first message."""
     marker = _common_piece(shown.prompt, between)
     closes, _, head = between.rpartition(marker) if marker else ("", "", "")
     before, end = shown.one[: core.begin], shown.one[core.end :]
@@ -288,18 +289,18 @@ def _headed(shown: Shown, core: _Core, between: str) -> ToolFormat | None:
 
 
 def _ids(shown: Shown) -> dict[str, Any]:
-    """How ids are that the template takes."""
+    """The properties of ids that the template accepts."""
     return {} if shown.takes_any_id else {"id_prefix": "", "id_chars": 9}
 
 
 def _common_piece(prompt: str, text: str) -> str:
-    """The longest end of ``prompt`` that is in ``text``, of whole tags."""
+    """The longest suffix of ``prompt`` that occurs in ``text``, with whole tags only."""
     found = next((prompt[at:] for at in range(len(prompt)) if prompt[at:] in text), "").strip()
     return found[max(found.find("<"), 0) :]
 
 
 def _whole(text: str) -> str:
-    """Without what begins at its end and goes on behind it."""
+    """``text`` without a tag or JSON that begins at its end and continues after it."""
     return re.sub(r"(<[^>]*|[\[{,\s]+)$", "", text)
 
 
@@ -311,7 +312,7 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def _is_arguments(value: object) -> bool:
-    """Whether these are the arguments: as they are, or as JSON in a string."""
+    """Whether ``value`` is the arguments, as an object or as JSON text."""
     if isinstance(value, str):
         value, _ = _json_at(value, 0)
     return value == ARGUMENTS

@@ -1,8 +1,8 @@
-"""Text that arrives in pieces, read as if it were whole.
+"""Reads text that arrives in pieces as if it were whole.
 
-Everything that may have to wait for text is a generator, which yields where it waits and returns
-what it has read. It decides only what more text could not change, so that the pieces' bounds make
-no difference.
+Every function that may have to wait for text is a generator: it yields where it waits, and returns
+what it has read. It decides only what more text could not change, so the boundaries between pieces
+make no difference.
 """
 
 import json
@@ -20,7 +20,7 @@ Sink = Callable[[str], object]
 _SPACES = re.compile(r"\s*")
 _JSON = re.compile(r"[\"'{}\[\]<`]")
 _PYTHON = re.compile(r"[\"'(){}\[\],]")
-"""What matters of a value outside its strings. Marks of formats that end JSON begin with < or `."""
+"""Characters that matter in a value outside its strings. Marks that end JSON begin with < or `."""
 _INSIDE = {'"': re.compile(r'["\\]'), "'": re.compile(r"['\\]")}
 _SCALAR = re.compile(r"[^\s,}\]]*")
 
@@ -39,15 +39,15 @@ class Reader:
         self._num_fed += 1
 
     def end(self) -> None:
-        """No more text comes."""
+        """Declares that no more text will arrive."""
         self._is_ended = True
 
     def record(self) -> None:
-        """Keeps what is read from here on, until `recorded` or `forget`."""
+        """Records the text read from here on, until `recorded` or `forget`."""
         self._record = []
 
     def recorded(self) -> str:
-        """What was read since `record`; empty if it was forgotten."""
+        """The text read since `record`; empty after `forget`. Ends the recording."""
         text, self._record = "".join(self._record or ()), None
         return text
 
@@ -57,19 +57,19 @@ class Reader:
     def put_back(self, text: str) -> None:
         if self._text.endswith(text, 0, self._at):
             self._at -= len(text)
-        else:  # It came before the last piece.
+        else:  # The text precedes the last piece.
             self._text = text + self._text[self._at :]
             self._at = 0
 
     def peek(self) -> Reading[str]:
-        """The next character; empty at the end."""
+        """The next character; empty at the end of the text."""
         while self._at == len(self._text):
             if not (yield from self._more()):
                 return ""
         return self._text[self._at]
 
     def literal(self, text: str, *, take: bool = True) -> Reading[bool]:
-        """Whether ``text`` comes next; reads it if so, unless ``take`` is false."""
+        """Whether ``text`` comes next. If so, it is consumed, unless ``take`` is false."""
         while True:
             rest = self._text[self._at : self._at + len(text)]
             if rest == text:
@@ -80,11 +80,12 @@ class Reader:
                 return False
 
     def spaces(self) -> Reading[None]:
-        """Reads whitespace, as long as there is any."""
+        """Consumes all whitespace that comes next."""
         yield from self.run(_SPACES)
 
     def run(self, pattern: re.Pattern[str], *, max_chars: int | None = None) -> Reading[str]:
-        """Reads the characters that ``pattern``, a repeated class, matches."""
+        """Reads the longest run of characters that match ``pattern``, a repeated character
+        class."""
         read: list[str] = []
         num_chars = 0
         while max_chars is None or num_chars <= max_chars:
@@ -97,8 +98,9 @@ class Reader:
         return "".join(read)
 
     def until(self, markers: tuple[str, ...], sink: Sink) -> Reading[str | None]:
-        """Reads up to the first of ``markers`` and it too, and returns it; ``None`` at the end.
-        ``sink`` gets the text before it as soon as it cannot be the beginning of one."""
+        """Reads up to and including the first of ``markers``, and returns that marker; ``None`` at
+        the end of the text. ``sink`` receives the text before the marker as soon as it cannot be
+        part of one."""
         pattern = _any_of(markers)
         while True:
             found = pattern.search(self._text, self._at) if markers else None
@@ -115,7 +117,7 @@ class Reader:
                 return None
 
     def json_value(self, sink: Sink) -> Reading[bool]:
-        """Reads one JSON value as it is written; whether it was whole."""
+        """Reads one JSON value as written, into ``sink``; returns whether it was whole."""
         first = yield from self.peek()
         if first in '{["' and first:
             return (yield from self._balanced(sink, _JSON))
@@ -124,7 +126,7 @@ class Reader:
         return bool(text) and bool((yield from self.peek()))
 
     def json_string(self) -> Reading[str | None]:
-        """Reads a JSON string; ``None`` if there is none."""
+        """Reads a JSON string and returns its value; ``None`` if there is none."""
         if (yield from self.peek()) != '"':
             return None
         raw: list[str] = []
@@ -136,13 +138,13 @@ class Reader:
         return text if is_sendable(text) else None
 
     def python_value(self, sink: Sink) -> Reading[bool]:
-        """Reads up to the comma or parenthesis that ends a Python argument; whether one did."""
+        """Reads up to the comma or parenthesis that ends a Python argument; returns whether one
+        did."""
         return (yield from self._balanced(sink, _PYTHON))
 
     def _balanced(self, sink: Sink, outside: re.Pattern[str]) -> Reading[bool]:
-        """Reads a list, an object or a string of JSON to its end. Reads a value of Python up to the
-        comma or closing bracket outside its own brackets. Models write single quotes in either.
-        """
+        """Reads a JSON list, object or string to its end, or a Python value up to the comma or
+        closing bracket outside its own brackets. Models write single quotes in either."""
         depth, quote, is_escaped = 0, "", False
         while True:
             at = self._at
@@ -157,7 +159,7 @@ class Reader:
                     quote = "" if quote else char
                 elif char in "([{":
                     depth += 1
-                elif char in "<`" or depth == 0:  # JSON begins with a bracket or a quote.
+                elif char in "<`" or depth == 0:  # JSON begins with a bracket or quote.
                     sink(self._take(at - 1))
                     return outside is _PYTHON
                 elif char != ",":
@@ -171,7 +173,7 @@ class Reader:
                 return False
 
     def _more(self) -> Reading[bool]:
-        """Waits for text; whether there is."""
+        """Waits for text; returns whether there is any."""
         num_fed = self._num_fed
         while self._num_fed == num_fed:
             if self._is_ended:
@@ -186,7 +188,7 @@ class Reader:
         return text
 
     def _overlap(self, marker: str) -> int:
-        """The length of the longest beginning of ``marker`` that ends the text."""
+        """The length of the longest prefix of ``marker`` at the end of the text."""
         for length in range(min(len(self._text) - self._at, len(marker) - 1), 0, -1):
             if self._text.endswith(marker[:length]):
                 return length

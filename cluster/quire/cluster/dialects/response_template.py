@@ -1,8 +1,8 @@
-"""The calls that a checkpoint's response template describes, as an entry of the table of formats.
+"""Converts the calls of a checkpoint's response template to an entry of the table of formats.
 
-The entry of `TOOL_FORMATS` that is the same is taken where there is one: it knows the whitespace
-that models write, which a template leaves open. Else the template makes an entry of its own. Either
-way our parser reads the calls and our grammar writes them.
+If an entry of `TOOL_FORMATS` is equal, it is used: it has the whitespace that models write, which a
+template leaves open. Otherwise the template becomes a new entry. In both cases our parser reads the
+calls and our grammar writes them.
 """
 
 import re
@@ -38,7 +38,7 @@ from quire.worker.text.response_template import (
 )
 
 _ANY_TEXT = {".*?", r"[\s\S]*?", "[^<]*", "[^<]*?"}
-"""Patterns of an argument that is all text up to what closes it."""
+"""Patterns of an argument that extends up to the text that closes it."""
 _MAX_QUOTE_CHARS = 32
 
 
@@ -46,7 +46,7 @@ def calls_from(template: object) -> ToolFormat:
     """The format of calls that a response template describes.
 
     Raises:
-        UnreadableTemplate: It has no calls, or the table has no words for them.
+        UnreadableTemplate: It has no calls, or the table cannot express their format.
     """
     fields = fields_of(template)
     field = fields.get("tool_calls")
@@ -63,7 +63,7 @@ def calls_from(template: object) -> ToolFormat:
 
 
 def _framed(template: object, field: Field) -> ToolFormat | None:
-    """The format in whose frame the reasoning is, if the calls are in it too."""
+    """The format with the frame of the template's reasoning, if the calls are in that frame too."""
     try:
         frame = reasoning_from(template).frame
     except UnreadableTemplate:
@@ -81,7 +81,7 @@ def _markers(field: Field) -> tuple[str, ...]:
 def _marker(field: Field, opening: Sequence) -> str:
     """The text with which a delimiter begins."""
     text = next((part for part in opening if not isinstance(part, Gap)), None)
-    # A marker that is a part of JSON would have to be read twice.
+    # A marker that is part of JSON would have to be read twice.
     if not isinstance(text, str) or not text.strip() or text.strip().startswith("{"):
         raise field.refused("open", field.given.get("open", field.given.get("open_pattern")))
     return text
@@ -111,7 +111,8 @@ def _shape(field: Field) -> Shape:
 
 
 def _closing(field: Field) -> tuple[bool, Sequence]:
-    """Whether whitespace may follow what closes a call, and this without whitespace around it."""
+    """Whether whitespace may follow a call's closing delimiter, and that delimiter without
+    whitespace."""
     if not field.delimiters("close"):
         return False, ()
     given = field.delimiter("close")
@@ -139,7 +140,7 @@ def _parts(field: Field, sequence: Iterable[str | Gap | Group]) -> list[Part]:
 
 
 def _body(field: Field, head: list[Part], *, is_list: bool) -> tuple[Part, ...]:
-    """What is between the delimiters: in a list, of each call."""
+    """The parts between the delimiters; for a list, those of each call."""
     name, arguments = _places(field)
     is_named = Name() in head and arguments == "{content}"
     match field.content:
@@ -223,21 +224,21 @@ def _check_arguments(field: Field, known: tuple[str, ...]) -> None:
 
 
 def _is_same(known: ToolFormat, found: ToolFormat) -> bool:
-    """Whether the two write the same, but for whitespace."""
+    """Whether both formats write the same except for whitespace."""
     if known.frame is not None or known.is_bare:  # A template's calls have a marker.
         return False
     (known_between, known_parts), (between, parts) = _outline(known), _outline(found)
     end, known_end = parts.pop(), known_parts.pop()
     if (known_between, known_parts) != (between, parts):
         return False
-    if isinstance(parts[-1], Fields):  # Templates skip what is no argument.
+    if isinstance(parts[-1], Fields):  # Templates skip text that is not an argument.
         return bool(end) and str(known_end).endswith(str(end))
     return end in (known_end, *(f"{known_end}{close}" for close in known.closes))
 
 
 def _outline(form: ToolFormat) -> tuple[str | None, list[str | Part]]:
-    """What is between two calls, and what a call is made of: without whitespace, and with a text
-    on either side of each part."""
+    """The text between two calls, and the parts of a call without whitespace, with a text on either
+    side of each part."""
     shape = form.shapes[0]
     outline: list[str | Part] = [""]
     for part in (Literal(form.opens[0] + shape.begin), *shape.call, Literal(shape.end)):

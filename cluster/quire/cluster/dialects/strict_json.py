@@ -1,10 +1,10 @@
-"""What models write for JSON, as JSON, in pieces of any size."""
+"""Converts the loose JSON that models write to strict JSON, in pieces of any size."""
 
 import json
 import re
 
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-"""Python's, as JSON has them."""
+"""Python's constants in JSON."""
 
 _MAX_SCALAR_CHARS = 400
 _TOKEN = re.compile(r"[ \t\n\r]+|[{}\[\],:\"']|[\w.+-]+")
@@ -16,24 +16,24 @@ _CLOSES = {"{": "}", "[": "]"}
 
 
 def written(text: str) -> str:
-    """A part of a string's text as it stands in JSON, without quotes."""
+    """A part of a string's text with JSON escapes, without quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 class StrictJson:
-    """One value. Models write what JSON does not allow: line breaks and other control characters
-    in strings, escapes that there are not, strings in single quotes, commas before what closes, and
-    Python's constants. What `strict` returns is always the beginning of a JSON value; there is no
-    more of it where the text is none."""
+    """Converts one value. Models write text that JSON does not allow: line breaks and other control
+    characters in strings, unknown escapes, strings in single quotes, trailing commas, and Python's
+    constants. The output of `strict` is always the beginning of a JSON value; it stops where the
+    text is not a value."""
 
     def __init__(self) -> None:
         self._is_broken = False
         self._closes: list[str] = []
-        self._wants = "value"  # Or a key, a colon or a comma.
+        self._wants = "value"  # Next: "value", a key, a colon or a comma.
         self._may_close = False
-        self._quote = ""  # Of the string that is being read.
-        self._comma: list[str] = []  # And the space behind it, until a value is known to follow.
-        self._held = ""  # What the next piece may belong to.
+        self._quote = ""  # The quote of the open string.
+        self._comma: list[str] = []  # Held, with the space after it, until a value follows.
+        self._held = ""  # Text that the next piece may continue.
 
     @property
     def is_whole(self) -> bool:
@@ -41,7 +41,7 @@ class StrictJson:
         return is_ended and not self._is_broken and not self._held
 
     def strict(self, text: str) -> str:
-        """The next piece, as JSON has it."""
+        """The next piece as strict JSON."""
         text, self._held = self._held + text, ""
         told: list[str] = []
         at = 0

@@ -1,4 +1,4 @@
-"""The tools that a chat offers its model, as OpenAI's API describes them."""
+"""The tools that a chat offers to its model, in the form of OpenAI's API."""
 
 import re
 import reprlib
@@ -11,7 +11,7 @@ from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import MAX_TOOLS
 
 NAME_CHARS = "A-Za-z0-9_.-"
-"""The characters of a tool's name, as in a regular expression's class."""
+"""The characters of a tool's name, for a character class of a regular expression."""
 MAX_NAME_CHARS = 128
 
 _NAME = re.compile(f"[{NAME_CHARS}]{{1,{MAX_NAME_CHARS}}}")
@@ -21,32 +21,32 @@ _NAME = re.compile(f"[{NAME_CHARS}]{{1,{MAX_NAME_CHARS}}}")
 class Tool:
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """The JSON schema of its arguments; empty allows any."""
+    """JSON schema of its arguments; an empty one allows any."""
     is_strict: bool = False
-    """Calls must have arguments that the schema allows."""
+    """Whether the arguments of calls must fit the schema."""
     spec: Mapping[str, Any]
-    """What the chat template is shown."""
+    """The tool as the chat template receives it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUse:
-    """What a request says about calls."""
+    """A request's tools and its rules for calls."""
 
     tools: tuple[Tool, ...] = ()
-    """Those that may be called."""
+    """The tools that may be called."""
     is_required: bool = False
-    """The answer is a call, or several."""
+    """Whether the answer must be one or more calls."""
     is_parallel: bool = True
-    """There may be several."""
+    """Whether several calls are allowed."""
 
     @property
     def has_form(self) -> bool:
-        """Whether the answer has to be of a certain form, and not only may have calls."""
+        """Whether the answer must have a certain form, beyond being allowed to have calls."""
         return self.is_required or any(tool.is_strict for tool in self.tools)
 
 
 def check_tool_use(tools: object, choice: object, *, is_parallel: bool) -> ToolUse:
-    """``tools`` and ``tool_choice`` of OpenAI's API. Raises InvalidRequest."""
+    """Parses ``tools`` and ``tool_choice`` of OpenAI's API. Raises InvalidRequest."""
     offered = check_tools(tools or [])
     if choice is None or choice == "auto":
         return ToolUse(tools=offered, is_parallel=is_parallel)
@@ -74,12 +74,12 @@ def check_tool_use(tools: object, choice: object, *, is_parallel: bool) -> ToolU
             "tools",
             param="tool_choice",
         )
-    # As in OpenAI's API, it is one call.
+    # A named function means exactly one call, as in OpenAI's API.
     return ToolUse(tools=named, is_required=True, is_parallel=False)
 
 
 def check_tools(given: object) -> tuple[Tool, ...]:
-    """The tools of a request. Raises InvalidRequest."""
+    """Parses the tools of a request. Raises InvalidRequest."""
     if not isinstance(given, list):
         raise InvalidRequest(f"tools={reprlib.repr(given)}: must be a list", param="tools")
     if len(given) > MAX_TOOLS:

@@ -1,4 +1,4 @@
-"""Arguments that stand between tags or are Python's, as JSON."""
+"""Converts arguments written between tags or in Python's syntax to JSON."""
 
 import ast
 import json
@@ -11,7 +11,7 @@ from quire.cluster.dialects.strict_json import CONSTANTS, StrictJson, written
 _MAX_REFERENCES = 8
 _NUMBER_BEGUN = re.compile(r"-?([0-9]|[1-9][0-9]{1,400})(\.[0-9]*)?([eE][+-]?[0-9]*)?")
 _KINDS: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (bool, ("boolean",)),  # Before int, which it is too.
+    (bool, ("boolean",)),  # Before int, its base class.
     (int, ("integer", "number")),
     (float, ("number",)),
     (str, ("string",)),
@@ -22,14 +22,14 @@ _KINDS: tuple[tuple[type, tuple[str, ...]], ...] = (
 
 
 def kinds_of(name: str, parameters: Mapping[str, Any]) -> frozenset[str] | None:
-    """The JSON types that an argument may have by its tool's schema; ``None`` for any."""
+    """The JSON types that an argument may have by its tool's schema; ``None`` means any."""
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, dict) else None
     return _kinds(schema, parameters, _MAX_REFERENCES)
 
 
 def resolved(reference: str, root: Mapping[str, Any]) -> Any:
-    """The schema that a ``$ref`` within ``root`` names; ``None`` where it names none."""
+    """The schema that a ``$ref`` within ``root`` refers to; ``None`` if it refers to none."""
     target: Any = root
     for key in reference.removeprefix("#").split("/")[1:]:
         target = target.get(key) if isinstance(target, dict) else None
@@ -37,7 +37,8 @@ def resolved(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def is_sendable(text: str) -> bool:
-    """Whether it is all characters: escapes can name half of one, which no encoding has."""
+    """Whether the text can be encoded: JSON escapes can name half a character (a lone
+    surrogate)."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -46,8 +47,8 @@ def is_sendable(text: str) -> bool:
 
 
 def tagged_as_json(text: str, kinds: frozenset[str] | None) -> str:
-    """An argument that stands between tags: as it is where it is JSON that the schema may mean,
-    else a string."""
+    """Converts an argument between tags: it is kept if it is JSON of a type that the schema allows,
+    and becomes a string otherwise."""
     given = text.strip()
     is_text = kinds is not None and "string" in kinds
     named = given if kinds is None or is_text else given.capitalize()
@@ -59,12 +60,12 @@ def tagged_as_json(text: str, kinds: frozenset[str] | None) -> str:
         if not is_text or not (kinds or set()).isdisjoint(_kinds_of_value(value)):
             return candidate
     if kinds is not None and not is_text and given[:1] in ("[", "{", "("):
-        return python_as_json(given)  # As a template writes it that has no `tojson`.
+        return python_as_json(given)  # Templates without `tojson` write this.
     return f'"{written(text)}"'
 
 
 def python_as_json(text: str) -> str:
-    """A Python literal, or JSON, as JSON; what is neither is a string."""
+    """Converts a Python literal or JSON to JSON. Other text becomes a string."""
     text = text.strip()
     try:
         json.loads(text, parse_constant=_no_number)
@@ -82,7 +83,7 @@ def python_as_json(text: str) -> str:
 
 
 def cut_as_json(text: str) -> str:
-    """The beginning of a value, as far as it is certain what that is in JSON."""
+    """The beginning of a cut-off value, as far as its JSON is certain."""
     text = text.strip()
     if _NUMBER_BEGUN.fullmatch(text) or any(each.startswith(text) for each in CONSTANTS.values()):
         return text

@@ -1,1 +1,1 @@
-"""What clients talk to: gRPC and HTTP, their limits, keys and certificates."""
+"""The interfaces for clients: gRPC and HTTP, with limits, API keys and certificates."""

@@ -1,6 +1,6 @@
-"""The `Admin` service that operators call: groups, which of them take requests, adapters, usage.
+"""The `Admin` service for operators: groups, draining, adapters and usage.
 
-A group itself drains, and tells every gateway so; this gateway only passes the word on.
+A group drains itself and tells every gateway that it does; this gateway only forwards the request.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _UNDRAIN_TIMEOUT_S = 5.0
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """The groups of a gateway, of all its models, over gRPC."""
+    """The groups of all models of a gateway, over gRPC."""
 
     def __init__(self, models: Models, *, keys: ApiKeys | None = None) -> None:
         self._models = models
@@ -118,7 +118,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return _known(self._models)
 
     async def _client(self, group_id: str, context: Context) -> tuple[Groups, GroupClient, int]:
-        """The attached group of this name, those that it belongs to, and its epoch."""
+        """The attached group of this name, the `Groups` that it belongs to, and its epoch."""
         attached = {
             client.description.group_id: (groups, client, client.description.epoch)
             for groups, client in self._known()
@@ -129,10 +129,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         known = ", ".join(sorted(attached)) or "none"
         message = f"group={group_id!r} is not attached; attached are: {known}"
         await refuse(context, grpc.StatusCode.NOT_FOUND, "GROUP_NOT_FOUND", message)
-        raise AssertionError  # Not reached: it has raised.
+        raise AssertionError  # Not reached: `refuse` has raised.
 
     async def _pause(self, client: GroupClient, epoch: int, context: Context) -> None:
-        """Ends the call where the group is no longer there, or the gateway stops."""
+        """Waits a moment. Ends the call if the group is gone or the gateway stops."""
         await asyncio.sleep(_LOOK_S)
         if self._models.is_draining:
             message = "the gateway is stopping"
@@ -143,7 +143,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
 
 def overview_of(models: Models) -> pb.ListGroupsResponse:
-    """The groups of a gateway, and its own load."""
+    """The groups of a gateway, and the gateway's own load."""
     groups = [_message(*known) for known in _known(models)]
     groups.sort(key=lambda group: (group.id, group.address))
     services = models.by_name.values()
@@ -160,7 +160,7 @@ def overview_of(models: Models) -> pb.ListGroupsResponse:
 
 
 def _known(models: Models) -> Iterator[tuple[Groups, GroupClient]]:
-    """Every group, and those that it belongs to."""
+    """Every group, with the `Groups` that it belongs to."""
     for service in models.by_name.values():
         for client in service.groups.clients:
             yield service.groups, client

@@ -1,11 +1,11 @@
-"""Who may call: clients that show a gateway one of its API keys, and gateways that show a group its
-token, both as ``Authorization: Bearer …``; ``X-API-Key: …`` is as good.
+"""API keys: clients show one to a gateway, and gateways show a group its token. Both travel as
+``Authorization: Bearer …`` or ``X-API-Key: …``.
 
-Health checks, the reference, the files of the live page and reflection of a gateway need none: they
-tell nothing of what clients ask. Every key belongs to a tenant. Tenants share no cached prefix and
-see no decision of each other's. Metrics, loads and the live page's events, which are of all tenants
-together, want an operator's key: where little runs, they tell the lengths of one request. So do
-changes of what is served.
+A gateway's health checks, API reference, live-page files and gRPC reflection need no key: they
+reveal nothing of what clients ask. Every key belongs to a tenant. Tenants share no cached prefix
+and see none of each other's routing decisions. Metrics, loads and the live page's events cover all
+tenants together and need an operator's key: with little traffic, they reveal the lengths of single
+requests. Changes of what is served need one too.
 """
 
 import asyncio
@@ -51,21 +51,20 @@ _NO_OPERATOR = (
 _REFUSAL = "no API key, or one that is not known here: send 'Authorization: Bearer KEY'"
 
 _Signature = tuple[int, int, int, int]
-Handler = Any  # A grpc.RpcMethodHandler, which is generic for type checkers only.
+Handler = Any  # A grpc.RpcMethodHandler; only type checkers see it as generic.
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
 
 
 class ApiKeys:
-    """The keys that are let in, and whose they are. Those of a file are read again when it
-    changes."""
+    """The accepted keys and their owners. Keys from a file are read again when the file changes."""
 
     def __init__(self, callers: Mapping[str, Caller], *, path: Path | None = None) -> None:
-        """``path``: that of a file, whose keys are let in instead of ``callers``. Raises
-        ConfigError: it cannot be used."""
+        """``path``: a file whose keys are used instead of ``callers``. Raises ConfigError if it
+        cannot be used."""
         self.loaded_s = time.time()
-        """When the file, as it is used, was read; in seconds since 1970."""
+        """When the keys in use were read, in seconds since 1970."""
         self.trouble = ""
-        """Why the file that is there now is not used, where it is not."""
+        """Why the file's present content is not used; "" if it is."""
         self._path = path
         self._seen: _Signature | None = None
         self._watchers: list[Callable[[], None]] = []
@@ -78,26 +77,26 @@ class ApiKeys:
 
     @classmethod
     def of_token(cls, token: str) -> Self:
-        """One key that tells no tenants apart."""
+        """A single key that does not distinguish tenants."""
         return cls({token: EVERYONE})
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """The keys of a file (`keys_file`). Raises ConfigError: it cannot be used."""
+        """The keys of a file (see `keys_file`). Raises ConfigError if it cannot be used."""
         return cls({}, path=path)
 
     @property
     def policies(self) -> Mapping[str, TenantPolicy]:
-        """What the tenants may ask for."""
+        """The limits of each tenant."""
         return self._file.policies
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Calls ``on_change`` when another file has been read."""
+        """Calls ``on_change`` each time a changed file has been read."""
         self._watchers.append(on_change)
 
     async def follow(self) -> None:
-        """Looks for another file until it is cancelled. A bad one leaves the former in place. Those
-        who were let in stay; new requests need a key of the new file."""
+        """Checks the file for changes until cancelled. If the new file is bad, the old keys stay in
+        use. Running requests continue; new requests need a key of the new file."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             await self.look()
@@ -122,24 +121,26 @@ class ApiKeys:
             on_change()
 
     def caller(self, authorization: str | None, x_api_key: str | None = None) -> Caller | None:
-        """Whose request has these headers; ``None``: it must not go on."""
+        """The owner of the key in these headers; ``None`` if the request must be refused."""
         scheme, _, key = (authorization or "").partition(" ")
         found = self._known(key.strip()) if scheme.lower() == "bearer" else None
         if found is None and x_api_key:
-            # Anthropic's clients show the key in a header of its own.
+            # Anthropic's clients send the key in a header of its own.
             found = self._known(x_api_key.strip())
         return found
 
     def _known(self, key: str) -> Caller | None:
-        # By digest: how long that takes tells nothing of a key that is close to a known one.
+        # Looked up by digest, so that the time it takes does not reveal how close a guess is to a
+        # key.
         known = self._file.keys.get(digest(key))
         return known.caller if known is not None and time.time() < known.expires_s else None
 
 
 class GrpcAuth(grpc.aio.ServerInterceptor):
-    """Refuses calls without a key as UNAUTHENTICATED with ``why``, but of ``open_services``.
+    """Refuses calls without a key as UNAUTHENTICATED with ``why``, except those of
+    ``open_services``.
 
-    ``refused`` hears of each peer, as gRPC writes it.
+    ``refused`` receives the peer of each refused call, as gRPC writes it.
     """
 
     def __init__(
@@ -173,8 +174,8 @@ class GrpcAuth(grpc.aio.ServerInterceptor):
 
 
 class HttpAuth:
-    """Answers 401 to requests without a key, whatever they ask for, known paths or not, and 403 to
-    tenants that ask for what tells of all."""
+    """Answers 401 to requests without a key, whether or not the path exists, and 403 to tenants
+    that ask for data of all tenants."""
 
     def __init__(
         self,
@@ -183,7 +184,7 @@ class HttpAuth:
         keys: ApiKeys,
         headers: Callable[[str], Mapping[str, str]] = lambda tenant: {},
     ) -> None:
-        """``headers``: those that each answer to a tenant gets besides."""
+        """``headers``: extra headers for each answer to the given tenant."""
         self._app = app
         self._keys = keys
         self._headers = headers
@@ -200,7 +201,7 @@ class HttpAuth:
 
             async def send_with_headers(message: Message) -> None:
                 if caller is not None and message["type"] == "http.response.start":
-                    # By then the request itself is counted.
+                    # By now the request itself is counted.
                     MutableHeaders(scope=message).update(self._headers(caller.tenant))
                 await send(message)
 
@@ -211,27 +212,27 @@ class HttpAuth:
 
 
 def asks_for_a_page(headers: Headers) -> bool:
-    """Whether it is a browser that is to show the answer."""
+    """Whether a browser asks, to show the answer as a page."""
     return "text/html" in headers.get("accept", "")
 
 
 def _is_open(scope: Scope) -> bool:
     path = scope["path"]
-    if path == "/":  # Sends browsers to the page, and is nothing to others.
+    if path == "/":  # Redirects browsers to the page; other clients need a key.
         return asks_for_a_page(Headers(scope=scope))
     return path in (*_OPEN_PATHS, *_PAGE_PATHS) or path.startswith(_PAGE_FILES)
 
 
 def http_caller(request: Request) -> Caller:
-    """On whose behalf a request that `HttpAuth` let in comes; everyone's where there is none."""
+    """The caller of a request that `HttpAuth` let in; `EVERYONE` where no keys are checked."""
     caller: Caller | None = getattr(request.state, "caller", EVERYONE)
     assert caller is not None, "an open path tells nothing of what clients ask"
     return caller
 
 
 def grpc_caller(context: grpc.aio.ServicerContext[object, object], keys: ApiKeys | None) -> Caller:
-    """The same of a call that `GrpcAuth` let in. Raises Unauthenticated: its key has been revoked
-    since."""
+    """The caller of a call that `GrpcAuth` let in. Raises Unauthenticated if its key has been
+    revoked since."""
     if keys is None:
         return EVERYONE
     caller = _shown(keys, context.invocation_metadata())
@@ -243,8 +244,8 @@ def grpc_caller(context: grpc.aio.ServicerContext[object, object], keys: ApiKeys
 
 
 def check_operator(context: grpc.aio.ServicerContext[object, object], keys: ApiKeys | None) -> None:
-    """Raises NotAnOperator: the call, which `GrpcAuth` let in, is a tenant's. Further as
-    `grpc_caller`."""
+    """Raises NotAnOperator if a call that `GrpcAuth` let in is not an operator's, and
+    Unauthenticated as `grpc_caller` does."""
     if not grpc_caller(context, keys).is_operator:
         raise NotAnOperator(_NO_OPERATOR)
 
@@ -261,7 +262,7 @@ def _shown(keys: ApiKeys, metadata: Iterable[tuple[str, str | bytes]] | None) ->
 
 
 def _signature(path: Path) -> _Signature | None:
-    """Differs for another file; ``None`` where there is none."""
+    """A value that changes with the file; ``None`` if there is no file."""
     try:
         stat = path.stat()
     except OSError:

@@ -1,11 +1,11 @@
-"""Reads a request's body within bounds on memory and time.
+"""Reads a request's body within limits on memory and time.
 
     not JSON         415, unread
-    too long         413; where its length is announced, unread
-    gzip, deflate    unpacked as it comes, within the same length; another encoding is 415
-    many at a time   wait unread until others are done (`ByteBudget`), for so long, then 429
-    slow             408, where it is large: it holds memory that others wait for
-    too many parts   400, unparsed: what a parser makes of ``[[],[],…`` is 20 times as large
+    too long         413; unread if its length is announced
+    gzip, deflate    unpacked as it arrives, up to the same length; other encodings are 415
+    many at a time   wait unread until others are done (`ByteBudget`), at most a while, then 429
+    slow             408 if the body is large: it holds memory that others wait for
+    too many parts   400, unparsed: a parsed ``[[],[],…`` takes 20 times its size in memory
 
 After an answer to a body that was not read to its end, the connection is closed.
 """
@@ -31,12 +31,12 @@ B = TypeVar("B", bound=Body)
 
 MAX_BODY_BYTES = 8 * 2**20
 SMALL_BODY_BYTES = 2**16
-"""Not counted: the server holds as much for each connection anyway."""
+"""Bodies up to this size do not count: the server holds as much for each connection anyway."""
 WAIT_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 60.0
-_PAUSE_S = 0.005  # As long as Python lets one thread run where others wait.
+_PAUSE_S = 0.005  # The interval at which Python switches between threads.
 
-# With these a body is parsed and checked in at most 0.2 s, in which nothing else goes on.
+# Within these limits, a body is parsed and checked in at most 0.2 s, which blocks all else.
 MAX_PARTS = {
     b"[{": (50_000, "lists and objects"),
     b":": (100_000, "keys"),
@@ -57,19 +57,19 @@ class BodyReader:
         ignore_unknown_fields: bool = False,
         refused: Callable[[], object] = lambda: None,
     ) -> None:
-        """``ignore_unknown_fields``: rather than refuse the request. ``refused`` is called before
-        `Overloaded` is raised."""
+        """``ignore_unknown_fields``: whether unknown fields are ignored; otherwise they are
+        refused. ``refused`` is called before `Overloaded` is raised."""
         self._budget = budget
         self._ignore_unknown_fields = ignore_unknown_fields
         self._refused = refused
         self._turn = asyncio.Lock()
 
     async def read(self, request: Request, body_type: type[B]) -> tuple[B, Hold]:
-        """The body, and the memory that it holds until that is released.
+        """The body, and the memory budget that it holds until the caller releases it.
 
         Raises:
             NotJson, BodyTooLarge, BodyTooSlow, Overloaded: As `read_json`.
-            InvalidRequest, ValidationError: It is not as ``body_type`` wants it.
+            InvalidRequest, ValidationError: The body does not fit ``body_type``.
         """
         value, hold = await read_json(request, self._budget, turn=self._turn, refused=self._refused)
         try:
@@ -80,12 +80,12 @@ class BodyReader:
             raise
 
     def in_turn(self, hold: Hold) -> AbstractAsyncContextManager[None]:
-        """Takes turns for work that is long with a large body and cannot leave the event loop."""
+        """Serializes work that takes long for a large body and cannot leave the event loop."""
         return in_turn(self._turn, is_large=hold.num_bytes > 0)
 
     def _validated(self, value: object, body_type: type[B]) -> B:
-        """It validates the value and not the JSON text: an error keeps its input, and validation
-        from JSON would build that input again for each error."""
+        """Validates the parsed value instead of the JSON text: an error keeps its input, and
+        validation from JSON would build that input again for each error."""
         if not isinstance(value, dict):
             raise InvalidRequest("the body must be a JSON object")
         body_type.check_served(value, ignore_unknown=self._ignore_unknown_fields)
@@ -102,19 +102,19 @@ async def read_json(
     turn: asyncio.Lock,
     refused: Callable[[], object] = lambda: None,
 ) -> tuple[object, Hold]:
-    """The body's value, and what it holds of ``budget`` until that is released.
+    """The body's value, and the part of ``budget`` that it holds until the caller releases it.
 
-    One large body at a time is parsed, which has ``turn``. ``refused`` is called before
+    Large bodies are parsed one at a time, under the lock ``turn``. ``refused`` is called before
     `Overloaded` is raised.
 
     Raises:
-        NotJson: Its type is not JSON.
-        BodyTooLarge: It is longer than `MAX_BODY_BYTES`.
-        BodyTooSlow: It was not there in `READ_TIMEOUT_S`.
-        Overloaded: Others took all memory for longer than `WAIT_TIMEOUT_S`.
-        InvalidRequest: It cannot be read as JSON, or has too many parts.
+        NotJson: The Content-Type is not JSON, or the encoding is not known.
+        BodyTooLarge: The body is longer than `MAX_BODY_BYTES`.
+        BodyTooSlow: The body did not arrive within `READ_TIMEOUT_S`.
+        Overloaded: Other bodies took all memory for longer than `WAIT_TIMEOUT_S`.
+        InvalidRequest: The body is not readable JSON, or has too many parts.
     """
-    request.state.body_is_unread = True  # For the answer, if there is an error.
+    request.state.body_is_unread = True  # Read by the error's answer.
     _check_type(request)
     unpack = _unpacking(request)
     num_bytes = _announced(request) if unpack is None else MAX_BODY_BYTES
@@ -128,7 +128,7 @@ async def read_json(
                 data += piece if unpack is None else unpack(piece)
                 if len(data) > MAX_BODY_BYTES:
                     raise _too_large()
-                if num_bytes <= SMALL_BODY_BYTES < len(data):  # Its length was not announced.
+                if num_bytes <= SMALL_BODY_BYTES < len(data):  # The length was not announced.
                     num_bytes = MAX_BODY_BYTES
                     hold = await _take(budget, num_bytes, refused)
                     end.reschedule(asyncio.get_running_loop().time() + READ_TIMEOUT_S)
@@ -145,8 +145,8 @@ async def read_json(
 
 @asynccontextmanager
 async def in_turn(turn: asyncio.Lock, *, is_large: bool) -> AsyncIterator[None]:
-    """Takes turns for long work that cannot leave the event loop. The next turn begins after all
-    else that waits for the loop has run."""
+    """Serializes long work that cannot leave the event loop. Between two turns, everything else
+    that waits for the loop has run."""
     if not is_large:
         yield
         return
@@ -158,7 +158,7 @@ async def in_turn(turn: asyncio.Lock, *, is_large: bool) -> AsyncIterator[None]:
 def _check_type(request: Request) -> None:
     given = request.headers.get("content-type")
     if given is None and "origin" not in request.headers:
-        return  # Of some programs. No page: what it may send without asking first has an origin.
+        return  # Sent by programs, not pages: a page's requests without preflight have an Origin.
     if given is None or not _JSON_TYPE.match(given.strip()):
         raise NotJson(
             f"Content-Type is {given!r}: the body must be JSON, and the request say so with the "
@@ -167,8 +167,8 @@ def _check_type(request: Request) -> None:
 
 
 def _unpacking(request: Request) -> Callable[[bytes], bytes] | None:
-    """What unpacks the body's pieces; ``None`` if they are as they are. It raises BodyTooLarge
-    and InvalidRequest, and raises NotJson for an encoding that is not known."""
+    """The function that unpacks the body's pieces; ``None`` if they are not encoded. The function
+    raises BodyTooLarge and InvalidRequest. Raises NotJson if the encoding is not known."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding == "identity":
         return None
@@ -194,7 +194,7 @@ def _unpacking(request: Request) -> Callable[[bytes], bytes] | None:
 
 
 def _announced(request: Request) -> int:
-    """Its length; 0 where that is not known. Raises BodyTooLarge."""
+    """The announced length in bytes; 0 if unknown. Raises BodyTooLarge."""
     given = request.headers.get("content-length", "0")
     num_bytes = int(given) if given.isascii() and given.isdigit() and len(given) < 20 else 0
     if num_bytes > MAX_BODY_BYTES:
@@ -221,9 +221,9 @@ async def _take(budget: ByteBudget, num_bytes: int, refused: Callable[[], object
 
 
 async def _parse(data: bytearray) -> object:
-    """Raises InvalidRequest."""
+    """The value of the JSON text ``data``. Raises InvalidRequest."""
     if len(data) > SMALL_BODY_BYTES and _many_parts(data):
-        await asyncio.to_thread(_check_parts, data)  # Maybe they are in its strings only.
+        await asyncio.to_thread(_check_parts, data)  # Perhaps they are only in its strings.
     try:
         return from_json(data)
     except ValueError as error:
@@ -231,7 +231,8 @@ async def _parse(data: bytearray) -> object:
 
 
 def _many_parts(data: bytes | bytearray) -> str | None:
-    """Names the kind of JSON part that ``data`` has too many of, its strings included."""
+    """The number and kind of JSON part that ``data`` has too many of, inside strings too; or
+    ``None``."""
     for characters, (limit, name) in MAX_PARTS.items():
         num = sum(data.count(character) for character in characters)
         if num > limit:
@@ -240,11 +241,12 @@ def _many_parts(data: bytes | bytearray) -> str | None:
 
 
 def _check_parts(data: bytearray) -> None:
-    """Raises InvalidRequest. Takes 50 ms for 8 MB, of which other threads lose less."""
+    """Raises InvalidRequest if there are too many parts outside strings. Takes 50 ms for 8 MB and
+    blocks other threads for less."""
     escaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     structure = np.frombuffer(escaped.translate(None, _NO_STRUCTURE), dtype=np.uint8)
     is_quote = structure == ord('"')
-    in_string = np.cumsum(is_quote, dtype=np.uint8) & 1  # It may overflow: an even number does.
+    in_string = np.cumsum(is_quote, dtype=np.uint8) & 1  # Overflow keeps the parity.
     excess = _many_parts(structure[(in_string == 0) & ~is_quote].tobytes())
     if excess is not None:
         raise InvalidRequest(f"the body has {excess} are allowed")

@@ -1,6 +1,6 @@
-"""Begins the `Timeline` of each call, over HTTP and gRPC, and hands it on when the call has ended.
+"""Begins the `Timeline` of each call over HTTP and gRPC, and passes it on when the call has ended.
 
-Health checks and scrapes of metrics have none.
+Health checks and scrapes of metrics have no timeline.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.timeline import Timeline
 from quire.cluster.telemetry.tracing import traceparent
 
-Handler = Any  # A grpc.RpcMethodHandler, which is generic for type checkers only.
+Handler = Any  # A grpc.RpcMethodHandler; only type checkers see it as generic.
 Begin = Callable[[Timeline, Sequence[str], Sequence[str]], object]
-"""Hears of a call that has arrived, with the values of its headers ``traceparent`` and
+"""Called for each arriving call with its timeline and the values of its headers ``traceparent`` and
 ``tracestate``."""
 Finish = Callable[[Timeline], object]
 
@@ -33,12 +33,13 @@ _STATUSES = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 class HttpCalls:
-    """An ASGI application around another one, outside of what refuses calls."""
+    """ASGI middleware. It wraps the middleware that refuses calls, so that those are recorded
+    too."""
 
     def __init__(
         self, app: ASGIApp, *, begin: Begin, finish: Finish, paths: Iterable[str] = ()
     ) -> None:
-        """``paths``: those that there are, as routes have them."""
+        """``paths``: the known paths, in the form that routes have."""
         self._app = app
         self._begin = begin
         self._finish = finish
@@ -65,10 +66,10 @@ class HttpCalls:
                 message.setdefault("headers", [])
                 headers = MutableHeaders(scope=message)
                 call.is_stream = headers.get("content-type", "").startswith("text/event-stream")
-                # A refused client, too, can name its call to those who read the log.
+                # Refused clients receive an id too, so that operators can find the call in the log.
                 call.request_id = call.request_id or secrets.token_hex(12)
                 headers.setdefault("X-Request-Id", call.request_id)
-                if call.trace_id:  # As the drafts of Trace Context's second level have it.
+                if call.trace_id:  # As in drafts of Trace Context level 2.
                     headers["traceresponse"] = traceparent(
                         call.trace_id, call.span_id, is_sampled=call.is_sampled
                     )
@@ -81,11 +82,11 @@ class HttpCalls:
                 caller = scope.get("state", {}).get("caller")
                 if caller is not None:
                     call.tenant, call.key_name = caller.tenant, caller.key_name
-                call.status = call.status or "499"  # Nothing was answered: the client had gone.
+                call.status = call.status or "499"  # No answer was sent: the client disconnected.
 
 
 class GrpcCalls(grpc.aio.ServerInterceptor):
-    """The same for gRPC. It comes before what refuses calls."""
+    """gRPC's counterpart of `HttpCalls`. It runs before interceptors that refuse calls."""
 
     def __init__(
         self, *, begin: Begin, finish: Finish, untold_services: Iterable[str] = ()
@@ -110,7 +111,7 @@ class GrpcCalls(grpc.aio.ServerInterceptor):
         return make(told, handler.request_deserializer, handler.response_serializer)
 
     def _told(self, behavior: Callable[..., Any], method: str) -> Callable[..., Any]:
-        """``behavior``, of the same kind, with a timeline."""
+        """``behavior`` with a timeline around it; a stream stays a stream."""
         if inspect.isasyncgenfunction(behavior):
 
             async def stream(request: object, context: Context) -> AsyncIterator[Any]:
@@ -156,7 +157,7 @@ class GrpcCalls(grpc.aio.ServerInterceptor):
 
 @contextmanager
 def ended(call: Timeline, finish: Finish) -> Iterator[None]:
-    """Ends ``call`` behind what is done within, and hands it on."""
+    """Ends ``call`` when the block ends, and passes it to ``finish``."""
     token = timeline.begin(call)
     try:
         yield
@@ -173,5 +174,5 @@ def _code(context: Context) -> int:
 
 
 def _host(peer: str) -> str:
-    """The address in ``ipv4:127.0.0.1:40000`` or ``ipv6:%5B::1%5D:40000``."""
+    """The address part of ``ipv4:127.0.0.1:40000`` or ``ipv6:%5B::1%5D:40000``."""
     return peer.partition(":")[2].rpartition(":")[0].replace("%5B", "").replace("%5D", "")

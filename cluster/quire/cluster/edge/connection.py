@@ -1,12 +1,12 @@
-"""One HTTP connection of a client: uvicorn's, with deadlines for the client.
+"""One HTTP connection of a client: uvicorn's protocol, with deadlines for the client.
 
     waiting   the head of its next request is not complete; also before the first request
-    active    a request has been begun whose body is read, or whose answer is not complete
+    active    the head of a request is complete; its body is being read or answered
 
-Each connection is in one of the two. A head, a body and the time between requests have deadlines,
-which arriving bytes do not extend; an answer has none, however long its stream. Reading before a
-request is handed on is bounded: a head in bytes and headers, and so are chunk extensions and
-trailers.
+Each connection is in one of these two states. Deadlines limit the head, the body and the time
+between requests, and arriving bytes do not extend them; an answer has no deadline, however long its
+stream. Data read before a request is handed on is bounded: a head in bytes and headers, and
+likewise chunk extensions and trailers.
 """
 
 import asyncio
@@ -32,14 +32,16 @@ from quire.cluster.telemetry.timeline import Timeline
 from quire.worker.api.errors import InvalidRequest, QuireError
 
 LEAVE_S = 2.0
-"""How long a connection is kept without a request once the gateway leaves. A client may be sending
-its next one, and would find it closed; within this time it is told not to send another."""
+"""How long an idle connection is kept once the gateway leaves, in seconds. A client may be sending
+its next request and would find the connection closed; within this time, the answer tells it not to
+send another."""
 LINGER_S = 1.0
-"""How long a client that was refused may take to read why. Closed at once, a connection with unread
-bytes would be reset, and the answer lost."""
+"""How long a refused client may take to read the error, in seconds. If a connection with unread
+bytes were closed at once, it would be reset and the answer lost."""
 _LOOK_EVERY_S = 0.05
 _MAX_REFUSED = 256
-"""Connections that are told that there is no room, at once; more are closed without a word."""
+"""Most connections that are being sent the "no room" answer at once; more are closed without
+one."""
 
 
 class OpenConnections:
@@ -48,22 +50,24 @@ class OpenConnections:
     def __init__(
         self, limits: ConnectionLimits, *, cut: Callable[[str], object], finish: Finish
     ) -> None:
-        """``cut`` hears the reason of each connection that is refused or closed early: ``full``,
-        ``address``, ``room``, ``head`` or ``body``. ``finish`` hears of each request that cannot be
-        handed on and was answered here: one for a connection at most, which ends with it."""
+        """``cut`` receives the reason of each connection that is refused or closed early: ``full``,
+        ``address``, ``room``, ``head`` or ``body``. ``finish`` receives the timeline of each
+        request that is answered here instead of being handed on; a connection ends with the first
+        of those."""
         self.limits = limits
         self.finish = finish
         self.open: set[HttpConnection] = set()
         self.refused: set[HttpConnection] = set()
-        """Those that are being told that there is no room."""
+        """The connections that are being sent the "no room" answer."""
         self.cut = cut
-        self._num_of: Counter[str] = Counter()  # By the client's address.
+        self._num_of: Counter[str] = Counter()  # By client address.
         self.is_leaving = False
-        """Whether each answer says that it is the last of its connection."""
-        self._waiting: dict[HttpConnection, None] = {}  # The one that has waited longest is first.
+        """Whether each answer tells the client that it is the last of its connection."""
+        self._waiting: dict[HttpConnection, None] = {}  # Longest waiting first.
 
     def admit(self, connection: "HttpConnection") -> bool:
-        """Takes in a new connection, in place of one that waits where they are too many."""
+        """Admits a new connection and returns whether it may stay. If there is no room, the
+        connection that has waited longest is closed for it."""
         most = self.limits.max_connections_per_address
         if most is not None and self._num_of[connection.host] >= most:
             self.cut("address")
@@ -82,7 +86,7 @@ class OpenConnections:
 
     @property
     def may_refuse(self) -> bool:
-        """Whether one more may be told so."""
+        """Whether one more connection may be sent the "no room" answer."""
         return len(self.refused) < _MAX_REFUSED
 
     def leave(self, connection: "HttpConnection") -> None:
@@ -96,7 +100,7 @@ class OpenConnections:
         self._waiting.pop(connection, None)
 
     def begin_leaving(self) -> None:
-        """Each leaves behind its next answer, or after some time without a request."""
+        """Closes each connection behind its next answer, or after some time without a request."""
         self.is_leaving = True
         for connection in self.open:
             connection.prepare_to_leave()
@@ -107,7 +111,7 @@ class OpenConnections:
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def set_waiting(self, connection: "HttpConnection", is_waiting: bool) -> None:
-        """Without effect on one that waits already, or has left."""
+        """Has no effect on a connection that waits already or has left."""
         if not is_waiting:
             self._waiting.pop(connection, None)
         elif connection in self.open:
@@ -115,26 +119,26 @@ class OpenConnections:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """Made as the connection is accepted, before its TLS handshake."""
+    """Created when the connection is accepted, before its TLS handshake."""
 
     def __init__(self, *, host: str, connections: OpenConnections, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self.host = host
         """The client's address."""
         self.opening: asyncio.Future[object] | None = None
-        """The handshake; what makes the transport."""
+        """The task that opens the connection (TLS handshake included) and creates its transport."""
         self.timeout_keep_alive: float = connections.limits.idle_timeout_s  # type: ignore[assignment]
         self._connections = connections
         self._limits = connections.limits
-        self._owed = ""  # What there is a deadline for: "head", "body", "end".
+        self._owed = ""  # What the running deadline is for: "head", "body", "end".
         self._deadline: asyncio.TimerHandle | None = None
         self._is_in_body = False
         self._is_refused = False
         self._refusal = b""
-        self._num_unparsed = 0  # Bytes since the parser last gave something for them.
+        self._num_unparsed = 0  # Bytes since the parser last made progress.
 
     def begin(self) -> None:
-        """Starts the time of the first head."""
+        """Starts the deadline of the first head."""
         self._owe("head")
 
     def turn_away(self, refusal: bytes) -> None:
@@ -143,7 +147,7 @@ class HttpConnection(HttpToolsProtocol):
         self._connections.refused.add(self)
 
     def prepare_to_leave(self) -> None:
-        """Closes behind the next answer whose head says so; without one, after `LEAVE_S`."""
+        """Closes behind the next answer whose head says so; without a request, after `LEAVE_S`."""
         self.timeout_keep_alive = LEAVE_S
         if self.cycle is not None and not self.cycle.response_started:
             self.cycle.keep_alive = False
@@ -157,7 +161,7 @@ class HttpConnection(HttpToolsProtocol):
             self._owe("head")
 
     def abort(self) -> None:
-        """Leaves and closes the connection at once, whatever it has."""
+        """Leaves and closes the connection at once, whatever its state."""
         self._owe("")
         self._connections.leave(self)
         if self.transport is not None:
@@ -187,7 +191,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         if self._asks_for_upgrade():
-            return  # Its head is parsed once more, without that.
+            return  # `_parse` feeds the head again, without the upgrade.
         self._owe("")
         self._num_unparsed = 0
         self._is_in_body = True
@@ -198,7 +202,7 @@ class HttpConnection(HttpToolsProtocol):
             self.app = self._answer(problem, call)
         super().on_headers_complete()
         self.app = self.config.loaded_app
-        if self._connections.is_leaving or self.parser.should_upgrade():  # The latter by CONNECT.
+        if self._connections.is_leaving or self.parser.should_upgrade():  # By CONNECT.
             self.cycle.keep_alive = False
         if self.parser.get_http_version() == "1.0":
             send = _UnchunkedAnswer(self.cycle.send, self.cycle)
@@ -232,7 +236,7 @@ class HttpConnection(HttpToolsProtocol):
                 except httptools.HttpParserUpgrade as upgrade:
                     if not self._asks_for_upgrade():
                         return
-                    # The parser read its head only: a body would be of the other protocol.
+                    # The parser read only the head: a body would belong to the other protocol.
                     data = self._head_without_upgrade() + data[upgrade.args[0] :]
                     self.parser = httptools.HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
@@ -240,8 +244,9 @@ class HttpConnection(HttpToolsProtocol):
             self.send_400_response("")
 
     def _asks_for_upgrade(self) -> bool:
-        """Whether the request asks for another protocol by its headers, as JDK's `HttpClient` and
-        ``curl --http2`` ask for HTTP/2. We speak none, and answer as if it had not asked."""
+        """Whether the request's headers ask for another protocol, as JDK's `HttpClient` and ``curl
+        --http2`` ask for HTTP/2. No other protocol is spoken here, so the answer ignores the
+        upgrade."""
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _head_without_upgrade(self) -> bytes:
@@ -256,7 +261,7 @@ class HttpConnection(HttpToolsProtocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def _problem(self) -> QuireError | None:
-        """Why the request whose head is complete is not passed on."""
+        """Why a request with a complete head is not handed on; ``None`` if it is."""
         num_bytes = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if num_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
             return _too_large()
@@ -266,7 +271,7 @@ class HttpConnection(HttpToolsProtocol):
         return None
 
     def _settle(self) -> None:
-        """Says whether the connection waits, and sets the deadline of what is owed."""
+        """Updates whether the connection waits, and starts the deadline of its state."""
         if self._is_refused or self.transport.is_closing():
             self._connections.set_waiting(self, True)
             return
@@ -275,12 +280,12 @@ class HttpConnection(HttpToolsProtocol):
         if self._is_in_body:
             self._owe("body")
         elif is_answering or self.timeout_keep_alive_task is not None:
-            self._owe("")  # Between requests, uvicorn has a timer of its own.
+            self._owe("")  # Between requests, uvicorn's own timer runs.
         else:
             self._owe("head")
 
     def _owe(self, what: str) -> None:
-        """Starts the time for it, unless it runs already."""
+        """Starts the deadline for ``what`` ("" for none), unless it runs already."""
         if what == self._owed:
             return
         if self._deadline is not None:
@@ -302,25 +307,25 @@ class HttpConnection(HttpToolsProtocol):
     def _on_deadline(self) -> None:
         what, self._owed = self._owed, ""
         if what == "body" and self.flow.read_paused:
-            self._owe(what)  # It is we who do not read.
+            self._owe(what)  # Flow control paused reading: not the client's fault.
             return
         if what != "end":
             self._connections.cut(what)
         self.abort()
 
     def _refuse(self, error: QuireError) -> None:
-        """Answers behind the parser's back, which can go on no more, and closes."""
+        """Answers without the parser, which cannot continue after an error, and closes."""
         if self._is_refused:
             return
         self._is_refused = True
         if self.cycle is not None and not self.cycle.response_complete:
-            self.abort()  # In the midst of another answer.
+            self.abort()  # In the middle of another answer.
             return
         self._unset_keepalive_if_required()
         self._say_last(raw_response(self._answer(error, Timeline())))
 
     def _answer(self, error: QuireError, call: Timeline) -> Response:
-        """The answer to ``call``, which has an access line although it is not handed on."""
+        """The answer to ``call``. It gets a line in the access log although it is not handed on."""
         call.client, call.endpoint, call.request_id = self.host, "other", secrets.token_hex(12)
         with ended(call, self._connections.finish):
             response = error_response(error)
@@ -329,8 +334,8 @@ class HttpConnection(HttpToolsProtocol):
         return response
 
     def _say_last(self, answer: bytes) -> None:
-        """Sends the last answer of the connection. If the transport can end one direction alone,
-        the other stays open for a while."""
+        """Sends the last answer of the connection. If the transport can close one direction alone,
+        the receiving direction stays open for `LINGER_S`."""
         self._is_refused = True
         self.transport.write(answer)
         if self.transport.can_write_eof():
@@ -341,7 +346,8 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class _UnchunkedAnswer:
-    """Sends an answer to HTTP/1.0, which knows no chunks: the connection's end is its end."""
+    """Sends an answer over HTTP/1.0, which has no chunks: closing the connection ends the
+    answer."""
 
     def __init__(self, send: Callable[[Any], Awaitable[None]], cycle: RequestResponseCycle) -> None:
         self._send = send

@@ -1,11 +1,11 @@
-"""Embeddings, rerankings and scores over HTTP.
+"""Embeddings, reranking and scores over HTTP.
 
     POST /v1/embeddings   OpenAI's: vectors of texts or of token ids
-    POST /v1/rerank       Cohere's and Jina's: documents, ordered by how alike they are to a query;
+    POST /v1/rerank       Cohere's and Jina's: documents, ordered by similarity to a query;
                           also /v2/rerank and /rerank
-    POST /v1/score        vLLM's: how alike two texts are; also /score
+    POST /v1/score        vLLM's: similarity of two texts; also /score
 
-A score is the cosine of two embeddings, or what a reranker says of the pair.
+A score is the cosine of two embeddings, or a reranker's score of the pair.
 """
 
 import asyncio
@@ -33,20 +33,20 @@ from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prompt, Text, Tokens
 
 _MANY_NUMBERS = 2**16
-"""An answer with more numbers than this is written in a thread."""
+"""An answer with more numbers than this is serialized in a thread."""
 
 _Positive = Annotated[int, Field(ge=1)]
 
 
 class _AskBody(Body):
-    """Fields that all of these have. ``timeout`` is in seconds, from the request's arrival."""
+    """Fields that all these bodies share. ``timeout``: seconds from the request's arrival."""
 
     accepted = frozenset({"user"})
 
     model: str | None = None
     truncate_prompt_tokens: int | None = None
     truncate: Literal["NONE", "END"] | None = None
-    """Cohere's: "END" cuts what is too long for the model."""
+    """Cohere's: "END" cuts off the end of a text that is too long for the model."""
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None
@@ -64,14 +64,14 @@ class _AskBody(Body):
         )
 
     def num_kept(self) -> int | None:
-        """Tokens that are kept of each text; -1 is as many as the model takes, ``None`` all."""
+        """Number of tokens kept of each text; -1 means as many as the model takes, ``None`` all."""
         if self.truncate_prompt_tokens is None and self.truncate == "END":
             return -1
         return self.truncate_prompt_tokens
 
 
 class EmbeddingsBody(_AskBody):
-    """OpenAI's ``/v1/embeddings``. ``dimensions`` keeps the first numbers of each vector."""
+    """OpenAI's ``/v1/embeddings``. ``dimensions``: number of leading components kept per vector."""
 
     input: str | Texts | TokenIds | list[TokenIds]
     encoding_format: Literal["float", "base64"] | None = None
@@ -92,7 +92,7 @@ class _Document(BaseModel):
 
 
 class RerankBody(_AskBody):
-    """Cohere's and Jina's ``/v1/rerank``. ``max_tokens_per_doc`` cuts each document."""
+    """Cohere's and Jina's ``/v1/rerank``. ``max_tokens_per_doc``: tokens kept of each document."""
 
     query: str
     documents: Annotated[list[str | _Document], Field(max_length=2**16)]
@@ -132,7 +132,7 @@ def embedding_routes(models: Models, bodies: BodyReader) -> list[Route]:
         as_base64, usage = body.encoding_format == "base64", _usage(Cost.of(made))
 
         def answer() -> Response:
-            # Item by item: Python lets no other thread run while it writes one.
+            # Item by item: while Python serializes one item, no other thread runs.
             data = ",".join(
                 json.dumps(
                     {

@@ -1,4 +1,4 @@
-"""What each error means to a client: one row for HTTP and gRPC."""
+"""How each kind of error is reported to clients: one row for HTTP and gRPC."""
 
 from typing import NamedTuple
 
@@ -34,25 +34,25 @@ class HeadTooLarge(QuireError):
 
 
 class BodyTooSlow(QuireError):
-    """The request's body is large and does not come."""
+    """The request's body is large and does not arrive in time."""
 
 
 class NotJson(QuireError):
-    """The request's body is of another type than JSON."""
+    """The request's body is not JSON."""
 
 
 class Kind(NamedTuple):
-    """One kind of error."""
+    """How one kind of error is reported."""
 
     status: int
     """The HTTP status."""
     type: str
-    """In OpenAI's API."""
+    """The ``type`` in OpenAI's error object."""
     code: str | None
-    """In OpenAI's API."""
+    """The ``code`` in OpenAI's error object."""
     grpc_code: StatusCode
     reason: str
-    """In an ErrorInfo over gRPC."""
+    """The ``reason`` in an ErrorInfo over gRPC."""
 
 
 INVALID = Kind(400, "invalid_request_error", None, StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST")
@@ -60,7 +60,7 @@ INTERNAL = Kind(500, "server_error", "internal_error", StatusCode.INTERNAL, "INT
 
 
 def kind_of(error: Exception) -> Kind:
-    """`INTERNAL` for an error that no client should see."""
+    """The kind of ``error``; `INTERNAL` for an error that no client should see."""
     return next((kind for type_, kind in _KINDS.items() if isinstance(error, type_)), INTERNAL)
 
 
@@ -100,7 +100,7 @@ _KINDS: dict[type[Exception], Kind] = {
         504, "timeout_error", "deadline_exceeded", StatusCode.DEADLINE_EXCEEDED
     ),
 }
-"""A class before the classes that it is made from."""
+"""By exception class. A subclass comes before its base classes."""
 
 STATUSES = {
     400: "A field is unknown or out of its range, or the prompt is too long: `param` names it.",
@@ -115,4 +115,4 @@ STATUSES = {
     503: "No replica group can take it now.",
     504: "Its deadline passed.",
 }
-"""What HTTP statuses of errors mean."""
+"""What the HTTP statuses of errors mean."""

@@ -1,7 +1,7 @@
 """``POST`` of completions, chats, responses and messages: generated text, whole or as a stream.
 
-The status of a stream is decided by its first chunk; what goes wrong later is an ``error`` event in
-the stream. A client that goes away takes its requests with it.
+The first chunk decides the status of a stream; a later failure is an ``error`` event in the stream.
+If a client disconnects, its requests are aborted.
 """
 
 import asyncio
@@ -47,14 +47,14 @@ from quire.worker.api.request import Prepared, Prompt, Request
 from quire.worker.api.sampling_params import SamplingParams
 
 TIMEOUT_HEADER = "X-Request-Timeout"
-"""Seconds from the request's arrival to its last token, as ``timeout`` in the body."""
+"""Timeout in seconds from the request's arrival to its last token, like ``timeout`` in the body."""
 TIMING_HEADER = "X-Request-Timing"
-"""With "1", the answer of a completion or a chat says when what happened: `timing_of`."""
+"""With "1", the answer to a completion or chat has the timing of its steps: `timing_of`."""
 
 _MANY_STEPS = 2**15
 
 Run = Callable[[Take], Awaitable[None]]
-"""Hands the chunks of an answer on."""
+"""Passes the chunks of an answer to the given function."""
 
 _KINDS: Mapping[str, tuple[type[GenerationBody], type[Format], str]] = {
     "/v1/completions": (CompletionBody, CompletionFormat, "cmpl-"),
@@ -62,7 +62,7 @@ _KINDS: Mapping[str, tuple[type[GenerationBody], type[Format], str]] = {
     "/v1/responses": (ResponsesBody, ResponsesFormat, "resp_"),
     "/v1/messages": (MessagesBody, MessagesFormat, "msg_"),
 }
-"""By path: the body, the format of the answer, and how its id begins."""
+"""By path: the body's type, the answer's format, and the prefix of its id."""
 
 
 def generation_routes(models: Models, bodies: BodyReader) -> list[Route]:
@@ -91,7 +91,7 @@ async def _generate(
         tells_timing = request.headers.get(TIMING_HEADER) == "1"
         ignored = ", ".join(body.ignored)
         forms, echo, new_format = body.forms, Echo.of(body), format_type.of(body)
-        # The prompts go once they are token ids, not with the answer.
+        # Frees the prompts as soon as they are token ids, not with the answer.
         del body
         answer = of_model.answer(
             requests,
@@ -145,9 +145,9 @@ class _OfModel:
         tool_use: ToolUse | None,
         tells_timing: bool,
     ) -> Response:
-        """The whole answer; or, with ``options``, a stream, whose first chunk decides its status.
+        """The whole answer, or a stream if ``options`` is set; its first chunk decides its status.
 
-        Once the requests are prepared, their list is emptied and ``hold`` released.
+        Once the requests are prepared, their list is emptied and ``hold`` is released.
         """
         with told_of(forms):
             prepared = [await self._gateway.prepare(each, tool_use=tool_use) for each in requests]
@@ -188,14 +188,14 @@ class _OfModel:
             if options is None
             else EventStream(partial(_relay, run, shape, options))
         )
-        response.headers["X-Request-Id"] = reply_id  # Unless the client has a name for it.
+        response.headers["X-Request-Id"] = reply_id  # `RequestIds` prefers the client's.
         if options is None:
             now_s = time.monotonic()
             response.headers["Server-Timing"] = server_timing(timeline.current(), now_s=now_s)
         return response
 
     def _answers(self, name: str, prepared: Prepared, tool_use: ToolUse | None) -> Iterator[Answer]:
-        """One for each of the prompt's choices, where it is a chat."""
+        """One `Answer` for each choice of a chat's prompt; none for other requests."""
         if tool_use is None:
             return
         dialect = self._gateway.dialect
@@ -213,8 +213,8 @@ class _OfModel:
 
 
 def _fingerprint(request: Prepared) -> str:
-    """Covers the weights, the adapter's too, and the numerics: equal requests with equal seeds have
-    equal answers as long as it is the same."""
+    """A hash of the weights (with the adapter's) and of the numerics. As long as it is unchanged,
+    equal requests with equal seeds have equal answers."""
     card = request.model
     assert card is not None, "a gateway prepared the request"
     parts = [card.model_fingerprint, card.kv_dtype, card.numerics, request.adapter]
@@ -247,7 +247,7 @@ def _asked_for(
 
 
 def _timeout_s(request: HttpRequest, body: GenerationBody) -> float | None:
-    """The shorter one of the header's and the body's. Raises InvalidRequest."""
+    """The shorter of the header's and the body's timeout. Raises InvalidRequest."""
     given = request.headers.get(TIMEOUT_HEADER)
     if given is None:
         return body.timeout
@@ -261,7 +261,7 @@ def _timeout_s(request: HttpRequest, body: GenerationBody) -> float | None:
 
 
 async def _collect(run: Run, shape: Format) -> Response:
-    """The whole answer; where the deadline passed, an error with what there is of it."""
+    """The whole answer; after a passed deadline, an error with the part that was generated."""
 
     async def take(chunk: Chunk) -> None:
         shape.take(chunk)
@@ -280,14 +280,15 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 
 
 class _LongResponse(JSONResponse):
-    """Encoded by an encoder that lets other threads run meanwhile, as `json.dumps` does not."""
+    """Uses the encoder written in Python, during which other threads can run; `json.dumps` holds
+    the GIL."""
 
     def render(self, content: object) -> bytes:
         return "".join(_ENCODER.iterencode(content)).encode()
 
 
 async def _relay(run: Run, shape: Format, options: StreamOptions, write: Write) -> None:
-    """Writes the events of a stream. What fails once one was written is its last event."""
+    """Writes the events of a stream. A failure after the first event becomes the last event."""
     is_begun = False
 
     async def take(chunk: Chunk) -> None:

@@ -1,4 +1,4 @@
-"""What every service that takes requests needs of a call: its name, its time and its size."""
+"""Helpers of all gRPC services that take requests: a call's id, headers, deadline and size."""
 
 from collections.abc import Collection
 
@@ -13,22 +13,23 @@ from quire.worker.api.errors import InvalidRequest
 
 _SMALL_MESSAGE_BYTES = 2**16
 _MAX_ITEMS = 1024
-"""Entries that a list among the sampling parameters may have."""
+"""Most entries of a list among the sampling parameters."""
 
 
 def client_id(context: Context) -> str:
-    """The client's name for the request, in ``x-request-id`` as over HTTP."""
+    """The client's own id for the request, in ``x-request-id`` as over HTTP."""
     return next((sane_client_id(value) for value in header(context, "x-request-id")), "")
 
 
 def header(context: Context, name: str) -> list[str]:
-    """The values of a call's metadata by that name, those of text."""
+    """The text values of the call's metadata under ``name``."""
     metadata = context.invocation_metadata() or ()
     return [value for key, value in metadata if key == name and isinstance(value, str)]
 
 
 def remaining_s(context: Context) -> float | None:
-    """Until the call's deadline, where it has one. Raises DeadlineExceeded: it has passed."""
+    """Seconds until the call's deadline; ``None`` without one. Raises DeadlineExceeded if it has
+    passed."""
     left_s = context.time_remaining()
     if left_s is not None and left_s <= 0:
         raise DeadlineExceeded("the call came after its deadline")
@@ -36,8 +37,8 @@ def remaining_s(context: Context) -> float | None:
 
 
 def held(request: Message, models: Models) -> Hold:
-    """Counts a large request's bytes. Raises Overloaded: others have them, and it is here already,
-    so that to wait would need memory."""
+    """Counts a large request's bytes against the budget. Raises Overloaded if there is no room: the
+    message is in memory already, so that waiting would not bound memory."""
     num_bytes = request.ByteSize()
     if num_bytes <= _SMALL_MESSAGE_BYTES:
         return Hold(lambda: None)
@@ -55,7 +56,7 @@ def held(request: Message, models: Models) -> Hold:
 
 
 def check_lists(sampling: Message) -> None:
-    """Raises InvalidRequest before a list that no request may have becomes a million objects."""
+    """Raises InvalidRequest before a list beyond the limit is converted to a million objects."""
     for field, value in sampling.ListFields():
         is_list = isinstance(value, Collection) and not isinstance(value, str)
         if is_list and len(value) > _MAX_ITEMS:

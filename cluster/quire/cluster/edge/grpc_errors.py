@@ -1,12 +1,12 @@
-"""What a call that fails tells its client: a status, and messages of `google.rpc` beside it.
+"""Errors of gRPC calls: a status, with details in messages of `google.rpc`.
 
     ErrorInfo    a reason for programs, such as CONTEXT_EXCEEDED, in the domain "quire"
     BadRequest   the field that an invalid argument is about, as a path within the request
-    RetryInfo    when to try again, where that can help
+    RetryInfo    when to try again, if that can help
 
-They travel in the trailing metadata ``grpc-status-details-bin``, where clients of gRPC look for
-them. An unexpected exception is logged under an incident number and reaches the client as INTERNAL
-with that number, without details.
+The details travel in the trailing metadata ``grpc-status-details-bin``, where gRPC clients look for
+them. An unexpected exception is logged under an incident number; the client receives INTERNAL with
+that number and no details.
 """
 
 import asyncio
@@ -32,13 +32,14 @@ from quire.worker.api.errors import InvalidRequest, QuireError
 
 _log = logging.getLogger(__name__)
 
-# The message travels as the status's, in which gRPC writes %XX for a byte that is not printable,
-# and in base64 within the details. Clients refuse trailers above 8 KB, and with them the status.
+# The message travels twice: in the status, where gRPC writes %XX for each byte that is not
+# printable, and in base64 within the details. Clients refuse trailers above 8 KB, and lose the
+# status with them.
 _MAX_MESSAGE_BYTES = 1500
 _MAX_DESCRIPTION_BYTES = 300
 _MAX_DEPTH = 4
 
-Descriptor = Any  # A class of its own for each of protobuf's implementations.
+Descriptor = Any  # Each protobuf implementation has its own class.
 Context = grpc.aio.ServicerContext[object, object]
 
 
@@ -46,16 +47,16 @@ Context = grpc.aio.ServicerContext[object, object]
 async def statuses(
     context: Context, request: Message, *, aliases: Mapping[str, str] | None = None
 ) -> AsyncIterator[None]:
-    """Turns what is raised inside into a gRPC status; a client that left as it was written to
-    cancels, as one does that left before.
+    """Turns exceptions inside the block into gRPC statuses. A write to a client that has
+    disconnected cancels the call, as an earlier disconnect does.
 
-    ``aliases``: what ``request`` calls the fields that our messages name otherwise.
+    ``aliases``: names of ``request``'s fields that differ from Quire's own messages, by our name.
     """
     try:
         yield
     except grpc.aio.AbortError:
         raise
-    except grpc.aio.InternalError as error:  # Of gRPC's core, where a call's connection is gone.
+    except grpc.aio.InternalError as error:  # Raised by gRPC's core if the connection is gone.
         raise asyncio.CancelledError from error
     except Exception as error:
         kind = kind_of(error)
@@ -86,7 +87,8 @@ async def refuse(
     details: list[Message] | None = None,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> None:
-    """Ends the call: it raises. ``reason`` and ``info`` are an ErrorInfo before ``details``."""
+    """Ends the call by raising. ``reason`` and ``info`` become an ErrorInfo ahead of
+    ``details``."""
     timeline.current().error = reason
     message = _cut(message, _MAX_MESSAGE_BYTES)
     status = Status(code=code.value[0], message=message)
@@ -115,8 +117,8 @@ def _details(error: Exception, request: Message, aliases: Mapping[str, str]) -> 
 
 @lru_cache(maxsize=64)
 def _paths(message: Descriptor) -> dict[str, str]:
-    """The paths of its fields and oneofs by name, those of nested messages too; of several with
-    one name, the outermost."""
+    """The paths of the message's fields and oneofs by name, including nested messages. If several
+    have the same name, the outermost is taken."""
     found: dict[str, str] = {}
     level = [("", message)]
     for _ in range(_MAX_DEPTH):
@@ -134,7 +136,7 @@ def _paths(message: Descriptor) -> dict[str, str]:
 
 
 def _retry_metadata(error: Exception) -> tuple[tuple[str, str], ...]:
-    """When to try again: for those who read HTTP's header, and for gRPC's own retries."""
+    """When to retry: as HTTP's header, and in the form that gRPC's own retries read."""
     if not isinstance(error, Overloaded):
         return ()
     pushback_ms = round(error.retry_after_s * 1000)

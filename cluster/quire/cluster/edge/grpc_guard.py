@@ -1,17 +1,17 @@
-"""Ends gRPC connections that flood: those that send more than their calls explain.
+"""Ends gRPC connections that flood: those that send more bytes than their calls account for.
 
-gRPC core reads every frame of a client before any code of ours runs, and bounds few of them: header
-blocks without end, frames that change nothing, streams that are reset at once. All of them are
-bytes, which the kernel counts for each connection, under TLS too. A thread compares these, many
-times a second, with what the connection's calls explain, which `Account` counts. Clients without a
-call that was let in, *strangers*, explain nothing.
+gRPC core reads every frame of a client before any code of ours runs, and limits few of them:
+endless header blocks, frames that change nothing, streams that are reset at once. All of them are
+bytes, which the kernel counts for each connection, under TLS too. A thread compares these counts,
+many times a second, with the bytes that the connection's calls explain (`Account`). Clients without
+an admitted call, *strangers*, have nothing that explains their bytes.
 
-gRPC core also takes whole messages before the event loop knows of their calls. So bytes are held
-against a connection once the event loop has had time for its calls, except during floods.
+gRPC core also receives whole messages before the event loop knows of their calls. So bytes count
+against a connection only once the event loop has had time for its calls, except during floods.
 
-An address that floods again and again is shut out for a while: its strangers end, and the kernel
-drops its new connections. Nothing here is done for a token: an account changes with a call, and a
-look takes two system calls for each connection.
+An address that floods repeatedly is shut out for a while: the connections of its strangers are
+ended, and the kernel drops its new connections. None of this costs time per token: an account
+changes once per call, and a check takes two system calls per connection.
 """
 
 import asyncio
@@ -44,50 +44,53 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 4 * 2**20
-"""Longest message from a client. gRPC holds it whole before a handler sees it, for each call."""
+"""Longest message from a client. gRPC holds each call's message whole before a handler sees it."""
 
 _LOOK_S = 0.01
 _MAX_SHARE = 0.05
-"""Share of one core's time for looks: beside thousands of connections they come less often."""
+"""Share of one core's time for checks: with thousands of connections, they become rarer."""
 _DESCRIPTORS_S = 0.5
-"""How often the number of file descriptors is read, which grows by doubling."""
+"""How often the number of file descriptors, which grows by doubling, is read, in seconds."""
 _NUM_TURNS = 5
-"""How often the event loop turns, between looks, until it must know of a connection's calls."""
+"""Event loop turns, counted between checks, after which it must know of a connection's calls."""
 _MAX_WAITING_BYTES = 256 * 2**20
-"""Of all connections for whose calls the event loop had no time yet: they fill memory."""
+"""Most unexplained bytes, over all connections, whose calls the event loop had no time for: they
+fill memory."""
 _ALLOWED_BYTES = 512 * 2**10
-"""Beside what calls explain."""
+"""Bytes allowed to a connection beyond those that its calls explain."""
 _ALLOWED_IN_ATTACK_BYTES = 96 * 2**10
-"""The same during floods, for addresses that flooded or that no client came from: gRPC core takes
-0.4 s of CPU for a MiB of headers."""
+"""`_ALLOWED_BYTES` during floods, for addresses that flooded or that no admitted client came from:
+gRPC core takes 0.4 s of CPU for a MiB of headers."""
 _MAX_EXCESS_BYTES = 2**20
-"""Bytes that all strangers together may send beyond that. More is a flood from many addresses."""
+"""Bytes beyond their allowances that all strangers together may send. More is a flood from many
+addresses."""
 _ALLOWED_LET_IN_BYTES = 64 * 2**20
-"""The allowance of a client that has been let in: calls that are cancelled before the event loop
-sees them explain nothing."""
+"""`_ALLOWED_BYTES` of an admitted client: calls that are cancelled before the event loop sees them
+explain nothing."""
 _ALLOWED_BYTES_PER_S = 16 * 2**10
-"""So that a balancer may ask for our health several times a second, for ever."""
+"""Lets a load balancer check our health several times a second without end."""
 _CALL_BYTES = 16 * 2**10
-"""What a call explains beside its messages: the longest headers that are let in."""
+"""Bytes that a call explains besides its messages: the longest headers that are admitted."""
 _STRANGE_CALL_BYTES = 4 * 2**10
-"""What a stranger's call counts for: answering it takes about as long as reading these."""
+"""Bytes charged for a stranger's call: answering it takes about as long as reading these."""
 _FRAMING = 1.25
-"""Bytes on the wire for each of a message: frames, and TLS's records."""
+"""Bytes on the wire per byte of a message, with frames and TLS records."""
 _MAX_FLOODS = 2
-"""Floods from one address, after which it is shut out."""
+"""Floods from one address after which it is shut out."""
 _MAX_FLOODS_SHARED = 40
-"""The same for an address that clients use too: it may be a load balancer's."""
+"""Floods after which an address that clients also use is shut out: it may be a load balancer's."""
 _MEMORY_S = 600.0
 _MAX_REMEMBERED = 4096
 _MAX_ORPHANS = 1024
 _ORPHAN_S = 10.0
 _MAX_SHUT_OUT = 64
-"""A filter's length, which each new connection is compared with, is bounded."""
+"""Most addresses shut out at once: the kernel's filter compares each new connection with all."""
 
 
 @dataclass(slots=True)
 class Account:
-    """What the calls of one connection explain. Written by the event loop, read by the guard."""
+    """The bytes that one connection's calls explain. Written by the event loop, read by the
+    guard."""
 
     explained_bytes: float = 0.0
     num_strange_calls: int = 0
@@ -99,11 +102,12 @@ class Account:
         self.explained_bytes += _CALL_BYTES
 
     def not_let_in(self) -> None:
-        """A call without a key, or one that needs none."""
+        """Counts a call without a key, or one that needs none."""
         self.num_strange_calls += 1
 
     def message_due(self) -> None:
-        """Any part of it may come, also where the call ends before the whole has."""
+        """Counts a whole message in advance: any part of it may arrive, even if the call ends
+        first."""
         self.explained_bytes += _FRAMING * MAX_MESSAGE_BYTES
 
     def message_came(self, num_bytes: int) -> None:
@@ -117,7 +121,8 @@ class _Connection:
     peer: str
     account: Account
     over_since: int | None = None
-    """The event loop's turn when too many bytes were first seen; ``None`` while they are few."""
+    """The event loop's turn at which too many bytes were first seen; ``None`` while there are
+    few."""
 
 
 class GrpcGuard:
@@ -129,26 +134,27 @@ class GrpcGuard:
         *,
         cut: Callable[[str], object] = lambda reason: None,
     ) -> None:
-        """``cut`` hears the reason of each connection that is ended: ``flood``, ``address`` (it has
-        too many) or ``room`` (another needed it)."""
+        """``cut`` receives the reason of each connection that is ended: ``flood``, ``address`` (the
+        address has too many connections) or ``room`` (another connection needed the place)."""
         self._limits = limits
         self._cut = cut
         self._port = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_turns = 0
         self._is_turning = False
-        # Of this look: bytes that wait for the event loop to turn, and strangers' that do not.
+        # In this check: bytes that wait for the event loop's turns, and strangers' bytes that do
+        # not.
         self._num_waiting_bytes = self._num_excess_bytes = 0.0
         self._accounts: dict[str, Account] = {}  # By peer, as gRPC writes it.
-        self._connections: dict[int, _Connection] = {}  # By gRPC's descriptor.
+        self._connections: dict[int, _Connection] = {}  # By gRPC's file descriptor.
         self._descriptors = range(0)
         self._descriptors_due_s = 0.0
         self._others: dict[int, Cookie] = {}
-        self._is_to_be_told = False  # Whether the kernel knows others than `_shut_out`.
-        self._shut_out: dict[str, float] = {}  # By host, as are the next: until when;
-        self._floods: dict[str, tuple[float, int]] = {}  # when the last one was, and how many;
-        self._flooded_s = -inf  # The last of any.
-        self._let_in: dict[str, float] = {}  # when one of its clients was there last.
+        self._is_to_be_told = False  # Whether the kernel's filter is out of date.
+        self._shut_out: dict[str, float] = {}  # By host: when its shut-out ends.
+        self._floods: dict[str, tuple[float, int]] = {}  # By host: time and count of floods.
+        self._flooded_s = -inf  # Time of the last flood.
+        self._let_in: dict[str, float] = {}  # By host: when an admitted client was last seen.
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="grpc-guard", daemon=True)
 
@@ -157,14 +163,14 @@ class GrpcGuard:
         return len(self._connections)
 
     def account(self, peer: str) -> Account:
-        """The account of the connection from ``peer``, as gRPC writes it."""
+        """The account of the connection from ``peer``, written as by gRPC."""
         if not peer.startswith("ipv4:"):
             peer = unquote(peer)
         account = self._accounts.get(peer)
         return self._accounts.setdefault(peer, Account()) if account is None else account
 
     def start(self, port: int) -> None:
-        """Called in the event loop that serves the port."""
+        """Starts the thread. Must be called in the event loop that serves the port."""
         self._port = port
         self._loop = asyncio.get_running_loop()
         self._thread.start()
@@ -192,7 +198,7 @@ class GrpcGuard:
         self._find()
         self._num_waiting_bytes = self._num_excess_bytes = 0.0
         for fd, connection in list(self._connections.items()):
-            if fd in self._connections:  # Else it went with another of its address.
+            if fd in self._connections:  # It may have been ended with its address.
                 self._judge(fd, connection, now_s)
         if self._num_waiting_bytes:
             self._let_turn()
@@ -201,7 +207,7 @@ class GrpcGuard:
         self._sweep(now_s)
 
     def _find(self) -> None:
-        """Takes in connections that are new, and forgets those that are gone."""
+        """Adds new connections, and forgets those that are gone."""
         gone = self._connections.keys() | self._others.keys()
         for fd in self._descriptors:
             cookie = cookie_of(fd)
@@ -231,7 +237,7 @@ class GrpcGuard:
         self._others.pop(fd, None)
 
     def _judge(self, fd: int, connection: _Connection, now_s: float) -> None:
-        """Ends a connection that floods."""
+        """Ends the connection if it floods."""
         acked, received = acked_and_received(fd)
         is_stranger, host = connection.account.is_stranger, connection.host
         if not is_stranger:
@@ -259,11 +265,12 @@ class GrpcGuard:
         refilled = _ALLOWED_BYTES_PER_S * (now_s - account.begin_s)
         if account.is_stranger:
             return refilled - _STRANGE_CALL_BYTES * account.num_strange_calls
-        # Those who read send frames about it, shorter than ours.
+        # Clients that read an answer also send frames about it, which are shorter than our bytes.
         return refilled + account.explained_bytes + acked
 
     def _had_time(self, connection: _Connection, unexplained: float) -> bool:
-        """Whether the event loop must know by now of calls that could explain what has come."""
+        """Whether the event loop must know by now of calls that could explain the received
+        bytes."""
         if connection.over_since is None:
             connection.over_since = self._num_turns
         num_turns = self._num_turns - connection.over_since
@@ -271,7 +278,7 @@ class GrpcGuard:
         return num_turns >= _NUM_TURNS or is_too_much
 
     def _let_turn(self) -> None:
-        """Counts the event loop's next turn."""
+        """Asks the event loop to count its next turn."""
         if self._loop is not None and not self._is_turning:
             self._is_turning = True
             with contextlib.suppress(RuntimeError):  # The loop is closed.
@@ -282,7 +289,7 @@ class GrpcGuard:
         self._is_turning = False
 
     def _is_shared(self, host: str, now_s: float) -> bool:
-        """Whether a client that was let in came from there."""
+        """Whether an admitted client came from ``host`` recently."""
         return now_s - self._let_in.get(host, -inf) < _MEMORY_S
 
     def _flooded(self, fd: int, connection: _Connection, now_s: float) -> None:
@@ -302,7 +309,7 @@ class GrpcGuard:
         self._shut_out[host] = until_s
         while len(self._shut_out) > _MAX_SHUT_OUT:
             del self._shut_out[min(self._shut_out, key=self._shut_out.__getitem__)]
-        self._tell_kernel()  # Before they could come back.
+        self._tell_kernel()  # Before they can reconnect.
         for fd, each in list(self._connections.items()):
             if each.host == host and each.account.is_stranger:
                 self._end(fd, each, "flood")
@@ -315,7 +322,8 @@ class GrpcGuard:
             self._tell_kernel()
 
     def _tell_kernel(self) -> None:
-        """Each socket that listens has a filter; those that it lets pass are ended as they come."""
+        """Attaches the filter to each listening socket; if that fails, tries again at the next
+        check."""
         self._is_to_be_told = False
         for fd in descriptors():
             cookie = cookie_of(fd)
@@ -326,10 +334,10 @@ class GrpcGuard:
                     shut_out(listener, self._shut_out)
             except OSError as error:
                 _log.warning("the kernel shuts out no address: %s", error)
-                self._is_to_be_told = True  # At the next look.
+                self._is_to_be_told = True  # At the next check.
 
     def _bound(self) -> None:
-        """Ends connections that are too many: the newest of an address, the oldest strangers."""
+        """Ends connections above the limits: an address's newest ones, and the oldest strangers."""
         limits = self._limits
         num_excess = len(self._connections) - limits.max_connections
         if limits.max_connections_per_address is None and num_excess <= 0:
@@ -345,7 +353,7 @@ class GrpcGuard:
                 self._end(fd, each, "room")
 
     def _sweep(self, now_s: float) -> None:
-        """Forgets accounts of calls that were read after their connection's end."""
+        """Forgets accounts that were made for calls read after their connection had ended."""
         if len(self._accounts) <= len(self._connections) + _MAX_ORPHANS:
             return
         peers = {each.peer for each in self._connections.values()}
@@ -365,4 +373,4 @@ def _remember(memory: dict[str, T], host: str, what: T) -> None:
     memory.pop(host, None)
     memory[host] = what
     if len(memory) > _MAX_REMEMBERED:
-        del memory[next(iter(memory))]  # The one that was set first.
+        del memory[next(iter(memory))]  # The oldest entry.

@@ -1,8 +1,8 @@
-"""The messages of clients' gRPC calls, on any server of ours.
+"""Reads the messages of clients' gRPC calls, for any server of ours.
 
-One that cannot be decoded ends its call as INVALID_ARGUMENT; gRPC itself answers UNKNOWN, with the
-decoder's exception as Python shows it. One that does not come ends its call as DEADLINE_EXCEEDED;
-gRPC itself waits. All are counted in their connection's `Account`.
+A message that cannot be decoded ends its call as INVALID_ARGUMENT; gRPC itself answers UNKNOWN with
+Python's text of the decoder's exception. A message that does not arrive ends its call as
+DEADLINE_EXCEEDED; gRPC itself waits. All messages are counted in their connection's `Account`.
 """
 
 import asyncio
@@ -20,21 +20,22 @@ from quire.cluster.edge.grpc_errors import Context, refuse
 from quire.cluster.edge.grpc_guard import Account
 from quire.worker.api.errors import InvalidRequest
 
-Handler = Any  # A grpc.RpcMethodHandler, which is generic for type checkers only.
+Handler = Any  # A grpc.RpcMethodHandler; only type checkers see it as generic.
 
 
 class Malformed(InvalidRequest):
-    """A message that cannot be decoded, or none where there must be one. Raised where it is read
-    and told once the handler has ended: gRPC loses a status that is sent beside a message."""
+    """A message that cannot be decoded, or a missing one. Raised where the message is read, and
+    sent once the handler has ended: gRPC loses a status that is sent at the same time as a
+    message."""
 
 
 class GrpcMessages(grpc.aio.ServerInterceptor):
-    """Reads them instead of gRPC, which would tell a handler of its call only with the message.
+    """Reads messages instead of gRPC, which calls a handler only once the message has arrived.
 
     Args:
         account_of: The account of a peer's connection.
-        open_services: Those that let in everyone, whose calls therefore explain nothing.
-        timeout_s: For the message of a call that has one.
+        open_services: Services that need no key; their calls therefore explain no bytes.
+        timeout_s: Longest wait for the message of a call that has one.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class GrpcMessages(grpc.aio.ServerInterceptor):
         behavior = getattr(handler, kind)
 
         async def given(context: Context) -> Any:
-            """What the behavior is called with."""
+            """The request, or the stream of requests, that the behavior receives."""
             account = self._account_of(context.peer())
             if is_open:
                 account.not_let_in()
@@ -80,7 +81,7 @@ class GrpcMessages(grpc.aio.ServerInterceptor):
 def _calling(
     behavior: Callable[..., Any], given: Callable[[Context], Awaitable[Any]]
 ) -> Callable[..., Any]:
-    """``behavior``, of the same kind, behind its request."""
+    """``behavior`` as a handler that reads its request first; a stream stays a stream."""
     if inspect.isasyncgenfunction(behavior):
 
         async def stream(_: object, context: Context) -> AsyncIterator[Any]:

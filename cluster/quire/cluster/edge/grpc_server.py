@@ -1,6 +1,6 @@
 """The `Inference` service that clients call, with `Admin`, health checking and reflection.
 
-Errors carry the status codes that ``inference.proto`` promises, and the details of `grpc_errors`.
+Errors carry the status codes documented in ``inference.proto``, and the details of `grpc_errors`.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Request, Text, 
 _SPARE_CONNECTIONS = 64
 _PIECE_TOKENS = 2**16
 _MAX_JSON_CHARS = 2**16
-"""Longest JSON of a chat template's variables, or of a message's other fields."""
+"""Longest JSON text of a chat template's variables, or of a message's other fields."""
 _MAX_TOOLS_CHARS = 2**20
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
@@ -44,14 +44,14 @@ _OPEN = (health.SERVICE_NAME, V1, V1ALPHA)
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """A gateway's models over gRPC."""
+    """The models of a gateway, over gRPC."""
 
     def __init__(self, models: Models, *, keys: ApiKeys | None = None) -> None:
         self._models = models
         self._keys = keys
 
-    # Writes instead of yielding: a cancelled call then raises inside the handler at once, where a
-    # suspended generator would wait for the garbage collector.
+    # Handlers write instead of yielding: a cancelled call then raises inside the handler at once,
+    # while a suspended generator would wait for the garbage collector.
     async def Generate(  # type: ignore[override]
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
@@ -74,7 +74,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                         timeout_s=remaining_s(context),
                     )
                 )
-            request.Clear()  # The prompt is token ids now, and the call may last.
+            request.Clear()  # Frees the prompt: it is token ids now.
             await model.run([prepared], lambda chunk: context.write(response_of(chunk)))
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
@@ -162,20 +162,20 @@ def build_grpc_server(
     limits: ConnectionLimits | None = None,
     guard: GrpcGuard | None = None,
 ) -> grpc.aio.Server:
-    """A server without ports, for the caller to add them, start it and stop it with grace.
+    """A server without ports. The caller adds them, starts it, and stops it with a grace period.
 
-    With the package smg-grpc-proto it speaks `vllm.grpc.engine` too.
+    With the package smg-grpc-proto, it also serves `vllm.grpc.engine`.
 
-    Its health is SERVING while at least one replica group takes requests. ``keys``: what clients
-    of `Inference` must show; without them, everyone is let in. ``limits``: of its connections.
-    ``guard``: of the port that the caller will add.
+    Its health is SERVING while at least one replica group takes requests. ``keys``: the API keys
+    that clients of `Inference` must show; without them, every client is let in. ``limits``: limits
+    on its connections. ``guard``: guards the port that the caller will add.
     """
     limits = limits or ConnectionLimits()
     account_of: Callable[[str], Account] = guard.account if guard else lambda peer: Account()
     interceptors: list[grpc.aio.ServerInterceptor] = [
         GrpcMessages(account_of=account_of, open_services=_OPEN, timeout_s=limits.body_timeout_s)
     ]
-    if keys is not None:  # First, so that a stranger is told nothing else.
+    if keys is not None:  # First, so that clients without a key learn nothing else.
         auth = GrpcAuth(
             keys, open_services=_OPEN, refused=lambda peer: account_of(peer).not_let_in()
         )
@@ -205,23 +205,23 @@ def build_grpc_server(
 def _options(limits: ConnectionLimits, max_inflight: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        # One more is closed as it comes. The guard makes room where strangers hold connections.
+        # Connections above this are closed on arrival. The guard ends strangers' to make room.
         ("grpc.max_allowed_incoming_connections", limits.max_connections + _SPARE_CONNECTIONS),
-        # Above what a gateway takes in flight: past it, a client waits without being told why.
+        # More than a gateway takes in flight: beyond this limit, clients wait without an error.
         ("grpc.max_concurrent_streams", 2 * max_inflight),
         ("grpc.server_handshake_timeout_ms", _ms(limits.head_timeout_s)),
         ("grpc.max_connection_idle_ms", _ms(limits.idle_timeout_s)),
         ("grpc.max_connection_age_ms", _ms(GRPC_CONNECTION_AGE_S)),
-        # Past the first, more and more are refused; past the second, all.
+        # Above the first limit, ever more calls are refused; above the second, all.
         ("grpc.max_metadata_size", 8 * 2**10),
         ("grpc.absolute_max_metadata_size", 16 * 2**10),
-        # Little may be read of a flood until the guard's next look.
+        # Small, so that little of a flood is read before the guard's next check.
         ("grpc.tcp_receive_buffer_size", 128 * 2**10),
         ("grpc.experimental.tcp_max_read_chunk_size", 16 * 2**10),
-        # A client that vanished without a word is noticed, and its streams end.
+        # Detects clients that vanished without closing the connection, and ends their streams.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
-        # Clients may ask as often as gRPC lets them; those that ask more often are cut off.
+        # Clients may ping as often as gRPC allows; those that ping more often are disconnected.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.http2.max_ping_strikes", 2),
     ]
@@ -232,7 +232,7 @@ def _ms(seconds: float) -> int:
 
 
 class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
-    """grpc.health.v1, following the gateway's readiness."""
+    """The grpc.health.v1 service; it follows the gateway's readiness."""
 
     def __init__(self, models: Models, services: Iterable[str]) -> None:
         super().__init__()
@@ -243,7 +243,8 @@ class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
         models.watch(self._on_change)
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
-        """Ends when the gateway drains: who watches would keep it until the grace is over."""
+        """Ends when the gateway drains; otherwise watchers would keep it until the grace period is
+        over."""
         unknown = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         shown = None
         while True:
@@ -252,7 +253,7 @@ class _GatewayHealth(health.aio.HealthServicer):  # type: ignore[misc]
             if status != shown:
                 await context.write(health_pb2.HealthCheckResponse(status=status))
                 shown = status
-                continue  # It may have changed while that was written.
+                continue  # It may have changed during the write.
             if self._models.is_draining:
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")
             await changed.wait()

@@ -1,6 +1,7 @@
 """Exceptions as OpenAI's API reports them.
 
-An unexpected exception is logged under an incident number and reaches the client as that number.
+An unexpected exception is logged under an incident number, and the client receives only that
+number.
 """
 
 import logging
@@ -24,12 +25,12 @@ from quire.worker.api.errors import ContextExceeded, InvalidRequest, QuireError
 
 _log = logging.getLogger(__name__)
 
-# A client that is gone is answered for the access log alone; nginx uses this number.
+# The status, in the access log alone, of a client that disconnected; nginx uses this number.
 _CLIENT_CLOSED_REQUEST = 499
 _MAX_CHARS = 2000
 """Longest error message."""
 _MAX_PATH = 100
-"""Characters of an unknown path that are compared with those that there are."""
+"""How many characters of an unknown path are compared with the known paths."""
 
 
 _UNIONS = {
@@ -37,9 +38,9 @@ _UNIONS = {
     "stop": "a string or a list of strings",
     "content": "a string or a list of parts such as {'type': 'text', 'text': '…'}",
 }
-"""The kinds that a union field may have."""
+"""The types that a union field accepts."""
 _PROMPTS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
-"""What the prompt is called there."""
+"""The name of the prompt's field, by path."""
 
 _ANTHROPIC_PATHS = "/v1/messages"
 _ANTHROPIC_TYPES = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
@@ -69,7 +70,7 @@ def error_body(error: Exception) -> dict[str, dict[str, object]]:
 
 
 def anthropic_error(body: Mapping[str, Any], *, status: int = 0) -> dict[str, object]:
-    """``body``, as `error_body` has it, in the words of Anthropic's API."""
+    """``body``, in the form of `error_body`, converted to the form of Anthropic's API."""
     error = body["error"]
     type_ = _ANTHROPIC_TYPES.get(error["type"], error["type"])
     said = {"type": _ANTHROPIC_STATUSES.get(status, type_), "message": error["message"]}
@@ -77,13 +78,14 @@ def anthropic_error(body: Mapping[str, Any], *, status: int = 0) -> dict[str, ob
 
 
 def worded_for(path: str, body: Mapping[str, Any], *, status: int) -> Mapping[str, Any]:
-    """``body``, an error's, as clients of ``path`` know errors."""
+    """The error ``body`` in the form that clients of ``path`` expect."""
     is_anthropic = path == _ANTHROPIC_PATHS or path.startswith(f"{_ANTHROPIC_PATHS}/")
     return anthropic_error(body, status=status) if is_anthropic else body
 
 
 def error_headers(error: Exception) -> dict[str, str]:
-    """Whether and when to try again. OpenAI's clients do after each 429 and 5xx, unless told."""
+    """Headers for retries: whether and when. OpenAI's clients retry each 429 and 5xx unless told
+    not to."""
     if not isinstance(error, QuireError):
         return {}
     if error.retry_after_s is not None:
@@ -103,7 +105,7 @@ async def _handle(request: Request, error: Exception) -> Response:
 
 
 async def _handle_http(request: Request, error: HTTPException) -> Response:
-    """An unknown path or method."""
+    """The answer to an unknown path or method."""
     message = f"{request.method} {request.url.path}: {error.detail}"
     if error.status_code == 404:
         routes = [route.path_format for route in request.app.routes if isinstance(route, Route)]
@@ -145,23 +147,24 @@ def _describe(error: Exception) -> tuple[Kind, dict[str, dict[str, object]]]:
 
 def _message(error: Exception) -> str:
     if isinstance(error, ContextExceeded):
-        # Those who shorten prompts by themselves look for OpenAI's words.
+        # Clients that shorten prompts by themselves search for OpenAI's wording.
         return f"this model's maximum context length is {error.max_model_len} tokens: {error}"
-    message = str(error)  # It may quote what a client sent, which may be megabytes.
+    message = str(error)  # It may quote megabytes that a client sent.
     return message if len(message) <= _MAX_CHARS else f"{message[:_MAX_CHARS]}…"
 
 
 def _validation_body(error: ValidationError) -> dict[str, dict[str, object]]:
-    """The first of the errors; a union reports one for each of its members, of which the one that
-    found a list too long is the right one."""
+    """The first of the validation errors. A union reports an error for each of its members; if one
+    member found a list too long, that error is chosen."""
     errors = error.errors(include_url=False, include_context=False)
     first = next((each for each in errors if each["type"] == "too_long"), errors[0])
     param = str(first["loc"][0]) if first["loc"] else None
     for field, kinds in _UNIONS.items():
-        # Behind its name, a union's error has the member that refused, which nobody has asked for.
+        # After the field's name, a union's location names the member, which means nothing to a
+        # client.
         if first["type"] != "too_long" and field in first["loc"][:-1]:
             location = first["loc"][: first["loc"].index(field) + 1]
-            # The first member, a string, was given all of it.
+            # The first member, a string, received all of the value.
             message = f"{_shown(location, first['input'])}: must be {kinds}"
             return _body(message, INVALID, param=param)
     if first["type"] in ("missing", "too_long"):

@@ -5,12 +5,12 @@
     KEY *            an operator's              keys:
                                                   - {name: ci, tenant: acme, hash: "sha256:…"}
 
-The second is YAML; its first line begins with ``tenants:`` or ``keys:``. It has only the SHA-256 of
-each key. A fast hash is enough, as a key is a random number of 256 bits (`new_key`): nobody can try
-them all, so that a slow hash would protect nothing and cost each request. It does not protect a
-short key that a person has chosen; a hash does not show that.
+The second format is YAML; its first line begins with ``tenants:`` or ``keys:``. It holds only the
+SHA-256 of each key. A fast hash is enough for keys that are 256-bit random numbers (`new_key`):
+nobody can try them all, so a slow hash would protect nothing and cost time on each request. A fast
+hash does not protect a short key that a person chose, and nothing in a hash shows that.
 
-No message has a part of a line or a value: a key may stand where it does not belong.
+Error messages never quote a line or a value: a key may stand in the wrong place.
 """
 
 import hashlib
@@ -42,18 +42,18 @@ Name = Annotated[str, StringConstraints(pattern=rf"^{_NAME}\z")]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """On whose behalf a request comes."""
+    """The owner of a request, by its API key."""
 
     tenant: str = ""
-    """Has no "/" and tells nothing of a key; empty where there are no keys."""
+    """Has no "/" and reveals nothing of a key; empty if no keys are configured."""
     key_name: str = ""
-    """Which of the tenant's keys it shows; empty where keys have no names."""
+    """The name of the tenant's key that was shown; empty if keys have no names."""
     is_operator: bool = False
-    """Sees the decisions on everyone's requests."""
+    """Whether the caller sees the routing decisions on all tenants' requests."""
 
     @property
     def sees(self) -> str | None:
-        """The tenant whose decisions it sees; ``None`` is all of them."""
+        """The tenant whose decisions the caller sees; ``None`` means all tenants."""
         return None if self.is_operator else self.tenant
 
 
@@ -65,17 +65,17 @@ EVERYONE = Caller(is_operator=True)
 class KnownKey:
     caller: Caller
     expires_s: float = inf
-    """When it ends, in seconds since 1970."""
+    """When the key expires, in seconds since 1970."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeysFile:
-    """What a file says."""
+    """The content of a keys file."""
 
     keys: dict[bytes, KnownKey]
-    """The known keys, by `digest`."""
+    """The accepted keys, by `digest`."""
     policies: dict[str, TenantPolicy] = field(default_factory=dict)
-    """Limits by tenant; a tenant without an entry has none."""
+    """Limits by tenant; a tenant without an entry is not limited."""
 
 
 class KeyEntry(BaseModel):
@@ -87,7 +87,7 @@ class KeyEntry(BaseModel):
     tenant: Name
     hash: Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}\z")]
     expires: datetime | date | None = None
-    """A date is its beginning. Without a time zone it is UTC."""
+    """A date expires at its start. Without a time zone, the time is UTC."""
 
     @property
     def expires_s(self) -> float:
@@ -118,13 +118,13 @@ def hash_of(key: str) -> str:
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """A new random key of 256 bits."""
     return f"qk-{secrets.token_urlsafe(_KEY_BYTES)}"
 
 
 def read_keys_file(path: Path) -> KeysFile:
-    """Raises ConfigError: the file cannot be read, has no key, or a line or field is not as it must
-    be."""
+    """The keys and policies of a file. Raises ConfigError if the file cannot be read, has no key,
+    or has a malformed line or field."""
     text = read_text(path)
     found = _of_entries(path, *entries_of(path, text)) if is_second(text) else _of_lines(path, text)
     if not found.keys:
@@ -135,7 +135,7 @@ def read_keys_file(path: Path) -> KeysFile:
 
 
 def read_text(path: Path) -> str:
-    """Raises ConfigError."""
+    """The file's text. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size > _MAX_FILE_BYTES:
@@ -143,12 +143,12 @@ def read_text(path: Path) -> str:
             return file.read().decode()
     except OSError as error:
         raise ConfigError(f"{_named(path)} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:  # Whose words have the bytes.
+    except UnicodeDecodeError as error:  # Its message quotes the bytes.
         raise ConfigError(f"{_named(path)} cannot be read: it is not UTF-8") from error
 
 
 def is_second(text: str) -> bool:
-    """Whether ``text`` is of the second format."""
+    """Whether ``text`` has the second format."""
     lines = (line.strip() for line in text.splitlines())
     first = next((each for each in lines if each and each != "---" and each[0] != "#"), "")
     return _SECOND_FORMAT.match(first) is not None
@@ -175,7 +175,7 @@ def _of_lines(path: Path, text: str) -> KeysFile:
 
 def entries_of(path: Path, text: str) -> tuple[dict[str, TenantPolicy], list[KeyEntry]]:
     """The tenants and the keys of the second format. Raises ConfigError."""
-    # Here and not above: those without a file need none.
+    # Imported here and not above: gateways without a keys file do not need it.
     import yaml
 
     loader = yaml.SafeLoader(text)
@@ -224,7 +224,7 @@ def _of_entries(path: Path, policies: dict[str, TenantPolicy], entries: list[Key
 
 def _invalid(path: Path, root: Any, error: ValidationError) -> ConfigError:
     errors = error.errors(include_url=False, include_input=False, include_context=False)
-    # A field that is misspelled is unknown and missing.
+    # A misspelled field is reported as unknown and as missing; the first error names it.
     first = next((each for each in errors if each["type"] == "extra_forbidden"), errors[0])
     node, name = _at(root, first["loc"])
     match first["type"]:
@@ -242,7 +242,7 @@ def _invalid(path: Path, root: Any, error: ValidationError) -> ConfigError:
 
 
 def _at(root: Any, location: tuple[int | str, ...]) -> tuple[Any, str]:
-    """The node nearest to ``location``, and the name of its field where it is a known one."""
+    """The YAML node nearest to ``location``, and the name of its field if that is known."""
     import yaml
 
     node, name = root, ""
@@ -279,7 +279,8 @@ def _named(path: Path) -> str:
 
 
 def _own_tenant(key: str) -> str:
-    """No name in a keys file is one of these. Not the digest by which keys are known: who is told
-    the one, as groups are, must not have the other."""
+    """The tenant of a key without a tenant name. No tenant in a keys file can have this name. It
+    differs from the digest that keys are looked up by: groups learn tenant names and must not learn
+    the digest."""
     named = hashlib.sha256(b"quire tenant\0" + key.encode()).hexdigest()
     return f"#{named[:_OWN_TENANT_CHARS]}"

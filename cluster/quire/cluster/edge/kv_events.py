@@ -1,13 +1,13 @@
-"""One subscriber's stream of what the groups of a model have cached, as `SubscribeKvEvents` has it.
+"""One subscriber's stream of the cached blocks of a model's groups, for `SubscribeKvEvents`.
 
-Each group is a rank of its own, with sequence numbers of its own: 1, 2, … without a gap. The stream
-begins with a snapshot of the first group that answers; other groups, those that come later among
-them, have their blocks stored by events. A group that goes has its blocks removed: an
-AllBlocksCleared of one rank would clear the others too at a subscriber that keeps one index for all
-of them. Load records come with every batch, and alone at each heartbeat.
+Each group is a data-parallel rank with its own sequence numbers: 1, 2, … without a gap. The stream
+begins with a snapshot of the first group that answers; the blocks of all other groups, including
+later ones, are sent as stored events. If a group leaves, its blocks are sent as removed: one rank's
+AllBlocksCleared would also clear the other ranks at a subscriber that keeps a single index. Load
+records come with every batch, and alone at each heartbeat.
 
-A subscriber that reads slowly has the groups' streams wait, and gets what differs in the end; one
-that does not read is cut off.
+If a subscriber reads slowly, the groups' streams wait, and it receives the net difference in the
+end. A subscriber that does not read is disconnected.
 """
 
 import asyncio
@@ -35,45 +35,46 @@ from quire.worker.api.errors import QueueFull
 _log = logging.getLogger(__name__)
 
 _MAX_BATCHES = 4
-"""Batches that may wait for the subscriber."""
+"""Most batches that wait for the subscriber."""
 _PAUSE_S, _MAX_PAUSE_S = 0.1, 5.0
-"""Before a group's events are asked for again; doubles until a digest agrees. Without it, a group
-whose digest never does would be asked for all its blocks ten times a second."""
+"""Delay in seconds before a group's events are requested again; it doubles until a digest agrees.
+Without it, a group whose digest never agrees would be asked for all its blocks ten times a
+second."""
 
 
 Write = Callable[[common.KvEventBatch], Awaitable[object]]
 
 
 class Outlet:
-    """Writes to a call. gRPC takes no status while a write is under way, and a write to one that
-    does not read has no end: `settle` waits until a status can be sent."""
+    """Writes to a call. gRPC accepts no status during a write, and a write to a client that does
+    not read never ends: `settle` waits until a status can be sent."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
         self._under_way: asyncio.Future[object] | None = None
 
     async def write(self, message: common.KvEventBatch) -> None:
-        """Can be cancelled; the write goes on."""
+        """Sends ``message``. If the caller is cancelled, the write continues."""
         self._under_way = asyncio.ensure_future(self._write(message))
         await asyncio.shield(self._under_way)
 
     async def settle(self) -> None:
-        """Returns once the subscriber has read on, or has left."""
+        """Returns once the subscriber reads again, or has left."""
         if self._under_way is not None:
             await asyncio.gather(self._under_way, return_exceptions=True)
 
 
 class SubscriberStalled(QueueFull):
-    """A subscriber has read nothing for too long."""
+    """A subscriber has not read for too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KvEventsConfig:
     heartbeat_s: float = 0.5
     stall_s: float = 30.0
-    """A subscriber that takes no batch for so long is cut off."""
+    """Time in seconds without a read after which a subscriber is disconnected."""
     max_subscribers: int = 8
-    """Bound of a gateway: for each subscriber, every group tells its events once more."""
+    """Most subscribers of a gateway: for each, every group sends all its events once more."""
 
 
 @dataclass
@@ -83,12 +84,12 @@ class _Rank:
     ledger: Ledger
     reader: asyncio.Task[None] | None = None
     sequence_number: int = 0
-    """Number of the last batch."""
+    """Number of the last batch that was sent."""
 
 
 @dataclass
 class _Batch:
-    """What the subscriber is to be sent next of a rank."""
+    """The next changes of a rank to send to the subscriber."""
 
     rank: _Rank
     changes: Sequence[Change] = ()
@@ -97,13 +98,13 @@ class _Batch:
 
 @dataclass
 class Ranks:
-    """The number of each group, for all subscribers of a gateway. None is given twice."""
+    """Rank numbers of groups, for all subscribers of a gateway. No number is used twice."""
 
     _numbers: dict[str, int] = field(default_factory=dict)
     _next: Iterator[int] = field(default_factory=itertools.count)
 
     def of(self, client: GroupClient, attached: Iterable[GroupClient]) -> int:
-        """The rank of an attached group; those of groups that are gone are forgotten."""
+        """The rank number of an attached group. Forgets those of groups that are gone."""
         group_id = client.description.group_id
         if group_id not in self._numbers:
             names = {each.description.group_id for each in attached}
@@ -115,7 +116,7 @@ class Ranks:
 
 
 class Subscription:
-    """Runs for one subscriber until it leaves, or `run` raises."""
+    """Serves one subscriber until it leaves or `run` raises."""
 
     def __init__(
         self,
@@ -126,8 +127,8 @@ class Subscription:
         adapter_names: Callable[[], Mapping[str, str]],
         loads_at_once: bool,
     ) -> None:
-        """``adapter_names``: by which clients know adapters, by their digests. ``loads_at_once``:
-        load records come before the first batch of a rank, too."""
+        """``adapter_names``: clients' names of adapters, by digest. ``loads_at_once``: whether load
+        records are sent before a rank's first batch, too."""
         self._groups = groups
         self._numbers = ranks
         self._config = config
@@ -145,11 +146,11 @@ class Subscription:
         self._samples = itertools.count(1)
 
     async def run(self, write: Write, is_over: Callable[[], bool]) -> None:
-        """Sends batches by ``write``, which waits for the subscriber, until ``is_over``.
+        """Sends batches with ``write``, which waits for the subscriber, until ``is_over``.
 
         Raises:
-            SubscriberStalled: It reads nothing.
-            Unavailable: It is over, or the snapshot at the beginning could not be ended.
+            SubscriberStalled: The subscriber does not read.
+            Unavailable: ``is_over`` is true, or the first snapshot could not be completed.
         """
         keeper = asyncio.create_task(self._keep_ranks(is_over))
         writer = asyncio.create_task(self._write_all(write))
@@ -166,7 +167,7 @@ class Subscription:
         raise Unavailable("the gateway stops, or the model's groups were replaced")
 
     async def _keep_ranks(self, is_over: Callable[[], bool]) -> None:
-        """Has a reader for each group that takes requests."""
+        """Keeps one reader for each group that takes requests."""
         while not is_over():
             groups = self._groups
             clients = [each for each in groups.clients if groups.is_routed_to(each)]
@@ -194,7 +195,7 @@ class Subscription:
             await self._tell(rank, changes)
 
     async def _follow(self, rank: _Rank) -> None:
-        """Tells a group's blocks for as long as it takes requests."""
+        """Sends a group's blocks as long as it takes requests."""
         doing = f"reading the contents of the blocks of the group at {rank.client.address}"
         failures, pause_s = FailureLog(_log), _PAUSE_S
         while True:
@@ -239,7 +240,7 @@ class Subscription:
                     changes = []
                 await asyncio.sleep(0)
         except Gap:
-            if chunk is None:  # The ledger has these; what is wrong with them comes next.
+            if chunk is None:  # The ledger has these; the repair follows.
                 await self._tell(rank, changes)
             raise
         await self._tell(rank, changes, chunk)
@@ -309,7 +310,7 @@ class Subscription:
         )
 
     def _load(self, rank: _Rank, *, is_alone: bool) -> common.EngineLoad | None:
-        """``None`` where none is known, since the group has gone or has said nothing."""
+        """The group's load; ``None`` if it is unknown: the group left or has not reported any."""
         if not rank.client.is_attached:
             return None
         group = rank.client.description

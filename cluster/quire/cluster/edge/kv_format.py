@@ -1,7 +1,7 @@
-"""What groups have cached and how busy they are, in the messages of `SubscribeKvEvents`.
+"""Cached blocks and loads of groups in the messages of `SubscribeKvEvents`.
 
-Media are named as in vLLM. Blocks that a chain has one behind the other are one event, whose parent
-is the block before the first.
+Media are named as in vLLM. Consecutive blocks of a chain form one event, whose parent is the block
+before the first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ _TIERS = (
 def events_of(
     changes: Sequence[Change], *, adapter_names: Mapping[str, str]
 ) -> Iterator[common.KvCacheEvent]:
-    """Without their ids. ``adapter_names``: by which clients know an adapter, by its digest."""
+    """Events without ids. ``adapter_names``: clients' names of adapters, by digest."""
     for change in changes:
         tier, medium = _TIERS[change.tier]
         if not isinstance(change, Told):
@@ -65,8 +65,8 @@ def _runs(blocks: Sequence[Block]) -> Iterator[Sequence[Block]]:
 def load_of(
     group: pb.GroupDescription, load: pb.Load, *, sample: int, is_alone: bool
 ) -> common.EngineLoad:
-    """A group's load record. ``is_alone``: in a batch without events, where there is room for what
-    nobody routes by."""
+    """A group's load record. ``is_alone``: whether its batch has no events; then the record also
+    has figures that routers do not use."""
     usage = load.num_held_blocks / group.num_blocks if group.num_blocks else 0.0
     record = common.EngineLoad(
         running_requests=load.num_running,

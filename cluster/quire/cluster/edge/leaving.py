@@ -1,10 +1,10 @@
-"""How a process leaves a port that others share (SO_REUSEPORT), without losing a connection.
+"""How a process leaves a port shared with others (SO_REUSEPORT) without losing a connection.
 
-The kernel deals each new connection to one of the listening sockets. When one of them is closed, it
-resets the connections that were dealt to it and not accepted. So the socket is first closed to new
-ones, by a filter that drops their first packet; those that have begun are accepted; then it is
-closed. A client whose first packet was dropped repeats it after a second, and is dealt to another
-socket.
+The kernel assigns each new connection to one of the listening sockets. When a socket is closed, the
+kernel resets connections that were assigned to it and not yet accepted. So a filter first drops the
+initial packets of new connections, then the connections that have begun are accepted, and then the
+socket is closed. A client whose initial packet was dropped repeats it after a second, and is
+assigned to another socket.
 """
 
 import asyncio
@@ -24,19 +24,19 @@ from quire.cluster.edge.own_sockets import (
 )
 
 HANDSHAKE_S = 0.3
-"""Time for the last packet of a connection's handshake, a round trip after the first."""
+"""Time in seconds for the last packet of a connection's handshake, a round trip after the first."""
 _LOOK_EVERY_S = 0.25
 _ACCEPTED_S = 5.0
-"""Time for a listening socket's owner to accept the connections that wait there."""
+"""Time in seconds for a socket's owner to accept the connections that wait at it."""
 
 _TCP_INFO_BYTES = 104
 _NUM_WAITING_AT = 24
-"""Offset in a listening socket's TCP_INFO of the number of connections that wait to be accepted."""
+"""Offset of the number of connections waiting to be accepted in a listening socket's TCP_INFO."""
 
 
 async def stop_listening(listener: socket.socket) -> None:
-    """Ends ``listener``, once its owner has accepted what was dealt to it. The owner still has to
-    close it."""
+    """Shuts ``listener`` down once its owner has accepted the connections assigned to it. The owner
+    still has to close it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # Without the filter a few connections may be reset.
             drop_new_connections(listener.fileno())
@@ -50,15 +50,15 @@ async def stop_listening(listener: socket.socket) -> None:
 
 
 async def stop_listening_at(port: int) -> None:
-    """The same for all sockets of this process that listen at ``port``, whoever owns them."""
+    """Shuts down all sockets of this process that listen at ``port``, as `stop_listening` does."""
     with contextlib.ExitStack() as stack:
         ours = [stack.enter_context(each) for each in listeners_at(port)]
         await asyncio.gather(*map(stop_listening, ours))
 
 
 def listeners_at(port: int) -> Iterator[socket.socket]:
-    """Duplicates of the sockets of this process that listen at ``port``, for the caller to close.
-    gRPC shows nobody its own."""
+    """Duplicates of the sockets of this process that listen at ``port``; the caller closes them.
+    gRPC does not expose its own."""
     for each in _ours_at(port):
         if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             yield each
@@ -67,8 +67,8 @@ def listeners_at(port: int) -> Iterator[socket.socket]:
 
 
 async def wait_until_left(host: str, port: int, *, timeout_s: float) -> None:
-    """Until this process has no connection at ``port``, nobody else listens there whom a client
-    could turn to, or ``timeout_s`` has passed."""
+    """Returns once this process has no connection at ``port``, no other process listens there for
+    its clients to connect to, or ``timeout_s`` has passed."""
     loop = asyncio.get_running_loop()
     end_s = loop.time() + timeout_s
     while loop.time() < end_s and _is_listened_at(host, port) and _has_any_at(port):
@@ -84,9 +84,9 @@ def _num_waiting(listener: socket.socket) -> int:
 
 
 def _ours_at(port: int) -> Iterator[socket.socket]:
-    """Duplicates of this process's sockets that are bound to ``port``, for the caller to close;
-    none where there is no ``/proc``."""
-    seen: set[Cookie] = set()  # A duplicate may get a number that is still to be looked at.
+    """Duplicates of this process's sockets that are bound to ``port``; the caller closes them.
+    There are none without ``/proc``."""
+    seen: set[Cookie] = set()  # Duplicates may get numbers still ahead in the loop.
     for fd in descriptors() if sys.platform == "linux" else ():
         cookie = cookie_of(fd)
         if cookie is None or cookie in seen:
@@ -116,7 +116,7 @@ def _is_connected(found: socket.socket) -> bool:
 
 def _is_listened_at(host: str, port: int) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        # So that only a socket that listens is in the way, and this one in nobody's.
+        # With this option, only a listening socket prevents the bind, and this one blocks nobody.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))

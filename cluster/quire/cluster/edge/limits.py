@@ -16,41 +16,41 @@ MAX_HEAD_BYTES = 64 * 2**10
 """Size of a request's first line and headers together."""
 MAX_HEADERS = 128
 GRPC_CONNECTION_AGE_S = 20.0
-"""After which a client of gRPC is told to open another connection and to begin no call on this one;
-calls under way go on. So gateways that came later get their share of clients, and one that leaves
-is left."""
+"""Age in seconds after which the server tells a gRPC client to open another connection and to begin
+no call on the old one; running calls go on. Gateways that started later so get their share of
+clients, and clients move away from a gateway that leaves."""
 GRPC_LEAVE_S = 1.1 * GRPC_CONNECTION_AGE_S + 1
-"""gRPC varies the age by a tenth; then comes a round trip."""
+"""Time until all gRPC clients have left: gRPC varies the age by a tenth, plus one round trip."""
 _FILES_PER_CONNECTION = 4
-"""HTTP and gRPC may each have a quarter of the files that a process may have open; half are left
-for groups, logs, connections that are being refused, and Ray."""
+"""HTTP and gRPC may each use a quarter of the process's limit of open files. Half are left for
+groups, logs, connections that are being refused, and Ray."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionLimits:
-    """Bounds of one server's connections.
+    """Limits on the connections of one server.
 
     Raises:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
 
     max_connections: int = 4096
-    """Connections that are open. One more takes the place of the one that has waited longest for a
-    request; where all have one, it is refused."""
+    """Most open connections. Another one takes the place of the connection that has waited longest
+    for a request; if all have a request, it is refused."""
     max_connections_per_address: int | None = None
-    """Connections from one address, over HTTP and over gRPC each; one more is closed. ``None``: as
-    many as there may be, since all clients may come by one load balancer."""
+    """Most connections from one address, separately over HTTP and gRPC; another one is closed.
+    ``None``: no separate limit, since all clients may come through one load balancer."""
     shut_out_s: float = 60.0
-    """An address that floods gRPC again and again gets no new connection for this time; 0: its
-    connections that flood are ended, and it is not shut out."""
+    """How long an address that floods gRPC repeatedly gets no new connection, in seconds. 0: its
+    flooding connections are ended, but it is not shut out."""
     head_timeout_s: float = 10.0
-    """From a connection's first byte, or a request's, to the end of its headers; a new connection's
-    TLS handshake is part of it."""
+    """Seconds from the first byte of a connection or request to the end of the headers. A new
+    connection's TLS handshake counts."""
     body_timeout_s: float = 60.0
-    """From there to the end of the request's body."""
+    """Seconds from the end of the headers to the end of the request's body."""
     idle_timeout_s: float = 75.0
-    """How long a connection is kept between requests. Longer than clients and load balancers keep
-    theirs, commonly up to 60 s: the side that closes should be the one that sends the requests."""
+    """How long a connection is kept between requests, in seconds. It is longer than clients and
+    load balancers keep theirs, commonly up to 60 s: the side that sends requests should close."""
 
     def __post_init__(self) -> None:
         if self.max_connections < 1:
@@ -68,7 +68,7 @@ class ConnectionLimits:
 
 
 def allowed_connections(wanted: int) -> int:
-    """``wanted``, or fewer where this process may not have as many files open.
+    """``wanted``, or fewer if this process may not open as many files.
 
     Raises the process's own limit of open files as far as needed and permitted.
     """

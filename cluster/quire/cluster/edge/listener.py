@@ -1,7 +1,7 @@
-"""A listening socket for HTTP, with or without TLS, and the connections that come in by it.
+"""An HTTP listening socket, with or without TLS, and the connections that it accepts.
 
-Connections are accepted here and not by uvicorn, which would know of one only after its TLS
-handshake: what counts is every socket that is open. uvicorn's server answers requests, and ends
+This module accepts connections itself: uvicorn learns of a connection only after its TLS handshake,
+but the connection limits count every open socket. uvicorn's server answers the requests and ends
 them in order at the stop.
 """
 
@@ -28,16 +28,16 @@ _log = logging.getLogger(__name__)
 
 _ACCEPT_PAUSE_S = 0.1
 _CUT_WITHIN_S = 1
-"""Time for requests that are cut off at the end of the drain to end."""
+"""How long requests that the end of the drain cancels may take to end, in seconds."""
 _BACKLOG = 1024
 
 
 class HttpListener:
     """Serves ``app`` from `start` to `stop`, in the event loop that both are called in.
 
-    ``cut`` hears the reason of each connection that is refused or closed early, and ``finish`` of
-    requests that do not come as far as ``app``, as `OpenConnections` says. Raises ConfigError where
-    uvicorn's version is not one that this extends.
+    ``cut`` receives the reason of each connection that is refused or closed early. ``finish``
+    receives the timeline of each request that does not reach ``app`` (see `OpenConnections`).
+    Raises ConfigError if this class does not support the installed version of uvicorn.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class HttpListener:
         self._refusal = raw_response(refusal)
 
     def start(self, listener: socket.socket) -> None:
-        """Takes over ``listener``, which listens and does not block."""
+        """Takes over ``listener``, a non-blocking socket that listens."""
         self._listener = listener
         self._tasks = [
             asyncio.create_task(self._accept(listener)),
@@ -84,9 +84,11 @@ class HttpListener:
         ]
 
     async def stop(self) -> None:
-        """Accepts nothing more, lets requests end for up to the drain's time, and closes all.
+        """Accepts no more connections, lets requests end for up to the drain timeout, then closes
+        all.
 
-        No client sees a connection closed that it was told to keep, unless it was idle for a while.
+        No client finds a connection closed that its last answer promised to keep, unless it has
+        been idle for `LEAVE_S`.
         """
         if self._listener is None:
             return
@@ -111,7 +113,7 @@ class HttpListener:
                 try:
                     client, address = await loop.sock_accept(listener)
                 except OSError as error:
-                    if error.errno == errno.EINVAL:  # Somebody has ended the listening socket.
+                    if error.errno == errno.EINVAL:  # The listening socket was shut down.
                         return
                     # The client is gone, or this process has no file descriptor left.
                     _log.warning("a connection cannot be accepted: %s", error)
@@ -141,19 +143,19 @@ class HttpListener:
         connection.opening = asyncio.current_task()
         loop = asyncio.get_running_loop()
         timeout_s = self.connections.limits.head_timeout_s if self._tls is not None else None
-        # Cancelled by the connection itself, when its time is over or its place is needed.
+        # The connection cancels this task when its deadline passes or its place is needed.
         with contextlib.suppress(OSError, asyncio.CancelledError):
             await loop.connect_accepted_socket(
                 lambda: connection, client, ssl=self._tls, ssl_handshake_timeout=timeout_s
             )
         connection.opening = None
-        if connection.transport is None:  # Also where nothing was raised: the client is gone.
+        if connection.transport is None:  # Also without an exception: the client is gone.
             connection.abort()
             client.close()
 
 
 class _Server(uvicorn.Server):
-    """Stopped by its listener: signals are for the process that it is a part of."""
+    """A uvicorn server that its listener stops. The process that it is part of handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -161,11 +163,12 @@ class _Server(uvicorn.Server):
 
 
 def listening_socket(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
-    """A socket for `HttpListener.start`; other processes of this node can share the port where all
-    of them say so. Raises OSError."""
+    """A socket for `HttpListener.start`. With ``is_shared``, other processes of this node can bind
+    the same port if they all set it. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # By its name: asyncio turns Nagle's algorithm off only where it reads that this is TCP, and a
-    # small piece of a stream would wait for up to 40 ms for the one before to be acknowledged.
+    # The protocol is named explicitly: asyncio turns Nagle's algorithm off only for sockets that
+    # say TCP. With Nagle's algorithm, a small piece of a stream would wait up to 40 ms for the
+    # previous one's ACK.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

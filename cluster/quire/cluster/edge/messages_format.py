@@ -1,10 +1,10 @@
-"""An answer of Anthropic's ``/v1/messages``: blocks of content, whole or as the events of a stream.
+"""Answers of Anthropic's ``/v1/messages``: content blocks, whole or as the events of a stream.
 
 message_start
 content_block_start          for each block
     content_block_delta      of its text, its thinking or a call's input
 content_block_stop
-message_delta                why it stopped, and the usage
+message_delta                the stop reason and the usage
 message_stop
 """
 
@@ -23,7 +23,7 @@ _DELTAS = {
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""By type of block: the type of its deltas, and the field that they add to."""
+"""By type of block: the type of its deltas, and the field that they extend."""
 
 
 class MessagesFormat(Format):
@@ -31,7 +31,7 @@ class MessagesFormat(Format):
         super().__init__(**fields)
         self._blocks: list[Json] = []
         self._texts: list[str] | None = None
-        """The texts of the last block while it is not done."""
+        """Texts of the open block; ``None`` if no block is open."""
         self._is_begun = False
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
 
@@ -51,7 +51,7 @@ class MessagesFormat(Format):
         if not self._is_begun:
             self._is_begun = True
             message = self._message()
-            # It is told before there is any of it.
+            # This event comes before any output.
             message["usage"]["output_tokens"] = 0
             told.append({"type": "message_start", "message": message})
         reason = chunk.finish_reason
@@ -90,7 +90,7 @@ class MessagesFormat(Format):
         }
 
     def _usage(self) -> Json:
-        """Tokens that were cached do not count as input here."""
+        """The usage. Cached tokens do not count as input in this API."""
         return {
             "input_tokens": self._num_prompt - self._num_cached,
             "cache_creation_input_tokens": 0,
@@ -107,7 +107,7 @@ class MessagesFormat(Format):
         return {"stop_reason": why, "stop_sequence": None}
 
     def _say(self, kind: str, text: str) -> list[Json]:
-        """More text, of a new block unless the last one is of its kind."""
+        """Adds text to the open block; begins a new one unless the open block is of ``kind``."""
         told: list[Json] = []
         if self._texts is None or self._blocks[-1]["type"] != kind:
             more: Json = {"signature": ""} if kind == "thinking" else {}
@@ -128,13 +128,13 @@ class MessagesFormat(Format):
         return [self._event("content_block_delta", delta={"type": kind, name: text})]
 
     def _end(self) -> list[Json]:
-        """Ends the last block, unless it is done."""
+        """Ends the open block, if any."""
         if self._texts is None:
             return []
         text, self._texts = "".join(self._texts), None
         block = self._blocks[-1]
         done = {"input": _input(text)} if block["type"] == "tool_use" else {block["type"]: text}
-        # Events that were told of it keep it as it was.
+        # Replaced, not changed: events already sent refer to the old object.
         self._blocks[-1] = {**block, **done}
         return [self._event("content_block_stop")]
 
@@ -143,7 +143,7 @@ class MessagesFormat(Format):
 
 
 def _input(arguments: str) -> Json:
-    """A call's arguments, as far as they went where the answer was cut off."""
+    """A call's arguments as an object; an answer that was cut off may have only part of them."""
     try:
         value = from_json(arguments, allow_partial="trailing-strings")
     except ValueError:

@@ -1,7 +1,7 @@
-"""The messages of Anthropic's API as those of a chat.
+"""Converts the messages of Anthropic's API to those of a chat.
 
-A message's thinking, text and calls are one message, as in the chat API: a conversation has the
-same tokens, and finds the same cached blocks, whichever way it came.
+A message's thinking, text and calls become one chat message. So a conversation has the same tokens,
+and finds the same cached blocks, through either API.
 """
 
 import json
@@ -17,7 +17,7 @@ from quire.worker.api.request import MAX_MESSAGES
 
 
 class Block(BaseModel):
-    """A piece of a message, of any type."""
+    """A content block of a message, of any type."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -50,12 +50,12 @@ Turns = Annotated[list[Turn], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
 class _Result(BaseModel):
-    """What a tool answered."""
+    """The result of a tool call."""
 
     content: Blocks
 
 
-# The fields that a block of a type must have, and those that change nothing.
+# By type of block: its required fields, and the fields that change nothing.
 _FIELDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "text": (("text",), ("cache_control",)),
     "thinking": (("thinking",), ("signature",)),
@@ -70,8 +70,8 @@ _TYPES = {
 
 
 def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
-    """The messages. Raises InvalidRequest: one is of another role, or a block of another type, or
-    lacks a field, or has one that is not known; or there is none."""
+    """The messages of the chat. Raises InvalidRequest if there is none, or if one has another role,
+    a block of an unsupported type, a missing field or an unknown field."""
     said = _texts(system, "system")
     messages: list[_Message] = [{"role": "system", "content": [said]}] if said else []
     num_before = len(messages)
@@ -103,7 +103,7 @@ def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
 
 
 def marks_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[tuple[str, object]]:
-    """Each block's ``cache_control``, with its place."""
+    """The ``cache_control`` of each block, with the block's place."""
     lists = [("system", system)]
     lists += [(f"messages[{index}].content", turn.content) for index, turn in enumerate(turns)]
     return [
@@ -114,7 +114,7 @@ def marks_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[tuple[str, 
 
 
 _Message = dict[str, Any]
-"""A message of a chat whose text is a list of pieces, of which there may be many."""
+"""A chat message whose text is a list of pieces, of which there may be many."""
 
 
 def _joined(message: _Message) -> ChatTurn:
@@ -124,7 +124,7 @@ def _joined(message: _Message) -> ChatTurn:
 
 
 def _add_system(messages: list[_Message], text: str) -> None:
-    """Adds a system's message; two in a row are one, as templates read the first alone."""
+    """Adds a system message. Consecutive ones are joined: templates read only the first."""
     if messages and messages[-1]["role"] == "system":
         messages[-1]["content"] += ["\n\n", text]
     else:
@@ -132,7 +132,7 @@ def _add_system(messages: list[_Message], text: str) -> None:
 
 
 def _user(blocks: Iterable[Block], place: str) -> list[_Message]:
-    """Results of tools are messages of their own; text in a row is one."""
+    """The messages of a user's turn: each tool result is one, consecutive texts are one."""
     messages: list[_Message] = []
     for number, block in enumerate(blocks):
         if block.type == "tool_result":
@@ -149,7 +149,7 @@ def _user(blocks: Iterable[Block], place: str) -> list[_Message]:
 
 
 def _add_assistant(messages: list[_Message], blocks: Iterable[Block]) -> None:
-    """Adds an assistant's message; two in a row are one, such as a prefill and its answer."""
+    """Adds an assistant message. Consecutive ones, such as a prefill and its answer, are joined."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
     message = messages[-1]

@@ -27,8 +27,8 @@ _CHOICE_FIELDS = ("type", "name", "disable_parallel_tool_use")
 
 
 class ThinkingFields(Body):
-    """``adaptive`` leaves it to the model, as without the field. ``budget_tokens`` is a hint:
-    ``max_tokens`` is the bound."""
+    """``adaptive`` leaves thinking to the model, like a missing field. ``budget_tokens`` is a hint;
+    ``max_tokens`` is the limit."""
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"display": ("summarized",)}
 
@@ -42,14 +42,14 @@ class OutputFields(Body):
 
 
 class MessagesFields(ChatFields):
-    """What decides the prompt."""
+    """The fields that determine the prompt."""
 
     # The client keeps its context itself.
     unserved = frozenset({"context_management"})
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "mcp_servers": ([],),
         "container": (),
-        # What the other endpoints have.
+        # Fields of the other endpoints.
         "reasoning_effort": (),
         "parallel_tool_calls": (),
         "add_generation_prompt": (),
@@ -100,7 +100,7 @@ class MessagesFields(ChatFields):
         return check_tool_use(tools, choice, is_parallel=is_parallel)
 
     def spans(self) -> Prompt:
-        """All messages are one prompt. A last one of the assistant's is the answer's beginning."""
+        """One prompt that holds all messages. A last assistant message is the answer's prefill."""
         turns = turns_of(self.system or (), self.messages)
         goes_on = turns[-1].role == "assistant"
         chat = self.chat(turns)
@@ -137,8 +137,8 @@ class MessagesBody(MessagesFields, GenerationBody):
 
     @property
     def keep_s(self) -> float:
-        """The longest time of the marks. All of the prompt is kept for it, not the part before the
-        mark alone."""
+        """The longest time, in seconds, of the ``cache_control`` marks. All of the prompt is kept
+        that long, not only the part before the mark."""
         marks: list[tuple[str, object]] = [("cache_control", self.cache_control)]
         marks += [
             (f"tools[{index}].cache_control", tool.get("cache_control"))
@@ -161,7 +161,7 @@ class MessagesBody(MessagesFields, GenerationBody):
 
 
 def _mark_s(place: str, mark: object) -> float:
-    """Seconds for which a mark asks to keep what it marks. Raises InvalidRequest."""
+    """How long a ``cache_control`` mark keeps its prefix, in seconds. Raises InvalidRequest."""
     if mark is None:
         return 0.0
     if isinstance(mark, dict) and mark.get("type") == "ephemeral":
@@ -176,13 +176,13 @@ def _mark_s(place: str, mark: object) -> float:
 
 
 def _is_hosted(tool: object) -> bool:
-    """Whether a tool runs on Anthropic's servers, or is known to its models alone. The model here
-    does not see it."""
+    """Whether a tool runs on Anthropic's servers, or is known only to its models. The model here
+    does not see such a tool."""
     return isinstance(tool, dict) and tool.get("type") not in (None, "custom")
 
 
 def _tool(place: str, tool: object) -> object:
-    """``tool`` as chats have it. Raises InvalidRequest: it is none of the client's own."""
+    """``tool`` in the form of chats. Raises InvalidRequest if it is not a client's own tool."""
     if not isinstance(tool, dict):
         raise InvalidRequest(f"{place}={reprlib.repr(tool)}: must be an object", param=place)
     for name, value in tool.items():
@@ -199,7 +199,7 @@ def _tool(place: str, tool: object) -> object:
 
 
 def _choice(given: object) -> tuple[object, bool]:
-    """The choice as chats have it, and whether there may be several calls."""
+    """The tool choice in the form of chats, and whether several calls are allowed."""
     if given is None:
         return None, True
     kind = given.get("type") if isinstance(given, dict) else None

@@ -1,10 +1,10 @@
-"""The models that a gateway serves, by all their names, and the LoRA adapters beside them.
+"""The models that a gateway serves, by all their names, and their LoRA adapters.
 
-    GET  /v1/models                 all of them, with what each is for; /v1/models/NAME is one
-    POST /v1/load_lora_adapter      gives an adapter a name, in place of one that has it
-    POST /v1/unload_lora_adapter    takes a name away
+    GET  /v1/models                 all models with their tasks; /v1/models/NAME returns one
+    POST /v1/load_lora_adapter      loads an adapter under a name, replacing one of that name
+    POST /v1/unload_lora_adapter    removes a name
 
-The latter two are vLLM's, and want an operator's key where there are keys.
+The latter two are vLLM's. They need an operator's key if keys are configured.
 """
 
 import time
@@ -22,7 +22,7 @@ LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
 class LoadAdapterBody(Body):
-    """vLLM's ``/v1/load_lora_adapter``. ``base_model_name`` is needed where several models take
+    """vLLM's ``/v1/load_lora_adapter``. ``base_model_name`` is needed if several models take
     adapters."""
 
     accepted = frozenset({"load_inplace"})
@@ -52,10 +52,10 @@ def model_routes(models: Models, bodies: BodyReader) -> list[Route]:
 
     async def one(request: Request) -> Response:
         name = request.path_params["model"]
-        if not name:  # The list, with a slash behind it.
+        if not name:  # The list's path, with a trailing slash.
             return await listed(request)
         if name not in models.troubles:
-            models.named(name)  # Raises, where there is none.
+            models.named(name)  # Raises if there is none.
         return JSONResponse(_described(name, models, created))
 
     async def load(request: Request) -> Response:
@@ -86,7 +86,7 @@ def _done(message: str, incomplete: str) -> Response:
 
 
 def _described(name: str, models: Models, created: int) -> dict[str, object]:
-    """``name`` may be an alias, or an adapter's."""
+    """The description of ``name``, which may be an alias's or an adapter's."""
     root = models.aliases.get(name, name)
     trouble = models.troubles.get(root, "")
     model = models.by_name.get(root) or models.adapters.named(root)
@@ -108,7 +108,8 @@ def _described(name: str, models: Models, created: int) -> dict[str, object]:
 
 
 def state_of(model: ModelService | None, trouble: str) -> str:
-    """A model that is "asleep" has no group until a request comes; one that "failed" gets none."""
+    """The state of a model. An "asleep" one starts a group at the first request; a "failed" one has
+    none."""
     if model and model.groups.num_ready:
         return "ready"
     if trouble or not model:

@@ -1,4 +1,4 @@
-"""One choice of a chat in OpenAI's words: content, reasoning and calls, as deltas or whole."""
+"""One choice of a chat in OpenAI's form: content, reasoning and tool calls, whole or as deltas."""
 
 import hashlib
 from typing import Any
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 
 
 class Answer:
-    """Reads one choice. ``name`` is unlike that of any other: ids of calls derive from it."""
+    """Parses one choice. ``name`` is unique among all choices: ids of tool calls derive from it."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Answer:
         goes_on: bool,
     ) -> None:
         self.has_calls = False
-        """Whether there are calls, all of them whole."""
+        """Whether there are tool calls and all of them are whole."""
         self._name = name
         self._calls = dialect.calls
         self._given_ids: dict[int, str] = {}
@@ -46,13 +46,13 @@ class Answer:
         )
 
     def deltas(self, text: str, *, is_last: bool) -> list[Json]:
-        """What ``text`` adds to the message."""
+        """The deltas that ``text`` adds to the message."""
         return [
             delta for event in self.events(text, is_last=is_last) if (delta := self._delta(event))
         ]
 
     def message(self, text: str) -> Json:
-        """The whole message, of all its text."""
+        """The whole message. ``text`` is all of the choice's text."""
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[Json] = []
@@ -72,7 +72,7 @@ class Answer:
         return message | (_reasoning("".join(reasoning)) if reasoning else {})
 
     def events(self, text: str, *, is_last: bool) -> list[Event]:
-        """What ``text`` adds to the answer, in nobody's words."""
+        """The events that ``text`` adds to the answer, independent of any API's format."""
         events = self._parser.feed(text)
         if is_last:
             events += self._parser.finish()
@@ -99,7 +99,7 @@ class Answer:
         return None
 
     def call_id(self, index: int) -> str:
-        """The id of a call that has begun."""
+        """The id of a tool call that has begun."""
         assert self._calls is not None
         if given_id := self._given_ids.get(index):
             return given_id
@@ -115,5 +115,5 @@ class Answer:
 
 
 def _reasoning(text: str) -> Json:
-    """Under the names by which different clients know it."""
+    """Reasoning under both names that clients use."""
     return {"reasoning_content": text, "reasoning": text}

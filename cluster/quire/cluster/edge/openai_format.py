@@ -1,7 +1,7 @@
-"""Generated chunks in the words of OpenAI's API: choices, deltas, log-probabilities, usage.
+"""Generated chunks in the form of OpenAI's API: choices, deltas, log-probabilities, usage.
 
-A `Format` lives as long as one HTTP request. It is fed the chunks of all its choices in the order
-in which they come, and gives either the pieces of a stream or, at the end, the whole answer.
+A `Format` lives as long as one HTTP request. It receives the chunks of all choices in the order in
+which they arrive, and returns either the events of a stream or, at the end, the whole answer.
 """
 
 import time
@@ -36,21 +36,21 @@ class _Choice:
 
 @dataclass
 class Echo:
-    """Prompts that are shown before their completions."""
+    """Prompts that the answer repeats before their completions."""
 
     texts: list[str | None]
-    """``None`` where the prompt came as token ids, or is truncated."""
+    """``None`` for a prompt that came as token ids or is truncated."""
     is_all: bool
-    """Nothing else is shown."""
+    """Whether only the prompt is shown, and nothing that was generated."""
     token_ids: Sequence[TokenIds] = ()
 
     @classmethod
     def of(cls, body: GenerationBody) -> "Echo | None":
-        """``None`` unless ``body`` asks for it."""
+        """The echo that ``body`` asks for; ``None`` if it asks for none."""
         if not isinstance(body, CompletionBody) or not body.echo:
             return None
         spans = [span for (span,) in body.prompts()]
-        # The echo of a truncated prompt is made from the tokens that are left.
+        # The echo of a truncated prompt is decoded from the tokens that are left.
         is_whole = not takes_any_length(body.params())
         texts = [span.text if isinstance(span, Text) and is_whole else None for span in spans]
         return cls(texts, is_all=body.shows_only_prompt)
@@ -58,7 +58,8 @@ class Echo:
     async def read(
         self, token_ids: Sequence[TokenIds], detokenize: Callable[..., Awaitable[str]]
     ) -> None:
-        """Takes the prompts' token ids, and the texts of those that came without."""
+        """Takes the prompts' token ids, and decodes the texts of those that came as token ids or
+        were truncated."""
         self.token_ids = token_ids
         for index, ids in enumerate(token_ids):
             if self.texts[index] is None:
@@ -66,7 +67,7 @@ class Echo:
 
 
 class Format(ABC):
-    """Base of all endpoints: counts usage.
+    """Base of all endpoints' formats: counts usage.
 
     ``num_per_prompt`` choices belong to each prompt; a prompt's tokens count once.
     """
@@ -87,11 +88,11 @@ class Format(ABC):
         answers: Sequence[Answer] = (),
         tells_timing: bool = False,
     ) -> None:
-        """``fingerprint`` names what decides the bits of an answer besides the request. With
-        ``prompt_token_ids``, one for each prompt, answers show token ids; with ``scores``, the
-        log-probabilities of prompts, which cannot be streamed; with ``tells_timing``, when what
-        happened. ``logprobs``: one for each choice,
-        where they are shown. ``answers``: of a chat, one for each choice."""
+        """``fingerprint``: names everything besides the request that decides the bits of an answer.
+        ``prompt_token_ids``: one entry per prompt; with it, answers show token ids. ``scores``:
+        whether answers show the prompts' log-probabilities, which cannot be streamed.
+        ``tells_timing``: whether they show the timing of steps. ``logprobs``: one entry per choice
+        if log-probabilities are shown. ``answers``: one entry per choice of a chat."""
         self._echo = echo
         self._tells_timing = tells_timing
         self._scores: dict[int, Sequence[TokenLogprobs]] | None = {} if scores else None
@@ -112,7 +113,7 @@ class Format(ABC):
 
     @classmethod
     def of(cls, body: GenerationBody) -> "Callable[..., Format]":
-        """What makes the format of the answer to ``body``."""
+        """A factory for the format of the answer to ``body``."""
         return cls
 
     @abstractmethod
@@ -128,21 +129,21 @@ class Format(ABC):
         """The stream's events for one chunk; none if the chunk holds no text yet."""
 
     def stream_end(self, options: StreamOptions) -> Sequence[Json | str]:
-        """What follows the last chunk's events."""
+        """The events that follow those of the last chunk."""
         return ()
 
     def stream_error(self, error: Json) -> Json:
-        """The last event of a stream that fails. ``error``: as `error_body` has it."""
+        """The last event of a stream that fails. ``error`` has the form of `error_body`."""
         return error
 
     def failed(self, error: Json) -> Json:
-        """What there is of an answer that failed, with ``error``."""
+        """A failed answer: the part that was generated, and ``error``."""
         return {**self.whole(), **error}
 
     @property
     def num_steps(self) -> int:
-        """How much work `whole` is, roughly: with log-probabilities, up to 21 tokens for each are
-        decoded one by one."""
+        """Roughly the cost of `whole`, in steps: with log-probabilities, up to 21 tokens per
+        position are decoded one by one."""
         num_scores = sum(len(scores) for scores in (self._scores or {}).values())
         return self._num_output * (100 if self._logprobs else 1) + 100 * num_scores
 
@@ -190,7 +191,8 @@ class ChoicesFormat(Format):
         }
 
     def _prompt_logprobs(self, prompt: int) -> list[Json | None] | None:
-        """The prompt's log-probabilities in vLLM's form; ``None`` unless asked for."""
+        """The prompt's log-probabilities in vLLM's form; ``None`` unless the request asked for
+        them."""
         if self._scores is None:
             return None
         scores = [self._by_token(entry) for entry in self._scores.get(prompt, ())]
@@ -220,7 +222,7 @@ class ChoicesFormat(Format):
         return [self._stream_object(choices=[piece]) | usage for piece in pieces]
 
     def _shown_ids(self, index: int, token_ids: Iterable[int], *, is_first: bool) -> Json:
-        """A choice's token ids, and its prompt's where it ``is_first``, if they are wanted."""
+        """A choice's token ids if they are shown, and its prompt's if ``is_first``."""
         if self._prompt_token_ids is None:
             return {}
         shown: Json = {"token_ids": list(token_ids)}
@@ -292,7 +294,7 @@ class CompletionFormat(ChoicesFormat):
         )
 
     def _echoed(self, index: int) -> str:
-        """The prompt's text, where it is shown before a choice."""
+        """The prompt's text if it is shown before this choice; else ""."""
         if self._echo is None:
             return ""
         return self._echo.texts[index // self._num_per_prompt] or ""
@@ -303,7 +305,7 @@ class CompletionFormat(ChoicesFormat):
             text = "" if self._echo.is_all else text
             text = (self._echoed(chunk.index) if chunk.start is not None else "") + text
         if not (text or chunk.logprobs or chunk.finish_reason or self._shows_ids(chunk)):
-            return []  # Its text is held back yet: half a character, or perhaps a stop string.
+            return []  # The text is held back: half a character, or perhaps a stop string.
         logprobs = None
         if self._logprobs:
             logprobs = self._logprobs[chunk.index].completion(chunk.logprobs)
@@ -344,8 +346,8 @@ class ChatFormat(ChoicesFormat):
         deltas = self._answers[chunk.index].deltas(chunk.text, is_last=is_last)
         pieces += [_delta(chunk.index, delta) for delta in deltas]
         if chunk.logprobs or is_last or self._shows_ids(chunk):
-            # They are said with the last of its text, or by themselves where a marker or what may
-            # become one has none.
+            # These go with the last piece of the chunk's text. A chunk without a piece, such as
+            # (part of) a marker, gets a piece of its own.
             if not deltas:
                 pieces.append(_delta(chunk.index, {}))
             pieces[-1] |= {

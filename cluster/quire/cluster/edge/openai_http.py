@@ -37,11 +37,11 @@ def build_http_app(
     allow_origins: Sequence[str] = (),
     ignore_unknown_fields: bool = False,
 ) -> ASGIApp:
-    """The application, to be served by any ASGI server in the gateway's event loop.
+    """The application. Any ASGI server can serve it in the gateway's event loop.
 
-    ``keys``: what clients must show; without them, everyone is let in. ``allow_origins``: from
-    which origins' pages browsers may call; "*" is all. ``ignore_unknown_fields``: of bodies, rather
-    than refuse the request.
+    ``keys``: the API keys; without them, every client is let in. ``allow_origins``: the origins
+    whose pages may call from browsers (CORS); "*" is all. ``ignore_unknown_fields``: whether
+    unknown fields of bodies are ignored; otherwise such a request is refused.
     """
     bodies = BodyReader(
         models.bodies,
@@ -63,7 +63,7 @@ def build_http_app(
     )
     if keys is not None:
         app = HttpAuth(app, keys=keys, headers=models.tenants.headers)
-    if allow_origins:  # Around the keys: a browser asks first, and shows none.
+    if allow_origins:  # Around the keys: a CORS preflight request shows no key.
         app = CORSMiddleware(
             app,
             allow_origins=allow_origins,
@@ -78,20 +78,21 @@ def build_http_app(
                 *LIMIT_HEADERS,
             ],
         )
-    # Outermost, so that internal errors carry the id too.
+    # Outermost, so that internal errors carry the request id too.
     paths = [route.path for route in routes]
     return HttpCalls(RequestIds(app), begin=models.began, finish=models.finished, paths=paths)
 
 
 def build_metrics_app(models: Models, *, keys: ApiKeys | None) -> ASGIApp:
-    """The part of `build_http_app` that reports the gateway itself. With ``keys``, metrics need an
-    operator's key."""
+    """The part of `build_http_app` that reports on the gateway itself. With ``keys``, metrics need
+    an operator's key."""
     app = Starlette(routes=_own_routes(models), exception_handlers=error_handlers())
     return app if keys is None else HttpAuth(app, keys=keys)
 
 
 def _own_routes(models: Models) -> list[Route]:
-    """``/ping`` is ``/health`` by the name that some load balancers know."""
+    """Health checks and metrics. ``/ping`` is the name of ``/health`` that some load balancers
+    use."""
 
     async def health(request: HttpRequest) -> Response:
         body = {

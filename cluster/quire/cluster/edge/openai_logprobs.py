@@ -1,8 +1,8 @@
-"""Log-probabilities of a choice's tokens in the words of OpenAI's API.
+"""Log-probabilities of a choice's tokens in the form of OpenAI's API.
 
-A token is shown by the bytes that it adds to the text where it stands, so that the bytes of a
-choice's tokens, joined, are its text's UTF-8. A token that the text leaves out adds none; it is
-shown by its name. A token that is no text by itself, such as half a character, is shown as
+A token is shown by the bytes that it adds to the text at its place, so that the bytes of a choice's
+tokens, joined, are the UTF-8 of its text. A token that the text leaves out adds no bytes and is
+shown by its name. A token that is not text by itself, such as half a character, is shown as
 ``bytes:\\xe2\\x82``.
 """
 
@@ -18,12 +18,12 @@ Json = dict[str, Any]
 
 
 class Logprobs:
-    """Those of one choice, whose tokens come in order."""
+    """Formats the log-probabilities of one choice. Its tokens must be passed in order."""
 
     def __init__(self, tokenizer: Tokenizer, detokenizer: Detokenizer) -> None:
         self._tokenizer = tokenizer
         self._text = detokenizer
-        self._offset = 0  # Of the next token, in characters.
+        self._offset = 0  # The next token's place in the text, in characters.
 
     @classmethod
     def of(cls, request: Prepared, tokenizer: Tokenizer) -> "Logprobs":
@@ -57,9 +57,10 @@ class Logprobs:
         text: str,
         scores: Sequence[TokenLogprobs],
     ) -> Json:
-        """Behind a prompt that is shown as ``text`` and whose last tokens have ``scores``."""
+        """Log-probabilities of a completion behind its prompt, shown as ``text``. Only the prompt's
+        last tokens have ``scores``."""
         before = Logprobs(self._tokenizer, self._tokenizer.detokenizer(skip_special_tokens=False))
-        # A text that was sent is shown without the begin token that the tokenizer gave it.
+        # A prompt that was sent as text is shown without the BOS token that the tokenizer added.
         before._offset = len(text) - len(self._tokenizer.decode(prompt, skip_special_tokens=False))
         shown, num_unscored = _no_completion(), len(prompt) - len(scores)
         for place, token_id in enumerate(prompt):

@@ -6,11 +6,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from quire.worker.api.errors import InvalidRequest
 
-# Validating a body blocks the gateway. 28 MB of token ids took 23 s, because each was an error of
-# its own as a candidate text. So the first error ends the validation of a list, and lists have
-# bounds.
+# Validating a body blocks the gateway. 28 MB of token ids took 23 s, because validation as a text
+# gave one error per id. So the first error ends the validation of a list, and lists have a maximum
+# length.
 MAX_ITEMS = 1024
-"""Prompts, stop strings, parts of a message."""
+"""Most prompts, stop strings or parts of a message."""
 MANY = Field(fail_fast=True, max_length=MAX_ITEMS)
 
 
@@ -21,7 +21,7 @@ class ContentPart(BaseModel):
 
 
 class ChatTurn(BaseModel):
-    """A message. The template gets all of it, also fields that are not named here."""
+    """A message. The template receives all its fields, also those that are not declared here."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -30,13 +30,13 @@ class ChatTurn(BaseModel):
     tool_calls: Annotated[list[dict[str, Any]], MANY] | None = None
 
     def message(self) -> dict[str, Any]:
-        """The message for the chat template. Raises InvalidRequest for anything but text."""
+        """The message for the chat template. Raises InvalidRequest if a part is not text."""
         fields = {
             name: value for name, value in (self.model_extra or {}).items() if value is not None
         }
         if self.tool_calls:
             fields["tool_calls"] = self.tool_calls
-        if "reasoning" in fields:  # Our answers have both names, templates know this one.
+        if "reasoning" in fields:  # Answers use both names; templates know only this one.
             fields.setdefault("reasoning_content", fields["reasoning"])
         if self.tool_calls and not self.content and "reasoning_content" in fields:
             # The name in gpt-oss's template, which refuses it beside content.

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's completions and chat API, as far as they are served."""
+"""Request bodies of OpenAI's completions and chat API, with the fields that are served."""
 
 import reprlib
 from abc import abstractmethod
@@ -26,7 +26,7 @@ _JSON: Mapping[object, Any] = {
     Sequence[str]: Texts,
     Mapping[int, float]: dict[str, Any],
 }
-"""What bodies have for types of sampling parameters; others they have as they are."""
+"""The JSON types of sampling parameters whose type differs in bodies; the others are unchanged."""
 
 
 class StreamOptions(Body):
@@ -38,7 +38,7 @@ class StreamOptions(Body):
 
 
 def _with_parameters(body: type["GenerationBody"]) -> type["GenerationBody"]:
-    """``body`` with the sampling parameters that neither it nor each endpoint declares."""
+    """``body`` plus the sampling parameters that neither it nor each endpoint declares itself."""
     declared = {*body.model_fields, "max_tokens", "logprobs"}
     fields: dict[str, Any] = {
         name: (reduce(or_, [_JSON.get(each, each) for each in (*rule.types, None)]), None)
@@ -53,8 +53,8 @@ _DAY_S = 86_400.0
 
 @_with_parameters
 class GenerationBody(Body):
-    """Fields that all endpoints have in common. Many are vLLM's extension of the API; ``timeout``
-    is ours: seconds from the request's arrival to its last token."""
+    """Fields that all endpoints share. Many are vLLM's extensions of the API. ``timeout`` is
+    Quire's own: seconds from the request's arrival to its last token."""
 
     accepted = frozenset(
         {
@@ -104,44 +104,45 @@ class GenerationBody(Body):
 
     @property
     def keep_s(self) -> float:
-        """How long the prompt stays cached at least. Raises InvalidRequest."""
+        """How long the prompt stays cached at least, in seconds. Raises InvalidRequest."""
         return _DAY_S if self.prompt_cache_retention == "24h" else 0.0
 
     @property
     def forms(self) -> dict[str, Any]:
-        """The fields that ask for structured output."""
+        """The fields that ask for structured output, by name."""
         return {name: getattr(self, name, None) for name in FIELDS}
 
     @abstractmethod
     def prompts(self) -> list[Prompt]:
-        """One entry for each prompt. Raises InvalidRequest: there is none."""
+        """One entry for each prompt. Raises InvalidRequest if there is none."""
 
     @cached_property
     def tool_use(self) -> ToolUse | None:
-        """What a chat says about calls. Raises InvalidRequest."""
+        """A chat's tools and tool choice; ``None`` for other requests. Raises InvalidRequest."""
         return None
 
     @abstractmethod
     def params(self) -> SamplingParams:
-        """Raises InvalidRequest: a value is out of its range."""
+        """The sampling parameters. Raises InvalidRequest if a value is out of range."""
 
     def _params(self, **values: object) -> SamplingParams:
-        """The sampling parameters; a field that the body leaves out takes its default, and
-        without ``max_tokens`` the answer may fill the context."""
+        """The sampling parameters. A missing field takes its default; without ``max_tokens`` the
+        answer may fill the context."""
         values = {name: getattr(self, name) for name in _SHARED} | values
         with told_of(self.forms):
             values["structured_outputs"] = constraint_of(self.forms)
         given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-        if given.get("seed") == -1:  # As some clients say that there is none.
+        if given.get("seed") == -1:  # Some clients send -1 for "no seed".
             del given["seed"]
-        if given.get("top_p") == 0:  # The likeliest token alone, whatever its share.
+        if given.get("top_p") == 0:  # Only the likeliest token, whatever its share.
             given |= {"top_p": 1.0, "top_k": 1}
         return SamplingParams(**{"max_tokens": None, **given})
 
 
 _SHARED = PARAMETERS.keys() & GenerationBody.model_fields.keys()
-"""The sampling parameters that all endpoints call alike."""
-# Any value but ``None``, which is as good as absent, is refused where it is not among these.
+"""The sampling parameters that have the same name at all endpoints."""
+# Fields that are not supported, with the values that are accepted. ``None`` counts as absent; any
+# other value is refused.
 NOWHERE: Mapping[str, tuple[object, ...]] = {
     # OpenAI's.
     "service_tier": ("auto", "default"),
@@ -170,7 +171,7 @@ NOWHERE: Mapping[str, tuple[object, ...]] = {
 class CompletionBody(GenerationBody):
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **NOWHERE,
-        "parallel_tool_calls": (True, False),  # Without tools it says nothing.
+        "parallel_tool_calls": (True, False),  # Without tools it has no effect.
         "reasoning_effort": (),
         "suffix": ("",),
         "best_of": (1,),
@@ -185,7 +186,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def shows_only_prompt(self) -> bool:
-        """OpenAI's way to have a text scored. One token is generated and not shown."""
+        """OpenAI's way to have a text scored: one token is generated and not shown."""
         return bool(self.echo) and self.max_tokens == 0
 
     def check(self) -> None:
@@ -313,7 +314,7 @@ class ChatBody(ChatFields, GenerationBody):
         PARAMETERS["logprobs"].kept("top_logprobs", self.top_logprobs)
 
     def prompts(self) -> list[Prompt]:
-        """All messages are one prompt."""
+        """One prompt that holds all messages."""
         return [(self.chat(self.messages),)]
 
     def params(self) -> SamplingParams:
@@ -327,7 +328,8 @@ class ChatBody(ChatFields, GenerationBody):
 
 @contextmanager
 def sent_as(ours: str, theirs: str, *, unless: bool = False) -> Iterator[None]:
-    """Errors name the field ``ours`` as the client sent it."""
+    """Makes errors name the field ``ours`` by the name that the client sent, ``theirs``, unless
+    ``unless``."""
     try:
         yield
     except InvalidRequest as error:

@@ -1,9 +1,9 @@
-"""TCP sockets that are open in this process, by file descriptor, such as gRPC's, which it tells
-nobody about.
+"""Open TCP sockets of this process, by file descriptor, such as gRPC's, which it does not expose.
 
-A descriptor may be closed, and be another file's, at any time. So a socket is known by its cookie,
-a number that the kernel gives once. The system calls here do not block and keep the GIL: on a busy
-machine, waiting for it after each of some hundred calls would take longer than all of them.
+A descriptor may be closed, and reused for another file, at any time. So a socket is identified by
+its cookie, a number that the kernel never assigns twice. The system calls here do not block and
+hold the GIL: on a busy machine, reacquiring it after each of some hundred calls would take longer
+than all of the calls.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ from typing import NewType
 
 Cookie = NewType("Cookie", int)
 
-# Linux's numbers on x86 and ARM, which the module `socket` does not have.
+# Linux's numbers on x86 and ARM, which the module `socket` lacks.
 _SO_ATTACH_FILTER = 26
 _SO_DETACH_FILTER = 27
 _SO_COOKIE = 57
 _TCP_INFO = struct.Struct("=120xQQ")
-"""The head of ``struct tcp_info`` up to tcpi_bytes_received, in Linux since 4.1."""
+"""``struct tcp_info`` up to tcpi_bytes_received, which Linux has since 4.1."""
 _ADDRESS_BYTES = 28
 _DISCARDED_BYTES = 2**24
 _AT_ONCE = struct.pack("=ii", 1, 0)
@@ -37,12 +37,12 @@ _libc = ctypes.PyDLL(None)
 class Connection:
     local_port: int
     host: str
-    """The peer's address; IPv4 as such, also where the socket is IPv6's."""
+    """The peer's address. An IPv4 address has its own form, even if the socket is IPv6."""
     port: int
 
 
 def descriptors() -> range:
-    """Every one that may be open now."""
+    """All descriptors that may be open now."""
     status = Path("/proc/self/status").read_text()
     size = re.search(r"^FDSize:\s*(\d+)$", status, re.MULTILINE)
     assert size is not None
@@ -50,14 +50,14 @@ def descriptors() -> range:
 
 
 def cookie_of(fd: int) -> Cookie | None:
-    """``None``: ``fd`` is no socket, or closed."""
+    """The cookie of a socket; ``None`` if ``fd`` is not a socket or is closed."""
     cookie, length = ctypes.c_uint64(), ctypes.c_uint32(8)
     failed = _libc.getsockopt(fd, socket.SOL_SOCKET, _SO_COOKIE, byref(cookie), byref(length))
     return None if failed else Cookie(cookie.value)
 
 
 def acked_and_received(fd: int) -> tuple[int, int]:
-    """Bytes that the peer of a TCP connection has acknowledged, and bytes that it has sent."""
+    """Bytes that the peer of a TCP connection has acknowledged, and bytes received from it."""
     info = ctypes.create_string_buffer(_TCP_INFO.size)
     length = ctypes.c_uint32(_TCP_INFO.size)
     failed = _libc.getsockopt(fd, socket.IPPROTO_TCP, socket.TCP_INFO, info, byref(length))
@@ -68,13 +68,13 @@ def acked_and_received(fd: int) -> tuple[int, int]:
 
 
 def connection_of(fd: int) -> Connection | None:
-    """``None``: it is none of TCP, or was."""
+    """The TCP connection of ``fd``; ``None`` if it has none or has ended."""
     local, peer = _address(_libc.getsockname, fd), _address(_libc.getpeername, fd)
     return None if local is None or peer is None else Connection(local[1], *peer)
 
 
 def listening_port(fd: int) -> int | None:
-    """``None``: it does not listen."""
+    """The port at which ``fd`` listens; ``None`` if it does not listen."""
     accepts, length = ctypes.c_int(), ctypes.c_uint32(4)
     accept_option = socket.SOL_SOCKET, socket.SO_ACCEPTCONN
     if _libc.getsockopt(fd, *accept_option, byref(accepts), byref(length)) or not accepts.value:
@@ -85,7 +85,8 @@ def listening_port(fd: int) -> int | None:
 
 @contextlib.contextmanager
 def borrowed(fd: int, cookie: Cookie) -> Iterator[int]:
-    """A descriptor of our own for the same open socket. Raises OSError: ``fd`` is another one."""
+    """A duplicate descriptor of the same open socket. Raises OSError if ``fd`` is now another
+    file."""
     own = _libc.dup(fd)
     try:
         if cookie_of(own) != cookie:
@@ -96,10 +97,10 @@ def borrowed(fd: int, cookie: Cookie) -> Iterator[int]:
 
 
 def end(fd: int) -> None:
-    """Ends a connection, and drops what came and was not read. Its owner sees the end.
+    """Ends a connection, and discards received bytes that were not read. Its owner sees its end.
 
-    The peer does as the owner closes it: it is reset, or a peer whose last bytes found no room
-    would wait for a minute.
+    The peer sees it when the owner closes the socket: the connection is reset. Otherwise a peer
+    whose last bytes found no room would wait for a minute.
     """
     _libc.setsockopt(fd, socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE, len(_AT_ONCE))
     _libc.shutdown(fd, socket.SHUT_RDWR)
@@ -113,18 +114,18 @@ _LOAD_BYTE, _LOAD_WORD, _AND, _RETURN = 0x30, 0x20, 0x54, 0x06
 _JUMP, _JUMP_EQUAL, _JUMP_SET = 0x05, 0x15, 0x45
 _PASS = (_RETURN, 0, 0, 0xFFFFFFFF)
 _DROP = (_RETURN, 0, 0, 0)
-_IP_HEADER = 0xFFF00000  # Offsets from here count from it, others from the TCP header.
+_IP_HEADER = 0xFFF00000  # Offsets from here count from the IP header, others from the TCP header.
 _FLAGS, _SYN, _ACK = 13, 0x02, 0x10
 
 
 def shut_out(listener: int, hosts: Iterable[str]) -> None:
-    """Lets the kernel drop a listener's new connections from ``hosts``, and from no others.
+    """Makes the kernel drop a listener's new connections from ``hosts``, and from no others.
 
-    For IPv6, from their networks of 64 bits. Raises OSError.
+    An IPv6 host stands for its 64-bit network. Raises OSError.
     """
     addresses = {ip_address(host) for host in hosts}
     if not addresses:
-        # Fails where there is no filter.
+        # Fails if there is no filter.
         _libc.setsockopt(listener, socket.SOL_SOCKET, _SO_DETACH_FILTER, byref(ctypes.c_int()), 4)
         return
     drops = [
@@ -141,7 +142,7 @@ def shut_out(listener: int, hosts: Iterable[str]) -> None:
         for network in {int(each) >> 64 for each in addresses if each.version == 6}
     ]
     program = [
-        # Connections inherit the filter; each of their packets acknowledges something.
+        # Connections inherit the filter. Their packets all have the ACK flag and pass.
         *((_LOAD_BYTE, 0, 0, _FLAGS), (_JUMP_SET, 0, 1, _ACK), _PASS),
         *((_LOAD_BYTE, 0, 0, _IP_HEADER), (_AND, 0, 0, 0xF0), (_JUMP_EQUAL, 0, 1, 0x60)),
         (_JUMP, 0, 0, 3 * len(drops) + 1),
@@ -154,7 +155,8 @@ def shut_out(listener: int, hosts: Iterable[str]) -> None:
 
 
 def drop_new_connections(listener: int) -> None:
-    """Lets the kernel drop all. Those whose first packet has come go on. Raises OSError."""
+    """Makes the kernel drop all new connections. Those whose first packet has arrived go on. Raises
+    OSError."""
     opens = [(_LOAD_BYTE, 0, 0, _FLAGS), (_AND, 0, 0, _SYN | _ACK), (_JUMP_EQUAL, 0, 1, _SYN)]
     _attach(listener, [*opens, _DROP, _PASS])
 

@@ -1,7 +1,7 @@
-"""``GET /openapi.json``, the HTTP API in OpenAPI's form, and ``GET /docs``, the same as a page.
+"""``GET /openapi.json``, the HTTP API as an OpenAPI document, and ``GET /docs``, its page.
 
-Both are made of the routes and of the bodies that requests are checked with, so that they describe
-what is served.
+Both are generated from the routes and from the models that validate bodies, so that they match what
+is served.
 """
 
 import html
@@ -42,7 +42,7 @@ _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", _NULL
 
 
 def reference_routes(routes: Iterable[Route]) -> list[Route]:
-    """The two routes, which describe ``routes`` and themselves."""
+    """Two routes that describe ``routes`` and themselves."""
 
     async def openapi(request: Request) -> Response:
         return JSONResponse(reference)
@@ -103,7 +103,7 @@ def reference_of(routes: Iterable[Route]) -> Json:
 
 @cache
 def _body_schemas() -> tuple[dict[type[Body], Json], Json]:
-    """A reference to the schema of each body, and the schemas by name."""
+    """For each body a reference to its schema; and all schemas by name."""
     bodies = [call.body for call in CALLS.values() if call.body is not None]
     names, schemas = models_json_schema(
         [(body, "validation") for body in dict.fromkeys(bodies)],
@@ -115,14 +115,14 @@ def _body_schemas() -> tuple[dict[type[Body], Json], Json]:
         schema["properties"] = {
             field: described(name, field, given)
             for field, given in schema["properties"].items()
-            # What it has of another body and refuses.
+            # Inherited fields that this body refuses are left out.
             if field not in neutral.get(name, ())
         }
     return references, schemas["$defs"]
 
 
 def _name_of(reference: Json) -> str:
-    """The name of the schema that ``reference`` refers to."""
+    """The schema's name within ``reference``."""
     return str(reference["$ref"].rpartition("/")[2])
 
 
@@ -145,7 +145,7 @@ def _errors(call: Call) -> Json:
 
 
 def _schema_of(example: Any) -> Json:
-    """The types of an example's parts."""
+    """A schema with the types found in an example."""
     if isinstance(example, dict):
         fields = {name: _schema_of(value) for name, value in example.items()}
         return {"type": "object", "properties": fields}

@@ -1,6 +1,7 @@
-"""The page of the HTTP API: what each call takes and answers, and a form that sends it.
+"""The page of the HTTP API: what each call takes and returns, and a form that sends it.
 
-It is one file without anything from elsewhere. Its key stays in the browser's tab.
+The page is one file that loads nothing from elsewhere. A key entered in it stays in the browser's
+tab.
 """
 
 import base64
@@ -16,13 +17,14 @@ from typing import Any
 Json = dict[str, Any]
 
 BASE = "http://HOST/"
-"""What a page is made with in place of the address that it is asked for at."""
+"""The address that a page is generated with; replaced by the address of the request."""
 _STYLE, _SCRIPT = (
     files("quire.cluster.edge").joinpath("pages", name).read_text(encoding="utf-8")
     for name in ("docs.css", "docs.js")
 )
 _OPEN = ("model", "stream", "max_tokens", "temperature", "top_p", "seed", "stop", "tools")
-"""Fields that a call's table shows at once, beside those that must be there; others are folded."""
+"""Optional fields that a call's table shows at once, besides the required ones; others are
+folded."""
 
 
 def _source(text: str) -> str:
@@ -39,7 +41,7 @@ HEADERS: Mapping[str, str] = {
 
 
 def page_of(reference: Json) -> str:
-    """The page of an OpenAPI document, as `reference_of` makes it, with `BASE` for the server."""
+    """The page of an OpenAPI document made by `reference_of`, with `BASE` as the server."""
     calls = [
         (path, method, operation)
         for path, operations in reference["paths"].items()
@@ -178,7 +180,7 @@ def _id(path: str) -> str:
 
 
 def _kind(schema: Json, schemas: Json) -> str:
-    """A field's type in words."""
+    """A field's type in words, for the page."""
     if "anyOf" in schema:
         kinds = [_kind(each, schemas) for each in schema["anyOf"]]
         return " or ".join(dict.fromkeys(kind for kind in kinds if kind != "null"))

@@ -1,7 +1,7 @@
-"""Server reflection, in the version that clients ask for first and in the one before it.
+"""gRPC server reflection, in v1, which clients try first, and in v1alpha.
 
-grpcio-reflection has v1alpha alone. v1 has the same messages under another package, so the bytes
-are the same too, and one servicer answers both.
+grpcio-reflection has only v1alpha. v1 has the same messages in another package, so their bytes are
+equal, and one servicer answers both.
 """
 
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ V1 = "grpc.reflection.v1.ServerReflection"
 
 
 def add_reflection(files: Iterable[FileDescriptor], server: grpc.aio.Server) -> None:
-    """Lets clients of ``server`` ask for the services in ``files``, and for reflection's own."""
+    """Lets clients of ``server`` look up the services in ``files`` and reflection's own."""
     files = [*files, reflection_pb2.DESCRIPTOR]
     names = [service.full_name for file in files for service in file.services_by_name.values()]
-    # A pool of its own: the default one must stay free for another package's v1.
+    # A separate pool: the default one must stay free for another package's v1.
     pool = DescriptorPool()
     seen: set[str] = set()
     for file in files:
@@ -40,7 +40,7 @@ def add_reflection(files: Iterable[FileDescriptor], server: grpc.aio.Server) -> 
 
 
 def v1_file() -> FileDescriptorProto:
-    """v1's description, made of v1alpha's."""
+    """The file descriptor of v1, derived from v1alpha's."""
     described = FileDescriptorProto.FromString(reflection_pb2.DESCRIPTOR.serialized_pb)
     described.options.ClearField("deprecated")
     text = text_format.MessageToString(described)

@@ -1,4 +1,4 @@
-"""An answer of OpenAI's ``/v1/responses``: items of output, whole or as the events of a stream.
+"""Answers of OpenAI's ``/v1/responses``: output items, whole or as the events of a stream.
 
     response.created, response.in_progress
     response.output_item.added               for each item
@@ -9,7 +9,7 @@
     response.output_item.done
     response.completed                       or incomplete: max_output_tokens; or failed
 
-Ids of items derive from the request's, so a stream that another group goes on with keeps them.
+Item ids derive from the request's id, so they stay equal if another group continues the stream.
 """
 
 import time
@@ -28,7 +28,7 @@ _PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class ResponsesFormat(Format):
-    """``asked``: what the answer says again of the request."""
+    """``asked``: the fields of the request that the answer repeats."""
 
     def __init__(self, *, asked: Json, **fields: Any) -> None:
         super().__init__(**fields)
@@ -36,7 +36,7 @@ class ResponsesFormat(Format):
         self._status = "in_progress"
         self._items: list[Json] = []
         self._texts: list[str] | None = None
-        """The texts of the last item while it is not done."""
+        """Texts of the open item; ``None`` if no item is open."""
         self._num_events = 0
 
     @classmethod
@@ -116,7 +116,7 @@ class ResponsesFormat(Format):
         }
 
     def _say(self, kind: str, text: str) -> list[Json]:
-        """More text, of a new item unless the last one is of its kind."""
+        """Adds text to the open item; begins a new one unless the open item is of ``kind``."""
         told = []
         if self._texts is None or self._items[-1]["type"] != kind:
             more: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
@@ -141,7 +141,7 @@ class ResponsesFormat(Format):
         return [self._of_text("delta", delta=text)]
 
     def _end(self, status: str = "completed") -> list[Json]:
-        """Ends the last item, unless it is done."""
+        """Ends the open item, if any."""
         if self._texts is None:
             return []
         text, self._texts = "".join(self._texts), None
@@ -157,7 +157,7 @@ class ResponsesFormat(Format):
                 self._of_part("response.content_part.done", part=part),
             ]
             done = {"content": [part]}
-        # Events that were told of it keep it as it was.
+        # Replaced, not changed: events already sent refer to the old object.
         self._items[-1] = item = {**item, **done, "status": status}
         return [*told, self._of_item("response.output_item.done", item=item)]
 

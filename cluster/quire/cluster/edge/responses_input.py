@@ -1,7 +1,7 @@
-"""The items of OpenAI's Responses API as the messages of a chat.
+"""Converts the items of OpenAI's Responses API to the messages of a chat.
 
-What an assistant said in a row, its reasoning, text and calls, is one message, as in the chat API:
-a conversation has the same tokens, and finds the same cached blocks, whichever way it came.
+Consecutive items of an assistant (reasoning, text and calls) become one message, as in the chat
+API. So a conversation has the same tokens, and finds the same cached blocks, through either API.
 """
 
 from collections.abc import Iterable
@@ -22,8 +22,8 @@ Parts = str | Annotated[list[ContentPart], MANY] | None
 
 
 class InputItem(BaseModel):
-    """An item of any kind. Clients send back items of answers with all that they put into them, so
-    what is not named here is left out."""
+    """An item of any kind. Clients send back items of answers with all their fields; fields that
+    are not declared here are ignored."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -46,7 +46,8 @@ Input = Annotated[_Items, BeforeValidator(_as_items, json_schema_input_type=str 
 
 
 def turns_of(instructions: str | None, items: Iterable[InputItem]) -> list[ChatTurn]:
-    """The messages. Raises InvalidRequest: an item is of another kind, or lacks a field."""
+    """The messages of the chat. Raises InvalidRequest if an item is of another kind or lacks a
+    field."""
     turns: list[dict[str, Any]] = []
     if instructions:
         turns.append({"role": "system", "content": instructions})
@@ -61,7 +62,7 @@ def _add(turns: list[dict[str, Any]], item: InputItem, place: str) -> None:
     if item.type == "message":
         role, text = _given(item, "role", place), _text(item, "content", place)
         if role != "assistant":
-            # Templates know this name of it, and many pass over the other.
+            # Templates know this role; many skip the other.
             role = "system" if role == "developer" else role
             turns.append({"role": role, "content": text})
         else:
@@ -91,7 +92,8 @@ def _add(turns: list[dict[str, Any]], item: InputItem, place: str) -> None:
 
 
 def _assistant(turns: list[dict[str, Any]], *, unless: Iterable[str] = ()) -> dict[str, Any]:
-    """The assistant's turn that is being told; a new one if it has one of ``unless``."""
+    """The assistant message under construction; a new one if it has one of the fields
+    ``unless``."""
     if not turns or turns[-1]["role"] != "assistant" or any(name in turns[-1] for name in unless):
         turns.append({"role": "assistant"})
     return turns[-1]

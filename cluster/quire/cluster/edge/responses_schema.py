@@ -1,4 +1,4 @@
-"""The body of OpenAI's ``/v1/responses``, as far as it is served: a chat that is not kept."""
+"""The body of OpenAI's ``/v1/responses``, with the fields that are served. Nothing is stored."""
 
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ class ResponsesBody(ChatFields, GenerationBody):
         "previous_response_id": (),
         "conversation": (),
         "background": (False,),
-        # Reasoning comes in clear, and can be sent back so.
+        # Reasoning is returned as plain text, and clients can send it back as such.
         "include": ([], ["reasoning.encrypted_content"]),
         "truncation": ("disabled",),
         "top_logprobs": (0,),
@@ -47,7 +47,7 @@ class ResponsesBody(ChatFields, GenerationBody):
         "max_tool_calls": (),
         "moderation": (),
         "prompt": (),
-        # What the other endpoints have.
+        # Fields of the other endpoints.
         "n": (1,),
         "max_tokens": (),
         "prompt_logprobs": (),
@@ -117,7 +117,7 @@ class ResponsesBody(ChatFields, GenerationBody):
         return self._params(max_tokens=self.max_output_tokens)
 
     def echoed(self) -> dict[str, Any]:
-        """What the answer says again of the request."""
+        """The fields of the request that the answer repeats."""
         params = self.params()
         tools = [
             {"type": "function"} | {name: tool.get(name) for name in _TOOL_FIELDS}
@@ -146,13 +146,13 @@ class ResponsesBody(ChatFields, GenerationBody):
 
 
 def _is_hosted(tool: object) -> bool:
-    """Whether a tool runs on OpenAI's servers, or is called in another form than functions. The
-    model does not see it."""
+    """Whether a tool runs on OpenAI's servers, or is not a function tool. The model does not see
+    such a tool."""
     return isinstance(tool, dict) and tool.get("type", "function") != "function"
 
 
 def _nested_tool(place: str, tool: object) -> object:
-    """``tool`` as chats have it, or as it is where it is no function."""
+    """A function ``tool`` in the form of chats; another one unchanged."""
     if not isinstance(tool, dict) or tool.get("type") != "function":
         return tool
     for name, value in tool.items():

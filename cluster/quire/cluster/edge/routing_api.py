@@ -1,13 +1,13 @@
 """``GET /v1/routing/decisions``: `ExplainRouting` over HTTP.
 
-    ?request_id=ID   why that request, or that one of its completions, went where it did: ID is an
-                     answer's ``id``, a ``Start.request_id`` or the client's own X-Request-Id
+    ?request_id=ID   the decision on that request or one of its completions: ID is an answer's
+                     ``id``, a ``Start.request_id`` or the client's own X-Request-Id
     ?limit=N         the last N decisions, newest first; 20 without either
 
-The answer is ``{"object": "list", "data": [...]}`` of ``quire.v1.RoutingDecision`` as JSON. A cost
-without bound, of a group that a policy rules out, is ``"Infinity"``. ``"incomplete"`` says which
-gateways did not answer, if any. Those who may send requests may ask about their tenant's, and see
-no prompt.
+The answer is ``{"object": "list", "data": [...]}`` of ``quire.v1.RoutingDecision`` as JSON. The
+infinite cost of a group that a policy rules out is ``"Infinity"``. ``"incomplete"`` names gateways
+that did not answer, if any. Any client that may send requests may ask about its own tenant's
+decisions. Prompts are never shown.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ def routing_route(explanations: Explanations) -> Route:
     async def decisions(request: Request) -> Response:
         question = _parse(request.query_params)
         answer = await explanations.answer(question, tenant=http_caller(request).sees)
-        # In a thread: thousands of candidates take a second, in which no stream would go on.
+        # In a thread: thousands of candidates take a second, which would stall all streams.
         return await asyncio.to_thread(_response, answer)
 
     return Route(PATH, decisions, methods=["GET"])

@@ -1,8 +1,8 @@
-"""Bodies of requests over HTTP, and which of their fields are served.
+"""Request bodies over HTTP, and which of their fields are served.
 
-Fields that change the answer and are not served are refused with their name, and so are fields
-that are not known, unless the gateway is told to ignore those: an answer that silently lacks a tool
-call, or a setting whose name was misspelt, is worse than none.
+A field that changes the answer and is not served is refused by name. So is an unknown field, unless
+the gateway is configured to ignore those: an answer that silently lacks a tool call, or ignores a
+misspelt setting, is worse than none.
 """
 
 import difflib
@@ -16,36 +16,37 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 from quire.worker.api.errors import InvalidRequest
 
 _MAX_NAME = 64
-"""Characters of an unknown field's name that are compared with those of known ones."""
+"""How many characters of an unknown field's name are compared with known names."""
 _NOTHING: tuple[object, ...] = (None, False, "", [], {})
-"""Values with which an unserved field asks for nothing."""
+"""Values with which an unserved field has no effect."""
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """Fields that are not served, with the values that ask for nothing special."""
+    """Fields that are not served, with the values that are accepted because they have no effect."""
     accepted: ClassVar[frozenset[str]] = frozenset()
     """Fields that change nothing in the answer, whatever their value."""
 
     unserved: ClassVar[frozenset[str]] = frozenset()
-    """Fields without which the request is served as well as it can be; the answer's header
-    X-Ignored-Fields names those that ask for something."""
+    """Fields that are ignored because the request can be served without them. The answer's header
+    X-Ignored-Fields names those whose values ask for something."""
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
 
     remedies: ClassVar[Mapping[str, str]] = {}
-    """What to do instead of using such a field, where it is more than to leave it out."""
+    """By field that is not served: advice for the client, other than to leave the field out."""
 
     parts: ClassVar[Mapping[str, type["Body"]]] = {}
-    """Fields that are objects with fields of their own."""
+    """Fields that are objects, with the model of their own fields."""
 
     def check(self) -> None:
-        """Raises InvalidRequest: fields contradict each other."""
+        """Raises InvalidRequest if fields contradict each other."""
 
     def note_ignored(self, given: Mapping[str, object]) -> None:
-        """``given`` is the body as it came."""
+        """Records the unserved fields in ``given``, the body as received, for the answer's
+        header."""
         names = (name for name in given if name in self.unserved)
         self._ignored = tuple(name for name in names if given[name] not in _NOTHING)
         for name, part, fields in self._given_parts(given):
@@ -53,13 +54,13 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> Sequence[str]:
-        """What of the request is left out of the answer's making."""
+        """Parts of the request that do not influence the answer."""
         return self._ignored
 
     @classmethod
     def check_served(cls, given: Mapping[str, object], *, ignore_unknown: bool = False) -> None:
-        """Raises InvalidRequest: ``given``, a body as it came, asks for what is not served, or has
-        a field that is not known, unless ``ignore_unknown``."""
+        """Raises InvalidRequest if ``given``, the body as received, uses a field that is not
+        served, or has an unknown field and ``ignore_unknown`` is false."""
         known = _known(cls)
         unknown = next((name for name in given if not ignore_unknown and name not in known), None)
         if unknown is not None:

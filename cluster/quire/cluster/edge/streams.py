@@ -1,7 +1,7 @@
-"""Server-sent events, clients that go away, and request ids: what Starlette leaves open.
+"""Server-sent events, client disconnects and request ids: what Starlette leaves open.
 
-Its own streaming response notices a lost client only where the server speaks a certain version of
-ASGI. Here a lost client cancels, and what it cancels has ended before the response returns.
+Starlette's own streaming response notices a disconnect only with some versions of ASGI. Here a
+disconnect cancels the work, and the response returns only after the work has ended.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ _LINGER_BYTES = 64 << 20
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Awaits ``work``, and cancels it when the client goes away.
+    """Awaits ``work``, and cancels it when the client disconnects.
 
     Raises:
-        ClientDisconnect: It has.
+        ClientDisconnect: The client has disconnected.
     """
     return await _race(work, request.receive)
 
 
 def event(piece: Mapping[str, Any] | str) -> bytes:
-    """``piece`` as the data of a server-sent event, which is named as it is where it has a type."""
+    """``piece`` as the data of a server-sent event. The event is named by its ``type``, if any."""
     if isinstance(piece, str):
         return b"data: %b\n\n" % piece.encode()
     data = to_json(piece)
@@ -47,15 +47,15 @@ Write = Callable[[bytes], Awaitable[None]]
 class EventStream(Response):
     """Sends server-sent events.
 
-    ``produce`` is given what writes events, which it calls with one or several whole ones. The
-    status goes out with the first; what ``produce`` raises before that decides it. It is cancelled
-    when the client goes away.
+    ``produce`` receives a function that writes one or several whole events. The status goes out
+    with the first event; an exception that ``produce`` raises before it decides the status instead.
+    ``produce`` is cancelled when the client disconnects.
     """
 
     media_type = "text/event-stream"
 
     def __init__(self, produce: Callable[[Write], Awaitable[None]]) -> None:
-        # nginx would collect the stream and send it in pieces of its own size.
+        # Without this header, nginx buffers the stream and sends it in pieces of its own size.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._produce = produce
@@ -82,14 +82,14 @@ class EventStream(Response):
 
 
 class UnreadResponse(JSONResponse):
-    """The answer to a request whose body was not read to its end; then the connection is closed.
+    """The answer to a request whose body was not read to its end. It closes the connection.
 
-    The rest of the body is thrown away for a while first. A connection that is closed while its
-    client still sends is reset, and the answer lost with it.
+    Before that, the rest of the body is read and discarded for a while: a connection that is closed
+    while its client still sends is reset, and the answer is lost.
     """
 
     def __init__(self, content: object, *, status_code: int, headers: Mapping[str, str]) -> None:
-        # Else the server would look for the next request behind the body.
+        # Otherwise the server would look for the next request behind the body.
         super().__init__(content, status_code, {**headers, "Connection": "close"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -108,19 +108,19 @@ class UnreadResponse(JSONResponse):
 
 
 def client_id(headers: Headers) -> str:
-    """The client's name for its request, if it is a valid one; else empty."""
+    """The client's own id for its request; empty if it is missing or not valid."""
     return sane_client_id(headers.get("x-request-id", ""))
 
 
 def sane_client_id(name: str) -> str:
-    """``name``, or nothing where it is too long to be kept or more than printable ASCII: it is
-    logged, and sent back."""
+    """``name``, or "" if it is too long to keep or has more than printable ASCII: the name is
+    logged and sent back."""
     is_sane = len(name) <= _MAX_ID_CHARS and name.isascii() and name.isprintable()
     return name if is_sane else ""
 
 
 class RequestIds:
-    """Echoes the client's ``X-Request-Id``, where it is a sane one, on every response."""
+    """Middleware that echoes the client's ``X-Request-Id``, if it is valid, on every response."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -151,7 +151,7 @@ async def _race(work: Awaitable[T], receive: Receive) -> T:
     finally:
         for each in (task, watcher):
             each.cancel()
-        # The work is given the time to put its things away.
+        # Wait until the cancelled work has cleaned up.
         await asyncio.gather(task, watcher, return_exceptions=True)
 
 

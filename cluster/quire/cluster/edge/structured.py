@@ -1,4 +1,4 @@
-"""The fields of a body that ask for structured output, in the words of OpenAI, vLLM and SGLang."""
+"""Fields of a body that ask for structured output, in the forms of OpenAI, vLLM and SGLang."""
 
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ from quire.worker.api.structured import (
 
 @contextmanager
 def told_of(given: Mapping[str, Any]) -> Iterator[None]:
-    """What is wrong with a form is told by the name of the field that asked for it."""
+    """Makes errors about a constraint name the field that asked for it."""
     try:
         yield
     except InvalidRequest as error:
@@ -28,10 +28,11 @@ def told_of(given: Mapping[str, Any]) -> Iterator[None]:
 
 
 def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
-    """``given``: the fields named in `FIELDS`, those that are absent or ``None`` too.
+    """The constraint that ``given`` asks for; ``None`` if it asks for none. ``given``: the fields
+    named in `FIELDS`; they may be absent or ``None``.
 
     Raises:
-        InvalidRequest: Two of them ask for something, or one asks for what is not supported.
+        InvalidRequest: Two fields ask for a constraint, or one is not supported.
     """
     asked = {
         name: constraint
@@ -47,7 +48,7 @@ def constraint_of(given: Mapping[str, Any]) -> Constraint | None:
 
 
 def _with_schema_beside(name: str) -> Callable[[Any], Constraint | None]:
-    """The schema stands beside its type."""
+    """A parser of a field that has the schema beside its type."""
     return lambda value: _of_response_format(
         {**value, "json_schema": value}, name=name, shown=value
     )
@@ -63,7 +64,7 @@ def _of_response_format(
     if kind == "text":
         return None
     if kind == "json_object":
-        # SGLang and older servers take a schema beside it.
+        # SGLang and older servers accept a schema beside the type.
         return json_constraint(value["schema"]) if value.get("schema") else json_constraint()
     if kind == "structural_tag":
         return structural_constraint({name: each for name, each in value.items() if name != "type"})
@@ -104,7 +105,7 @@ FIELDS: Mapping[str, Callable[[Any], Constraint | None]] = {
     "text.format": _with_schema_beside("text.format"),
     "output_config.format": _with_schema_beside("output_config.format"),
     "response_format": _of_response_format,
-    # vLLM's, and what they were called before.
+    # vLLM's, followed by their older names.
     "structured_outputs": _of_structured_outputs,
     "guided_json": _as("json"),
     "guided_regex": _as("regex"),
@@ -116,4 +117,4 @@ FIELDS: Mapping[str, Callable[[Any], Constraint | None]] = {
     "regex": _as("regex"),
     "ebnf": _as("grammar"),
 }
-"""What each field's value means."""
+"""The function that turns each field's value into a constraint."""

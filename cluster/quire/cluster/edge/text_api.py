@@ -1,12 +1,12 @@
-"""Calls that generate nothing: text to token ids and back, and what load balancers ask.
+"""Calls that generate nothing: tokenization, detokenization, version and load.
 
-    POST /tokenize     a text, or a chat as the model's template writes it, as token ids
+    POST /tokenize     a text or a chat (in the model's chat template) as token ids
     POST /detokenize   token ids as text
-    POST /v1/messages/count_tokens   how many tokens a prompt of Anthropic's API has
+    POST /v1/messages/count_tokens   number of tokens of a prompt of Anthropic's API
     GET  /version      ``{"version": …}`` of this software
-    GET  /load         ``{"server_load": N}``: completions under way in this gateway
+    GET  /load         ``{"server_load": N}``: running completions in this gateway
 
-Names and shapes are vLLM's but for Anthropic's.
+Names and shapes are vLLM's, except Anthropic's ``count_tokens``.
 """
 
 from starlette.requests import Request

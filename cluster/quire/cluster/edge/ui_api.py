@@ -1,8 +1,8 @@
-"""``GET /ui``: a page that shows what a gateway does, live; and ``GET /ui/events``, its data.
+"""``GET /ui``: a live page of a gateway's activity; and ``GET /ui/events``, its data.
 
-The page's files need no key, since they tell nothing: they are the same everywhere. The events tell
-of all tenants and want an operator's. Files are named by their content, so that browsers keep them;
-all is from here, and the page asks no other server for anything.
+The page's files need no key: they are the same everywhere and contain no data. The events cover all
+tenants and need an operator's key. File names derive from file contents, so that browsers can cache
+them. The page loads nothing from any other server.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,8 @@ _SAFETY: Mapping[str, str] = {
 
 
 def ui_routes(live: Live) -> list[Route]:
-    """The page, its files, its events, and ``/``, which sends browsers to it."""
+    """The routes of the page, its files and its events, and of ``/``, which redirects browsers to
+    it."""
 
     async def page(request: Request) -> Response:
         return _answer(pages["index.html"], "index.html", cache="no-cache")
@@ -87,7 +88,7 @@ def _answer(content: bytes, name: str, *, cache: str) -> Response:
 
 
 def _every(query: QueryParams) -> int:
-    """Each how many ticks, of a second, a viewer wants an event."""
+    """How many ticks of a second lie between two events that a viewer receives."""
     if unknown := sorted(set(query) - {"every"}):
         raise InvalidRequest(f"{', '.join(unknown)}: unknown; there is every")
     given = query.get("every", "1")

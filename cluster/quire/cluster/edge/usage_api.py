@@ -1,10 +1,10 @@
-"""``GET /v1/usage``: what the tenant of the API key has used, by key.
+"""``GET /v1/usage``: usage of the API key's tenant, by key.
 
-    ?tenant=NAME   what that tenant has used; without it, an operator's key is told of all
+    ?tenant=NAME   usage of that tenant; without it, an operator's key shows all tenants
 
 The answer is ``{"object": "list", "since": …, "data": [...]}`` with a row for each tenant and key:
-sums since the gateways began, and ``minutes``, those of the last hour. Times are in seconds since
-1970.
+sums since the gateways started, and ``minutes``, the usage of each minute of the last hour. Times
+are in seconds since 1970.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ def usage_route(usage: UsageLedger) -> Route:
 
 
 def _tenant(request: Request) -> str | None:
-    """Whose usage is asked for; ``None`` is everyone's. Raises NotAnOperator."""
+    """The tenant whose usage is asked for; ``None`` means all. Raises NotAnOperator."""
     unknown = sorted(set(request.query_params) - {"tenant"})
     if unknown:
         raise InvalidRequest(f"{', '.join(unknown)}: unknown; there is tenant")

@@ -1,7 +1,7 @@
-"""The parts of uvicorn that a connection extends: its protocol and the cycle of one request.
+"""The private parts of uvicorn that a connection extends: its protocol and the cycle of a request.
 
-uvicorn documents neither, so `check_uvicorn` looks whether the installed version has all that
-`quire.cluster.edge.connection` and `quire.cluster.edge.listener` use of them.
+uvicorn documents neither. So `check_uvicorn` checks that the installed version has every attribute
+that `quire.cluster.edge.connection` and `quire.cluster.edge.listener` use.
 """
 
 import functools
@@ -12,7 +12,7 @@ from uvicorn.protocols.http import httptools_impl
 from quire.cluster.private import unknown_version
 
 TESTED = ("0.53.0", "0.54.0")
-"""The lowest and the highest version of uvicorn that Quire's tests ran with."""
+"""The lowest and highest versions of uvicorn that Quire's tests ran with."""
 _INSTALL = "uvicorn>=0.53,<0.55"
 
 _USED = {
@@ -34,14 +34,14 @@ _USED = {
 
 @functools.cache
 def check_uvicorn() -> None:
-    """Raises ConfigError: the installed version of uvicorn lacks parts that Quire uses."""
+    """Raises ConfigError if the installed version of uvicorn lacks parts that Quire uses."""
     missing = [] if hasattr(httptools_impl, "STATUS_LINE") else ["STATUS_LINE"]
     for (module, name), attributes in _USED.items():
         found = getattr(module, name, None)
         if found is None:
             missing.append(name)
             continue
-        # Attributes of instances are those that the constructor sets.
+        # Also accepts attributes that the constructor sets on instances.
         has = {*dir(found), *found.__init__.__code__.co_names}
         missing += [f"{name}.{each}" for each in attributes if each not in has]
     if missing:

@@ -1,8 +1,8 @@
-"""Messages of `vllm.grpc.engine` as our requests, and our answers as its messages.
+"""Converts messages of `vllm.grpc.engine` to Quire's requests, and Quire's answers to its messages.
 
-Defaults are those of vLLM's own servicer: a number that proto3 cannot tell from absent is not set.
-Answers have tokens and no text, so ``spaces_between_special_tokens`` decides nothing; constraints
-hold from the first token on, so ``grammar_from_first_token`` does not either.
+Defaults are those of vLLM's own servicer: a number that proto3 cannot distinguish from absent
+counts as absent. Answers have tokens and no text, so ``spaces_between_special_tokens`` has no
+effect. Constraints hold from the first token on, so ``grammar_from_first_token`` has none either.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from quire.worker.api.sampling_params import PARAMETERS, SamplingParams
 from quire.worker.api.structured import StructuredOutputsParams
 
 _CONSTRAINTS = {"json_schema": "json"}
-"""Constraints whose names differ from ours."""
+"""Names of constraints that differ from Quire's."""
 _REFUSED = {
     "mm_inputs": "this model takes text alone",
     "extra_mm_inputs": "this model takes text alone",
@@ -31,13 +31,14 @@ _REFUSED = {
 
 
 def aliases_of(request: vllm.GenerateRequest) -> Mapping[str, str]:
-    """What ``request`` calls the fields that our errors name otherwise."""
+    """Names of ``request``'s fields that differ in Quire's error messages, by Quire's name."""
     prompt = "text" if request.HasField("text") else "input_ids"
     return {"prompt": prompt, "structured_outputs": "constraint"}
 
 
 def prompt_of(request: vllm.GenerateRequest) -> Prompt:
-    """Raises InvalidRequest: there is none, or it asks for what is not served."""
+    """The prompt. Raises InvalidRequest if there is none, or if it needs something that is not
+    served."""
     for field, value in request.ListFields():
         if field.name in _REFUSED and value != 0:
             raise InvalidRequest(
@@ -51,9 +52,9 @@ def prompt_of(request: vllm.GenerateRequest) -> Prompt:
 
 
 def sampling_of(params: vllm.SamplingParams) -> SamplingParams:
-    """Raises InvalidRequest: a value is out of its range."""
+    """The sampling parameters. Raises InvalidRequest if a value is out of range."""
     given = {field.name: value for field, value in params.ListFields() if field.name in PARAMETERS}
-    # Absent, a proto3 bool is false: this one is true in ours.
+    # An absent proto3 bool is false, but this field's default in Quire is true.
     given["skip_special_tokens"] = params.skip_special_tokens
     given["structured_outputs"] = _constraint(params)
     return SamplingParams(**{"max_tokens": None, **given})
@@ -71,8 +72,8 @@ def _constraint(params: vllm.SamplingParams) -> StructuredOutputsParams | None:
 class Answers:
     """The messages that answer one request.
 
-    A stream has a chunk for each of ours, and behind a completion's last one a ``complete`` that
-    repeats it. Otherwise there is one ``complete`` for each completion, once all have ended.
+    A stream has one message per chunk, and after a completion's last chunk a ``complete`` that
+    repeats it. Otherwise there is one ``complete`` per completion, once all have ended.
     """
 
     def __init__(self, request: Prepared, *, is_stream: bool) -> None:
@@ -80,10 +81,11 @@ class Answers:
         self._sampling = request.sampling
         self._is_stream = is_stream
         self._answers: dict[int, vllm.GenerateComplete] = defaultdict(vllm.GenerateComplete)
-        """Answers by index, with all tokens so far; in a stream, with those of the last chunk."""
+        """Answers by index: with all tokens so far, or, in a stream, with those of the last
+        chunk."""
 
     def of(self, chunk: Chunk) -> Iterator[vllm.GenerateResponse]:
-        """What is to be sent now that ``chunk`` has come."""
+        """The messages to send for ``chunk``."""
         part = self._part(chunk)
         answer = self._answers[chunk.index]
         if self._is_stream:
@@ -106,7 +108,7 @@ class Answers:
             yield from self._all()
 
     def aborted(self) -> Iterator[vllm.GenerateResponse]:
-        """What is to be sent once the request was aborted; nothing where it had ended."""
+        """The messages to send after the request was aborted; none if it had ended."""
         if self._num_ended() == self._sampling.n:
             return
         for index in range(self._sampling.n):
@@ -116,7 +118,7 @@ class Answers:
             answer.index = index
             answer.prompt_tokens = len(self._prompt)
             answer.finish_reason = "abort"
-            if self._is_stream:  # The tokens were in a chunk.
+            if self._is_stream:  # The chunks had the tokens.
                 for field in ("output_ids", "completion_tokens", "output_logprobs"):
                     answer.ClearField(field)
                 yield vllm.GenerateResponse(complete=answer)
@@ -152,7 +154,7 @@ class Answers:
 
     def _add_prompt_scores(self, to: vllm.InputLogProbs, scores: Sequence[TokenLogprobs]) -> None:
         to.token_ids.extend(self._prompt.tolist())
-        # The first token has nothing before it.
+        # The first token has no log-probability: nothing precedes it.
         for _ in range(len(self._prompt) - len(scores)):
             to.token_logprobs.add()
             if self._sampling.prompt_logprobs:

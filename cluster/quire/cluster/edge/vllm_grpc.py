@@ -1,8 +1,8 @@
-"""`vllm.grpc.engine`, as gateways written for vLLM's gRPC engine call it.
+"""`vllm.grpc.engine`, for gateways written for vLLM's gRPC engine.
 
-To them, a whole cluster is one engine, which has one model: a gateway of several refuses what
-concerns a model. Its methods come from the package smg-grpc-proto, and are
-served where that is installed. Those that would reach into one engine are refused, with the reason.
+It presents a whole cluster as one engine with one model: a gateway of several models refuses calls
+that concern a model. The service is defined in the package smg-grpc-proto, and served if that is
+installed. Calls that would act on a single engine are refused with the reason.
 """
 
 import asyncio
@@ -43,13 +43,13 @@ _PIECE_BYTES = 2**16
 
 
 def add_vllm_engine(models: Models, server: grpc.aio.Server, *, keys: ApiKeys | None) -> None:
-    """Adds the service to ``server``."""
+    """Adds the vLLM engine service to ``server``."""
     service = VllmEngineService(models, keys=keys)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server)
 
 
 class _Run:
-    """A request under way, which another call may abort."""
+    """A running request that another call may abort."""
 
     def __init__(self) -> None:
         self.is_aborted = False
@@ -65,12 +65,12 @@ class _Run:
         run: Callable[[Take], Coroutine[Any, Any, None]],
         write_all: Take,
     ) -> None:
-        """Hands what ``run`` brings to ``write_all`` until it ends or the request is aborted."""
+        """Passes the chunks of ``run`` to ``write_all`` until it ends or the request is aborted."""
 
         async def take(chunk: Chunk) -> None:
             if self.is_aborted:
                 return
-            # A message must be sent whole.
+            # A message must be sent completely before the task may be cancelled.
             self._is_writing = True
             await write_all(chunk)
             self._is_writing = False
@@ -93,7 +93,7 @@ class _Run:
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]
-    """A gateway's only model as vLLM's engine."""
+    """Serves a gateway's model as a vLLM engine."""
 
     def __init__(
         self,
@@ -108,9 +108,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self._num_subscribers = 0
         self._keys = keys
         self._runs: dict[tuple[str, str], set[_Run]] = defaultdict(set)
-        """Running calls by tenant and client's id, so that nobody aborts another tenant's."""
+        """Running calls by tenant and client's id, so that no tenant can abort another's."""
         self._began_s = time.monotonic()
-        self._last_request_s = 0.0  # Since 1970.
+        self._last_request_s = 0.0  # In seconds since 1970.
         self._bundle: bytes | None = None
 
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
@@ -143,7 +143,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 )
             )
         answers = Answers(prepared, is_stream=request.stream)
-        request.Clear()  # The prompt is token ids now, and the call may last.
+        request.Clear()  # Frees the prompt: it is token ids now.
 
         async def write(chunk: Chunk) -> None:
             for message in answers.of(chunk):
@@ -280,7 +280,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> None:
         async with statuses(context, request):
-            check_operator(context, self._keys)  # It tells the prompts of all tenants.
+            check_operator(context, self._keys)  # The events reveal all tenants' prompts.
             await self._model.card()
             model = self._model
             if not any(group.kv_events for group in self._groups()):
@@ -327,16 +327,16 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     @property
     def _model(self) -> ModelService:
-        """The first of several: these messages name none. Raises InvalidRequest: there is none."""
+        """The first model: these messages name none. Raises InvalidRequest if there is none."""
         return next(iter(self._models.by_name.values()), None) or self._models.named(None)
 
     def _groups(self) -> list[group_pb2.GroupDescription]:
-        """Those that are attached."""
+        """The descriptions of the attached groups."""
         clients = self._model.groups.clients
         return [client.description for client in clients if client.is_attached]
 
     def _load(self) -> vllm.SchedulerLoad:
-        """The load of all groups together."""
+        """The combined load of all groups."""
         groups, loads = self._groups(), list(self._model.groups.loads.values())
         num_running = sum(load.num_running for load in loads)
         num_waiting = sum(load.num_waiting for load in loads)
@@ -360,4 +360,4 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
 async def _refuse(context: Context, why: str) -> NoReturn:
     await refuse(context, grpc.StatusCode.UNIMPLEMENTED, "UNIMPLEMENTED", why)
-    raise AssertionError  # Not reached: it has raised.
+    raise AssertionError  # Not reached: `refuse` has raised.

@@ -1,1 +1,1 @@
-"""What a gateway tells of itself: metrics, and explanations of its decisions."""
+"""Observability of a gateway: metrics, traces, access log, usage and routing explanations."""

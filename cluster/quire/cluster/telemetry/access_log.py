@@ -1,7 +1,8 @@
-"""One line for each call at its end, on the logger ``quire.access``, without any text of it.
+"""The access log: one line for each ended call, on the logger ``quire.access``, without any prompt
+or answer text.
 
-In JSON, its parts are fields of the line. Answered looks at the gateway itself, which ``quire top``
-and ``/ui`` take every few seconds, are of the level DEBUG and all other calls of INFO.
+In JSON, the parts are fields of the line. Answered polls of the gateway itself, which ``quire top``
+and ``/ui`` make every few seconds, have the level DEBUG; all other calls have INFO.
 """
 
 import json
@@ -13,13 +14,13 @@ from quire.cluster.telemetry.timeline import Timeline
 _log = logging.getLogger("quire.access")
 
 _MAX_CHARS = 256
-"""Characters of a part that a client chose."""
+"""Most characters of a part that a client chose."""
 _LOOKS = ("/quire.v1.Admin/ListGroups", "/v1/routing/decisions", "/ui")
-"""Calls that Quire's own tools repeat; below ``/ui/`` are the page's files and its events."""
+"""Calls that Quire's own tools poll; ``/ui/`` has the page's files and its events."""
 
 
 def log_access(call: Timeline) -> None:
-    """Writes the line of a call that has ended."""
+    """Writes the line of an ended call."""
     level = logging.DEBUG if _is_look(call) else logging.INFO
     if _log.isEnabledFor(level):
         fields = fields_of(call)
@@ -32,7 +33,7 @@ def _is_look(call: Timeline) -> bool:
 
 
 def fields_of(call: Timeline) -> dict[str, Any]:
-    """The parts of a line, those left out that say nothing. Times are in milliseconds."""
+    """The parts of a line; empty ones are left out. Times are in milliseconds."""
     first_s, outcomes = call.first_token_s, call.outcomes
     fields = {
         "method": call.method,
@@ -64,7 +65,7 @@ def fields_of(call: Timeline) -> dict[str, Any]:
 
 
 def _line(fields: dict[str, Any]) -> str:
-    """Its parts as text: one that has a space or a control character is quoted as in JSON."""
+    """The line as text. A part with a space or a control character is quoted as in JSON."""
     head = " ".join(
         _quoted(fields[name]) for name in ("method", "path", "status") if name in fields
     )

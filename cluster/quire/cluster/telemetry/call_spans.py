@@ -1,12 +1,12 @@
-"""A call's spans, made of its `Timeline` when it has ended: the gateway's part of a trace.
+"""Builds a call's spans from its `Timeline` when it has ended: the gateway's part of a trace.
 
-    chat MODEL      the call, as a server; its parent is the client's span
-      prepare       template and tokenizer
+    chat MODEL      the call, as a server span; its parent is the client's span
+      prepare       chat template and tokenizer
       queue         admission
       attempt       one for each group that it was sent to; the group's own span is below it
 
-Names are those of OpenTelemetry's conventions (HTTP, RPC, GenAI), vLLM's for latencies
-(``gen_ai.latency.*``), and ``quire.*`` for what these have no name for.
+Names follow OpenTelemetry's conventions (HTTP, RPC, GenAI), vLLM's for latencies
+(``gen_ai.latency.*``), and are ``quire.*`` where those have no name.
 """
 
 from http import HTTPStatus
@@ -15,15 +15,15 @@ from quire.cluster.telemetry.timeline import Attempt, CompletionRecord, Timeline
 from quire.cluster.telemetry.tracing import Span, Value, ids_in, new_span_id
 
 _LOSSES = ("", "GroupLost", "GroupDied")
-"""Errors whose text is our own. Others may quote what a client sent."""
+"""Errors whose text is Quire's own. Other texts may quote a client's data."""
 _SERVER_ERRORS = (
     *("UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"),
 )
-"""gRPC's, as the conventions list them."""
+"""gRPC statuses that the conventions list as server errors."""
 
 
 def spans_of(call: Timeline) -> list[Span]:
-    """None where ``call`` is not sampled."""
+    """The spans of ``call``; none if it is not sampled."""
     if not call.is_sampled or call.ended_s is None:
         return []
     spans = [_own(call)]
@@ -115,7 +115,7 @@ def _of_model(call: Timeline) -> dict[str, Value]:
 
 
 def _operation(call: Timeline) -> str:
-    """As the conventions call it."""
+    """The operation's name in the conventions."""
     if call.operation == "embed":
         return "embeddings"
     return "chat" if call.is_chat else "text_completion"
@@ -136,7 +136,7 @@ def _part(call: Timeline, name: str, begin_s: float, end_s: float) -> Span:
 def _of_attempt(
     call: Timeline, completion: CompletionRecord, attempt: Attempt, number: int
 ) -> Span:
-    """``number``: among the completion's attempts."""
+    """``number``: the attempt's index among those of its completion."""
     assert call.ended_s is not None
     end_s = call.ended_s if attempt.ended_s is None else attempt.ended_s
     later = completion.attempts[number:]

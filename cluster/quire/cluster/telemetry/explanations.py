@@ -1,4 +1,4 @@
-"""Routing decisions as messages: what clients and operators see of why a request went where."""
+"""Routing decisions as messages that explain to clients and operators where a request was sent."""
 
 import asyncio
 import contextlib
@@ -14,37 +14,40 @@ from quire.worker.api.errors import InvalidRequest
 MAX_LIMIT = 1000
 DEFAULT_LIMIT = 20
 _MAX_ASKING = 4
-"""Questions at one time: each is one to every gateway."""
+"""Most queries at a time: each asks every gateway."""
 
 _HTTP_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
-"""Prefixes of HTTP answers' ids, before the request's own id."""
+"""Prefixes of ids in HTTP answers, in front of the request's own id."""
 
 
 Answers = tuple[Sequence[pb.ExplainRoutingResponse], str]
-"""The other gateways' answers, and which of them did not answer; empty if all did."""
+"""The other gateways' answers, and the names of those that did not answer; "" if all did."""
 AskOthers = Callable[[pb.ExplainRoutingRequest, str | None], Awaitable[Answers]]
 
 
 class Explanations:
-    """Answers `ExplainRouting`, with what the other gateways know: behind one address, a client
-    cannot tell which of them routed its request. ``tenant``: whose requests are told of; ``None``
-    is everyone's."""
+    """Answers `ExplainRouting` for all gateways: behind one address, a client cannot tell which of
+    them routed its request. ``tenant``: the tenant whose requests are explained; ``None`` means
+    all."""
 
     def __init__(self, tables: Callable[[], Sequence[RoutingTable]]) -> None:
-        """``tables``: those there are now, one for each model and more while one is replaced."""
+        """``tables``: the present routing tables: one per model, more while a model is being
+        replaced."""
         self.ask_others: AskOthers = _no_others
-        """Set by those who know of other gateways. Bounds its own time, and raises nothing."""
+        """Set by the code that knows other gateways. It must limit its own time and raise
+        nothing."""
         self._tables = tables
         self._asking = asyncio.Semaphore(_MAX_ASKING)
 
     async def answer(
         self, request: pb.ExplainRoutingRequest, *, tenant: str | None
     ) -> pb.ExplainRoutingResponse:
-        """This gateway's answer and all others', as one.
+        """The answers of this and all other gateways, merged.
 
         Raises:
-            InvalidRequest: Both a request and a number of decisions are asked for, or too many.
-            UnknownDecision: The request was routed by none of them, or is forgotten.
+            InvalidRequest: Both a request and a number of decisions are given, or the number is too
+                large.
+            UnknownDecision: No gateway routed the request, or all have forgotten it.
         """
         _check(request)
         async with self._asking:
@@ -63,7 +66,7 @@ class Explanations:
         self, request: pb.ExplainRoutingRequest, *, tenant: str | None
     ) -> pb.ExplainRoutingResponse:
         """This gateway's own answer, which may be empty."""
-        # In a thread: thousands of candidates take a second, in which no stream would go on.
+        # In a thread: thousands of candidates take a second, which would stall all streams.
         return await asyncio.to_thread(_explain, self._tables(), request, tenant)
 
 
@@ -132,7 +135,7 @@ def _find(table: RoutingTable, name: str, tenant: str | None) -> list[Explanatio
 
 
 def _names(name: str) -> list[str]:
-    """The ids that ``name`` may mean."""
+    """The request ids that ``name`` may mean."""
     return [name, *(name.removeprefix(each) for each in _HTTP_PREFIXES if name.startswith(each))]
 
 

@@ -1,9 +1,9 @@
-"""What a gateway shows of itself once a second, to those who watch it.
+"""The live page's data: once a second, a gateway's state for its viewers.
 
-A tick is computed once, for all viewers: the whole *picture* as one event, and what has changed
-since the tick before as another, the *change*. A viewer that keeps up gets changes; one that missed
-a tick gets the picture again, so that nothing is kept for slow readers. Without a viewer only the
-points of the last minutes are taken.
+A tick is computed once for all viewers: the whole state as one event, the *picture*, and the
+differences from the previous tick as another, the *change*. A viewer that keeps up receives
+changes. A viewer that missed a tick receives the picture again, so that nothing is buffered for
+slow readers. Without viewers, only the series of the last minutes is recorded.
 """
 
 import asyncio
@@ -35,37 +35,37 @@ from quire.router.table import RoutingTable
 MAX_VIEWERS = 32
 MAX_EVERY_S = 60
 MAX_CALLS = 50
-"""Calls that are kept, the newest ones, some kB each at most; also while nobody watches."""
+"""Most recent calls that are kept, at most some kB each; also while nobody watches."""
 
 _TICK_S = 1.0
 _PREFIXES_EVERY = 5
-"""Ticks."""
+"""Ticks between two updates of the hot prefixes."""
 _MAX_PREFIXES = 48
 _MAX_DECISIONS = 200
 _MAX_GROUPS = 256
-"""Groups in a picture; further ones are only counted."""
+"""Most groups in a picture; further ones are only counted."""
 _RATE_TICKS = 10
 _STALLED_S = 30.0
-"""A viewer that takes nothing for that long is let go."""
+"""Time in seconds without a read after which a viewer is disconnected."""
 
 Write = Callable[[bytes], Awaitable[None]]
 
 
 class Watched(NamedTuple):
-    """One model, as far as it is shown."""
+    """One model's data that the page shows."""
 
     model: str
     groups: Groups
     table: RoutingTable
     telemetry: Telemetry
     task: str
-    """What it is for; empty until that is known."""
+    """The model's task; empty until known."""
     num_queued: int
     num_inflight: int
 
 
 class _Counts(NamedTuple):
-    """What a group had counted at a time of the gateway's clock."""
+    """A group's counters at a time of the gateway's clock."""
 
     at_s: float
     output: int
@@ -74,7 +74,7 @@ class _Counts(NamedTuple):
 
 
 class Live:
-    """The ticks of one gateway, and those who watch them. Belongs to one event loop."""
+    """The ticks of one gateway, and its viewers. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -85,22 +85,22 @@ class Live:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.name = ""
-        """This gateway's, as the page shows it."""
+        """The gateway's name on the page."""
         self.num_viewers = 0
         self.num_ticks = 0
-        """Ticks that were computed for viewers."""
+        """Number of ticks computed for viewers."""
         self._watched = watched
         self._tick_s = tick_s
         self._clock = clock
         self._wall_clock = wall_clock
         self._series = Series()
         self._counts: dict[str, deque[_Counts]] = {}  # By group.
-        self._names: dict[str, str] = {}  # Of groups, by address: those that are lost keep theirs.
+        self._names: dict[str, str] = {}  # Group names by address; lost groups keep theirs.
         self._calls: deque[Row] = deque(maxlen=MAX_CALLS)
         self._num_calls = 0
         self._prefixes: list[Row] = []
         self._picture: dict[str, Any] = {}
-        self._picture_event: bytes | None = None  # Made when it is first asked for.
+        self._picture_event: bytes | None = None  # Encoded on first use.
         self._change_event = b""
         self._looked_s = -inf
         self._ticked = asyncio.Event()
@@ -108,25 +108,25 @@ class Live:
         self._is_over = False
 
     def start(self) -> None:
-        """Begins to tick, unless it does. Call it in the event loop."""
+        """Starts ticking, unless it already does. Must be called in the event loop."""
         if self._task is None and not self._is_over:
             self._task = asyncio.create_task(keep_going(self._run, name="the live page"))
 
     def end(self) -> None:
-        """Lets the viewers go: the gateway is about to stop."""
+        """Disconnects the viewers: the gateway is about to stop."""
         self._is_over = True
         if self._task is not None:
             self._task.cancel()
         self._ticked.set()
 
     def note(self, call: Timeline) -> None:
-        """Shows a call that has ended, unless it was refused before it was tokenized."""
+        """Shows an ended call, unless it was refused before tokenization."""
         if call.prepared_s is not None:
             self._num_calls += 1
             self._calls.append({"number": self._num_calls, **call_row(call)})
 
     def check_room(self) -> None:
-        """Raises Overloaded: as many watch as may."""
+        """Raises Overloaded if there are as many viewers as allowed."""
         if self.num_viewers >= MAX_VIEWERS:
             raise Overloaded(
                 f"{MAX_VIEWERS} viewers watch this gateway's page, and one more exceeds its limit: "
@@ -136,14 +136,14 @@ class Live:
             )
 
     async def watch(self, write: Write, *, every: int = 1) -> None:
-        """Writes a picture and then what changes, each ``every`` ticks, until the gateway drains or
-        the viewer takes nothing for a while. Raises Overloaded: as `check_room`."""
+        """Writes a picture and then a change each ``every`` ticks, until the gateway drains or the
+        viewer has not read for a while. Raises Overloaded as `check_room` does."""
         self.check_room()
         self.num_viewers += 1
         try:
             self.start()
             if self._clock() - self._looked_s >= self._tick_s:
-                self._look()  # Nobody watched until now.
+                self._look()  # Nobody has watched until now.
             seen: int | None = None
             while not self._is_over:
                 now = self.num_ticks
@@ -162,7 +162,7 @@ class Live:
     async def _run(self) -> None:
         next_s = self._clock()
         while True:
-            # Not one after the other where the loop was held up.
+            # No catching up if the loop was held up.
             next_s = max(next_s + self._tick_s, self._clock())
             await asyncio.sleep(next_s - self._clock())
             self._sample()
@@ -170,7 +170,7 @@ class Live:
                 self._look()
 
     def _sample(self) -> None:
-        """Takes the next point, and what each group has counted."""
+        """Records the next point of the series and each group's counters."""
         watched, now_s = self._watched(), self._clock()
         telemetry = [each.telemetry for each in watched]
         totals = Totals(
@@ -200,11 +200,11 @@ class Live:
                 now_s, load.num_output_tokens, load.num_prompt_tokens, load.num_hit_tokens
             )
             if self._counts[name] and self._counts[name][-1].output > counts.output:
-                self._counts[name].clear()  # Another incarnation of the group.
+                self._counts[name].clear()  # The group was restarted.
             self._counts[name].append(counts)
 
     def _look(self) -> None:
-        """Computes a tick."""
+        """Computes a tick: the picture, and its difference from the previous one."""
         watched, self._looked_s = self._watched(), self._clock()
         if self.num_ticks % _PREFIXES_EVERY == 0 or not self._picture:
             self._look_at_prefixes(watched)
@@ -271,7 +271,8 @@ class Live:
         self._names = names
 
     def _rates(self, name: str) -> tuple[float, float | None]:
-        """Tokens per second and the share of prompt tokens that were cached, lately."""
+        """A group's recent tokens per second, and the recent share of its prompt tokens that was
+        cached."""
         counts = self._counts.get(name)
         if not counts:
             return 0.0, None
@@ -288,8 +289,8 @@ class Live:
 
 
 def _change(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What is new in ``after``: groups, calls and decisions by their rows, all else whole;
-    ``gone`` names the groups that went."""
+    """The difference between two pictures. Groups, calls and decisions have only new or changed
+    rows; other changed fields are whole. ``gone`` names the groups that are no longer there."""
     changed = {name: value for name, value in after.items() if before.get(name) != value}
     former, groups = before.get("groups", {}), after["groups"]
     changed["groups"] = {key: row for key, row in groups.items() if former.get(key) != row}

@@ -1,4 +1,4 @@
-"""The rows of the live page: groups, calls, decisions and prefixes as JSON."""
+"""Rows of the live page as JSON: groups, calls, decisions and prefixes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +12,10 @@ from quire.v1 import group_pb2 as pb
 Row = dict[str, Any]
 
 _NAME_BYTES = 6
-"""Characters of a block's name that tell it from the others on the page."""
+"""Bytes of a block's hash that identify it on the page."""
 _MAX_CHARS = 200
 MAX_ATTEMPTS = 16
-"""The last attempts of a call that a row shows at most."""
+"""Most attempts of a call in its row; the last ones are shown."""
 
 
 def group_row(
@@ -28,8 +28,8 @@ def group_row(
     tokens_per_s: float,
     hit_rate: float | None,
 ) -> Row:
-    """``load``: its last one, where it is attached. ``tokens_per_s`` and ``hit_rate`` are of the
-    last seconds; the latter is None without a prompt in them."""
+    """``load``: the last load of an attached group. ``tokens_per_s`` and ``hit_rate`` cover the
+    last seconds; ``hit_rate`` is ``None`` if they had no prompt."""
     load = load or pb.Load()
     description = client.description if client.is_attached else None
     state = "ready" if is_routed_to else "draining" if client.is_attached else "lost"
@@ -78,8 +78,8 @@ def decision_row(each: Explanation) -> Row:
 
 
 def call_row(call: Timeline) -> Row:
-    """A call that has ended, with the attempts of the completion that ended last. All but ``at``
-    is in seconds since the call came."""
+    """An ended call, with the attempts of the completion that ended last. All times but ``at`` are
+    in seconds since the call's arrival."""
 
     def since(time_s: float | None) -> float | None:
         return _rounded(None if time_s is None else time_s - call.arrival_s)
@@ -129,6 +129,6 @@ def _rounded(seconds: float | None) -> float | None:
 
 
 def newest_first(rows: Sequence[Explanation], limit: int) -> list[Row]:
-    """The last ``limit`` of several tables' decisions."""
+    """The newest ``limit`` decisions of several tables."""
     ordered = sorted(rows, key=lambda each: each.decided_at_s, reverse=True)
     return [decision_row(each) for each in ordered[:limit]]

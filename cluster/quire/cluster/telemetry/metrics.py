@@ -1,7 +1,7 @@
-"""A gateway's Prometheus metrics, named ``quire_*``; those of a model have the label ``model``.
+"""A gateway's Prometheus metrics, named ``quire_*``; a model's metrics have the label ``model``.
 
-Counts of this gateway's own requests are kept here as they happen. Counts of groups and of the
-routing table are read from them at each scrape.
+Counts of this gateway's own requests are updated here as they happen. Counts of groups and of the
+routing table are read from those at each scrape.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -103,8 +103,8 @@ class Telemetry:
         registry.register(RoutingCollector(table))
 
     def first_tokens(self) -> tuple[Sequence[float], list[int]]:
-        """How long first tokens took, as a histogram: the bounds of its buckets in seconds, the
-        last of which has none, and how many fell into each."""
+        """A histogram of the time to the first token: the upper bounds of its buckets in seconds,
+        without the last bucket's, and the count of each bucket."""
         (metric,) = self.time_to_first_token.collect()
         upto = [int(each.value) for each in metric.samples if each.name.endswith("_bucket")]
         counts = [high - low for low, high in zip([0, *upto], upto, strict=False)]
@@ -112,14 +112,14 @@ class Telemetry:
 
 
 class GatewayTelemetry:
-    """The metrics of one gateway: those of no one model, and every model's under its name."""
+    """The metrics of one gateway: its own, and every model's with the label ``model``."""
 
     def __init__(self) -> None:
         registry = CollectorRegistry()
         counter = partial(Counter, registry=registry)
         gauge = partial(Gauge, registry=registry)
         self.refused = refused_counter(registry)
-        """Requests whose model is not known yet."""
+        """Refused requests whose model was not known yet."""
         self.spans = counter(
             "quire_spans",
             "Spans of traces, by outcome: sent, failed (the collector did not take them), dropped "
@@ -163,19 +163,20 @@ class GatewayTelemetry:
         self._page = _Page(registry)
 
     def count(self, call: Timeline) -> None:
-        """Counts a call that has ended."""
+        """Counts an ended call."""
         self.requests.labels(call.endpoint, call.status).inc()
 
     def register(self, collector: Collector) -> None:
-        """Shows what ``collector`` tells, which is of no one model."""
+        """Adds the metrics of ``collector``, which belong to no single model."""
         self._registry.register(collector)
 
     def add(self, model: str, registry: CollectorRegistry) -> None:
-        """Shows a model's metrics; with another registry of its, their sums."""
+        """Adds a model's registry. If the model has several, their values are summed."""
         self._page.registries.setdefault(model, []).append(registry)
 
     def remove(self, model: str, registry: CollectorRegistry) -> None:
-        """Shows them no longer. Where the model has another registry, what was counted stays."""
+        """Removes a model's registry. If the model has another one, counts of the removed one stay
+        in the sums."""
         registries = self._page.registries[model]
         registries.remove(registry)
         if registries:
@@ -190,7 +191,7 @@ class GatewayTelemetry:
 
 
 class _GroupCollector(Collector):
-    """The groups' load as of the moment of the scrape."""
+    """The groups' loads at the time of the scrape."""
 
     _GAUGES = (
         ("num_running", "quire_group_running", "Sequences that a group runs."),
@@ -291,14 +292,14 @@ _Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class _Page(Collector):
-    """All registries as one, in which each metric is one family."""
+    """All registries combined, so that each metric is one family."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """``registry``: of what is of no one model."""
+        """``registry``: metrics that belong to no single model."""
         self.registries: dict[str, list[CollectorRegistry]] = {"": [registry]}
-        """Registries by model, whose name is the label ``model``; those of "" get none."""
+        """Registries by model, for the label ``model``; those of "" have no such label."""
         self.kept: dict[str, dict[_Key, float]] = {}
-        """By model, the counts of registries that are gone, without which the sums would fall."""
+        """Counts of removed registries by model. Without them, the sums would decrease."""
 
     def keep(self, model: str, registry: CollectorRegistry) -> None:
         kept = self.kept.setdefault(model, {})
@@ -306,7 +307,7 @@ class _Page(Collector):
             if metric.type not in ("counter", "histogram"):
                 continue
             for sample in metric.samples:
-                # Groups do not come back under their names.
+                # Groups' names are not reused.
                 if "group" not in sample.labels and not sample.name.endswith("_created"):
                     key = sample.name, tuple(sample.labels.items())
                     kept[key] = kept.get(key, 0.0) + sample.value

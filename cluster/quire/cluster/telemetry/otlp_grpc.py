@@ -1,6 +1,6 @@
-"""Sends spans over OTLP/gRPC by OpenTelemetry's exporter, with messages that are written here.
+"""Sends spans over OTLP/gRPC with OpenTelemetry's exporter, but with messages encoded here.
 
-Its own encoder takes four times as long, which was two thirds of what a traced call costs.
+OpenTelemetry's own encoder takes four times as long; it took two thirds of a traced call's cost.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ _KINDS = {
 }
 _UNSET = pb.Status()
 _IS_OURS_ASKED = hasattr(OTLPSpanExporter, "_translate_data")
-"""The exporter of a version without this private name encodes the spans itself."""
+"""Whether this version calls the private method that is overridden here. Otherwise it encodes the
+spans itself."""
 
 
 class GrpcExporter(OTLPSpanExporter):
@@ -64,7 +65,7 @@ def _write(span: Span, scope: pb.ScopeSpans) -> None:
         status=_failed(span.error) if span.error else _UNSET,
     ).attributes
     add = attributes.add
-    # Types are compared and all is in line, which takes a third less than `isinstance` and calls.
+    # Types are compared inline, which takes a third less time than `isinstance` and calls.
     for key, value in span.attributes.items():
         attribute = add()
         try:
@@ -82,7 +83,7 @@ def _write(span: Span, scope: pb.ScopeSpans) -> None:
                 to.array_value.SetInParent()
                 for each in value:
                     to.array_value.values.add().string_value = each
-        except ValueError:  # Text that is no Unicode, or an integer of more than 64 bits.
+        except ValueError:  # Not valid Unicode, or an integer above 64 bits.
             del attributes[-1]
 
 

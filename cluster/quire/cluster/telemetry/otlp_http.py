@@ -1,4 +1,4 @@
-"""Sends spans over OTLP/HTTP, all of it by OpenTelemetry's exporter."""
+"""Sends spans over OTLP/HTTP, entirely with OpenTelemetry's exporter."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ class HttpExporter(OTLPSpanExporter):
     """OpenTelemetry's exporter, for `QueuedSpan`s."""
 
     def __init__(self, endpoint: str | None, *, resource: Resource) -> None:
-        """``endpoint``: with its path; ``None`` is that of the environment."""
+        """``endpoint``: with its path; ``None`` takes the environment's endpoint."""
         super().__init__(endpoint=endpoint)
         self._resource = resource
 

@@ -1,4 +1,4 @@
-"""What happened between two looks at a gateway's groups: speeds, shares and waits."""
+"""Rates between two snapshots of a gateway's groups: speeds, shares and waits."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,28 +10,29 @@ from quire.v1 import admin_pb2 as pb
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """How fast one group works, or all together."""
+    """The speed of one group, or of several together."""
 
     prompt_per_s: float = 0.0
-    """Prompt tokens that began to run."""
+    """Prompt tokens of started requests, per second."""
     output_per_s: float = 0.0
-    """Tokens made."""
+    """Generated tokens per second."""
     hit_rate: float | None = None
-    """The share of the prompt tokens that was cached; ``None`` without any."""
+    """Share of prompt tokens that was cached; ``None`` without prompt tokens."""
     kv_use: float = 0.0
-    """The share of the KV cache that requests use, now."""
+    """Share of the KV cache that requests use at the later snapshot."""
 
     @classmethod
     def between(
         cls, before: Iterable[pb.Group], after: Iterable[pb.Group], *, interval_s: float
     ) -> Self:
-        """``interval_s`` lies between the two looks. Groups that came between do not count."""
+        """The rates over ``interval_s`` between two snapshots. Groups missing from the first do not
+        count."""
         former = {group.id: group for group in before}
         prompt = hits = output = held = blocks = 0
         for group in after:
             held += group.num_held_blocks
             blocks += group.num_blocks
-            # One that began again under its name has counted from 0.
+            # A restarted group has the same name and counts from 0.
             if (old := former.get(group.id)) and old.num_output_tokens <= group.num_output_tokens:
                 prompt += group.num_prompt_tokens - old.num_prompt_tokens
                 hits += group.num_hit_tokens - old.num_hit_tokens
@@ -45,8 +46,8 @@ class Rates:
 
 
 def first_token_s(before: pb.GatewayLoad, after: pb.GatewayLoad, share: float) -> float | None:
-    """Within what time that ``share`` of the first tokens between two looks came, at most: the
-    bound of a bucket. ``None`` without any."""
+    """An upper bound in seconds (of a histogram bucket) for the given ``share`` of the times to the
+    first token between two snapshots; ``None`` without any."""
     if not after.ttft_counts:
         return None
     former = list(before.ttft_counts) or [0] * len(after.ttft_counts)
@@ -62,7 +63,7 @@ def first_token_s(before: pb.GatewayLoad, after: pb.GatewayLoad, share: float) -
 def status_line(
     before: pb.ListGroupsResponse, after: pb.ListGroupsResponse, *, interval_s: float
 ) -> str:
-    """All of a gateway in one line."""
+    """The state of a whole gateway in one line."""
     groups = after.groups
     rates = Rates.between(before.groups, groups, interval_s=interval_s)
     num_ready = sum(group.state == pb.Group.SERVING for group in groups)
@@ -77,7 +78,7 @@ def status_line(
 
 
 def is_busy(before: pb.ListGroupsResponse, after: pb.ListGroupsResponse) -> bool:
-    """Whether anything ran."""
+    """Whether any request ran between two snapshots."""
     rates = Rates.between(before.groups, after.groups, interval_s=1.0)
     return (
         rates.output_per_s > 0

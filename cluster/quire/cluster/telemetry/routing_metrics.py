@@ -1,7 +1,7 @@
 """The routing table's counts as Prometheus metrics: decisions, forecasts, directory, bounds.
 
-They are read from the table at each scrape. Everything bounded has a gauge of its size and one of
-its bound, so that a dashboard can show the share without knowing the configuration.
+They are read from the table at each scrape. Everything bounded has two gauges, its size and its
+bound, so that a dashboard can show the ratio without knowing the configuration.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _Row = tuple[str, str, float]
 
 
 class RoutingCollector(Collector):
-    """The routing table's counts as of the moment of the scrape."""
+    """The routing table's counts at the time of the scrape."""
 
     def __init__(self, table: RoutingTable) -> None:
         self._table = table

@@ -1,4 +1,4 @@
-"""Our spans as OpenTelemetry's SDK has them. Imports OpenTelemetry."""
+"""Converts Quire's spans to those of OpenTelemetry's SDK. Importing this imports OpenTelemetry."""
 
 from collections.abc import Sequence
 
@@ -26,8 +26,8 @@ _KINDS = {
 
 
 class QueuedSpan(ReadableSpan):
-    """A span that the SDK's processor hands to an exporter of ours. The processor looks only at
-    whether it is sampled, so that it has nothing else of a `ReadableSpan`."""
+    """A span that the SDK's processor passes to one of our exporters. The processor only checks
+    whether it is sampled, so other attributes of a `ReadableSpan` are missing."""
 
     _context = SpanContext(1, 1, False, _SAMPLED)
 
@@ -36,8 +36,8 @@ class QueuedSpan(ReadableSpan):
 
 
 class OnlyItself(Resource):
-    """A resource that equals no other one. OpenTelemetry's encoder hashes that of every span, and
-    to hash all its attributes costs a seventh of what a span does there."""
+    """A resource that equals only itself. OpenTelemetry's encoder hashes the resource of every
+    span; hashing all attributes took a seventh of the encoder's time per span."""
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -47,7 +47,7 @@ class OnlyItself(Resource):
 
 
 def readable(spans: Sequence[ReadableSpan], resource: Resource) -> list[ReadableSpan]:
-    """What OpenTelemetry's own encoder takes, of spans that are `QueuedSpan`s."""
+    """The given `QueuedSpan`s in the form that OpenTelemetry's own encoder takes."""
     return [_readable(each.span, resource) for each in spans if isinstance(each, QueuedSpan)]
 
 

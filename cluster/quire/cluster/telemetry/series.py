@@ -1,4 +1,4 @@
-"""Numbers of the last minutes, a point a second, out of counters that only grow."""
+"""Series of the last minutes, one point a second, computed from counters that only grow."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -8,24 +8,24 @@ from prometheus_client import Counter, Histogram
 
 NUM_POINTS = 300
 _WINDOW = 10
-"""Points over which a point's rates and quantiles are taken."""
+"""Number of points over which a point's rates and quantiles are computed."""
 
 
 class Totals(NamedTuple):
-    """What was counted until now, of all models together."""
+    """Counts up to now, over all models."""
 
     prompt_tokens: float
     cached_tokens: float
     output_tokens: float
     first_tokens: Sequence[float]
-    """Times to the first token: how many were at or below each bound of the histogram."""
+    """Cumulative histogram of times to the first token: counts at or below each bound."""
     per_token: Sequence[float]
-    """The same of times per output token."""
+    """Cumulative histogram of times per output token."""
 
 
 class Series:
     """Points of ``[time, TTFT p50, TTFT p99, TPOT p50, TPOT p99, tokens/s, hit rate, queued,
-    running]``; times are in seconds, and what nothing happened to is None."""
+    running]``. Times are in seconds; a value without events is ``None``."""
 
     def __init__(self) -> None:
         self.points: deque[list[float | None]] = deque(maxlen=NUM_POINTS)
@@ -42,10 +42,11 @@ class Series:
         at_s: float,
         now_s: float,
     ) -> None:
-        """``at_s`` is since 1970 and for the reader; ``now_s`` is what rates are taken with."""
+        """``at_s``: the point's time, since 1970, for display. ``now_s``: a monotonic time, for
+        rates."""
         self._totals.append((now_s, totals))
         before_s, before = self._totals[0]
-        # A model that left took its counts along.
+        # Differences can be negative: a model that left took its counts along.
         ttft = [
             max(0.0, b - a) for a, b in zip(before.first_tokens, totals.first_tokens, strict=False)
         ]
@@ -67,9 +68,9 @@ class Series:
 
 
 def quantile(share: float, bounds: Sequence[float], counts: Sequence[float]) -> float | None:
-    """As Prometheus' ``histogram_quantile``: linear within the bucket, and the last bound for what
-    lies beyond it. ``counts`` are cumulative, with one more for what lies beyond; None without
-    any."""
+    """A quantile like that of Prometheus' ``histogram_quantile``: linear within a bucket, and the
+    last bound for values above it. ``counts`` are cumulative and have one more entry, for values
+    above the last bound. ``None`` if nothing was counted."""
     if not counts or counts[-1] <= 0:
         return None
     rank = share * counts[-1]
@@ -84,7 +85,7 @@ def quantile(share: float, bounds: Sequence[float], counts: Sequence[float]) -> 
 
 
 def buckets(histograms: Iterable[Histogram]) -> list[float]:
-    """The cumulative counts of histograms with the same bounds, added up."""
+    """The cumulative counts of histograms with equal bounds, summed."""
     counts = [
         [
             each.value
@@ -97,7 +98,7 @@ def buckets(histograms: Iterable[Histogram]) -> list[float]:
 
 
 def total(counters: Iterable[Counter]) -> float:
-    """What counters without labels have counted, added up."""
+    """The sum of counters without labels."""
     return sum(
         each.value
         for counter in counters

@@ -1,9 +1,9 @@
-"""Sends spans over OTLP from a thread, and joins the traces of clients.
+"""Exports spans over OTLP from a thread, and continues clients' traces.
 
-Imported only where traces are wanted, since it imports OpenTelemetry. Sampling, the resource and
-the exporter's headers, certificates and timeouts are configured by OpenTelemetry's own environment
-variables. At most `MAX_QUEUED` spans wait; what comes beyond is dropped and counted. A collector
-that cannot be reached is logged once, until it can be again.
+Imported only if tracing is on, since it imports OpenTelemetry. OpenTelemetry's own environment
+variables configure sampling, the resource, and the exporter's headers, certificates and timeouts.
+At most `MAX_QUEUED` spans wait; further ones are dropped and counted. An unreachable collector is
+logged once until it is reachable again.
 """
 
 import asyncio
@@ -26,26 +26,26 @@ from quire.cluster.telemetry.tracing import Role, Span, new_span_id
 _log = logging.getLogger(__name__)
 
 MAX_QUEUED = 8192
-"""Spans that wait to be sent: some MB."""
+"""Most spans that wait to be sent: some MB."""
 _MAX_BATCH = 512
 _CLOSE_S = 2.0
 _LONG_MEMBER = 128
-"""Characters of a member of ``tracestate``; longer ones are left out first."""
+"""Members of ``tracestate`` with more characters than this are left out first."""
 _OF_HEADERS = ("opentelemetry.trace.span", "opentelemetry.trace.propagation.tracecontext")
-"""Loggers that quote what is malformed in a client's headers."""
+"""Loggers that quote malformed headers of clients."""
 _W3C = TraceContextTextMapPropagator()
 
 
 class SpanExport:
-    """The spans of one process, on their way to a collector. Made and used in one event loop."""
+    """The spans of one process on their way to a collector. Created and used in one event loop."""
 
     def __init__(self, endpoint: str | None, *, protocol: str, role: Role, instance: str) -> None:
-        """``endpoint``: ``None`` is that of the environment."""
+        """``endpoint``: the collector's address; ``None`` takes the environment's."""
         resource = Resource.create()
         ours = {"service.instance.id": instance}
         if str(resource.attributes["service.name"]).startswith("unknown_service"):
             ours["service.name"] = f"quire-{role}"
-        # Reads the sampler of the environment; no span is made by it.
+        # Used only to read the environment's sampler; it creates no spans.
         provider = TracerProvider(shutdown_on_exit=False)
         self._sampler, self._new_ids = provider.sampler, provider.id_generator
         resource = OnlyItself(resource.merge(Resource(ours)).attributes)
@@ -56,16 +56,17 @@ class SpanExport:
         )
         self._num_added = 0
         self.count: Callable[[str, int], object] = lambda outcome, num: None
-        """Hears how many spans were "sent", "failed" or "dropped", also in another thread."""
+        """Receives the number of spans "sent", "failed" or "dropped"; may be called in another
+        thread."""
         self._sender.count = lambda outcome, num: self.count(outcome, num)
-        for name in _OF_HEADERS:  # Clients write no lines of our log.
+        for name in _OF_HEADERS:  # Clients must not write to our log.
             logging.getLogger(name).disabled = True
 
     def begin(
         self, call: Timeline, *, traceparents: Sequence[str], tracestates: Sequence[str]
     ) -> None:
         """Makes ``call`` part of the client's trace, or of a new one, and decides whether it is
-        sampled. The arguments are the values of the client's headers; malformed ones count as
+        sampled. The arguments are the values of the client's headers. Malformed ones count as
         absent, and a long ``tracestate`` loses members."""
         headers: dict[str, list[str]] = {}
         if len(traceparents) == 1:
@@ -87,9 +88,9 @@ class SpanExport:
         call.is_sampled = result.decision is Decision.RECORD_AND_SAMPLE
 
     def add(self, spans: Iterable[Span]) -> None:
-        """Sends ``spans`` later, or drops those that find no room. Never waits."""
+        """Queues ``spans`` for sending, and drops those that find no room. Never waits."""
         for span in spans:
-            # What the sender's thread has taken can only rise meanwhile, so that there is room.
+            # Meanwhile the sender's thread can only increase `num_taken`, so there is room.
             if self._num_added - self._sender.num_taken >= MAX_QUEUED:
                 self.count("dropped", 1)
             else:
@@ -97,16 +98,16 @@ class SpanExport:
                 self._processor.on_end(QueuedSpan(span))
 
     async def close(self) -> None:
-        """Sends what waits, if that can be done in time."""
-        # Not in the loop's pool of threads, for which a process waits when it ends.
+        """Sends the waiting spans if that takes no longer than `_CLOSE_S`."""
+        # Not in the loop's thread pool: a process waits for it when it exits.
         closing = threading.Thread(target=self._processor.shutdown, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, _CLOSE_S)
 
 
 def _shortened(state: TraceState) -> str:
-    """The header of ``state``, of at most `MAX_TRACE_STATE` characters. As W3C's Trace Context has
-    it, whole members are left out: long ones first, then others from the end."""
+    """The header of ``state``, cut to `MAX_TRACE_STATE` characters. As W3C's Trace Context asks,
+    whole members are left out: long ones first, then others from the end."""
     members = [f"{key}={value}" for key, value in state.items()]
     num_over = len(",".join(members)) - MAX_TRACE_STATE
     for max_chars in (_LONG_MEMBER, 0):
@@ -117,7 +118,7 @@ def _shortened(state: TraceState) -> str:
 
 
 class _Sender(SpanExporter):
-    """Another exporter, which tells what becomes of the spans. Called from a thread."""
+    """Wraps another exporter and counts the outcomes of spans. Called from a thread."""
 
     def __init__(self, exporter: SpanExporter, *, where: str) -> None:
         self.num_taken = 0
@@ -148,8 +149,8 @@ class _Sender(SpanExporter):
 
 
 class _Reasons(logging.Handler):
-    """Keeps the last line that OpenTelemetry's exporters logged, of which there is one for each
-    attempt to send, and has none of them written."""
+    """Suppresses the lines that OpenTelemetry's exporters log at each attempt to send, and keeps
+    the last one."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

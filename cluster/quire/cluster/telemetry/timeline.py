@@ -1,9 +1,9 @@
-"""What happened when to one call of a client, from its arrival at a gateway to its end.
+"""Records what happens to one client call, and when, from its arrival at a gateway to its end.
 
-The edge begins a `Timeline` for each call and ends it. What the call passes on its way notes there
-what it does. All that tells of finished calls reads the same record: access lines, metrics and
-spans. It has no text of prompts or answers, and costs some attributes for a call and
-for an attempt, none for a token. Times are in seconds on `time.monotonic`.
+The edge creates a `Timeline` for each call and ends it. The code that the call passes through
+records its steps there. Access lines, metrics and spans of ended calls all read this record. It
+holds no text of prompts or answers. It costs some attributes per call and per attempt, and nothing
+per token. Times are in seconds on `time.monotonic`.
 """
 
 import time
@@ -16,33 +16,33 @@ from quire.worker.api.sampling_params import SamplingParams
 
 MAX_TRACE_STATE = 512
 MAX_TRACED = 32
-"""Completions of a call whose attempts have spans: one call leaves room for those of others."""
+"""Completions of a call whose attempts get spans: one call leaves room for the spans of others."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """A completion at one group."""
+    """One attempt to run a completion at a group."""
 
     group: str
     reason: str
     """Why the routing policy chose the group."""
     forecast_s: float | None
-    """The policy's forecast of the seconds to the first token."""
+    """The policy's forecast of the time to the first token, in seconds."""
     num_resumed_tokens: int
-    """Output tokens that earlier attempts had brought."""
+    """Output tokens that earlier attempts had generated."""
     routed_s: float
     traceparent: str = ""
-    """Its span, for the group; empty where it has none."""
+    """Header that makes the group's span a child of this attempt's; empty if it has no span."""
     begun_s: float | None = None
-    """When its first tokens came."""
+    """When its first tokens arrived."""
     num_cached_tokens: int = 0
     num_fetched_tokens: int = 0
-    """Those of them that came from another tier or group."""
+    """Number of cached tokens that were fetched from another tier or group."""
     ended_s: float | None = None
     outcome: str = ""
-    """How it ended: a finish reason, or why the completion went elsewhere or failed."""
+    """How it ended: a finish reason, or why the completion moved to another group or failed."""
     error_type: str = ""
-    """The exception that it failed with. A group that gives it back has not failed."""
+    """The exception that it failed with. A group that hands the completion back has not failed."""
 
     def begin(self, *, num_cached_tokens: int, num_fetched_tokens: int = 0) -> None:
         self.begun_s = time.monotonic()
@@ -58,14 +58,14 @@ class CompletionRecord:
     """One completion of a call."""
 
     index: int
-    """Which of the call's completions it is."""
+    """The completion's index within the call."""
     request_id: str
     is_first_of_prompt: bool
-    """It is its prompt's first completion, which computes the prompt."""
+    """Whether it is its prompt's first completion, which computes the prompt."""
     trace_id: str = ""
-    """The trace that has its attempts; empty where none has."""
+    """The trace that contains its attempts; empty if none does."""
     trace_state: str = ""
-    """That of the trace, where there is one."""
+    """The ``tracestate`` of that trace, if any."""
     attempts: list[Attempt] = field(default_factory=list)
     first_token_s: float | None = None
     ended_s: float | None = None
@@ -74,7 +74,7 @@ class CompletionRecord:
     num_output_tokens: int = 0
 
     def attempt(self, decision: Decision, *, num_resumed_tokens: int) -> Attempt:
-        """One that is about to be sent; it counts once it is among ``attempts``."""
+        """Creates an attempt that is about to be sent. It counts once it is in ``attempts``."""
         return Attempt(
             decision.group,
             decision.reason,
@@ -91,56 +91,56 @@ class CompletionRecord:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Timeline:
-    """One call."""
+    """The record of one call."""
 
     method: str = ""
     """The HTTP method, or "gRPC"."""
     path: str = ""
-    """The HTTP path, or the gRPC method: as the client sent it, of any length."""
+    """The HTTP path or gRPC method as the client sent it, of any length."""
     endpoint: str = ""
-    """The same, of those that there are; else "other"."""
+    """The HTTP path or gRPC method if it exists; else "other"."""
     client: str = ""
     """The client's address."""
     client_id: str = ""
-    """The client's own name for the call, where it is a sane one."""
+    """The client's own id for the call, if it is valid."""
     trace_id: str = ""
-    """The trace that it is part of, in hexadecimal digits, where there is one."""
+    """The trace that the call is part of, in hexadecimal digits; empty if none."""
     span_id: str = ""
     parent_span_id: str = ""
-    """The client's span, where it has one."""
+    """The client's span, in hexadecimal digits; empty if none."""
     trace_state: str = ""
-    """W3C's ``tracestate``: that of the client, shortened to `MAX_TRACE_STATE` characters."""
+    """W3C's ``tracestate`` of the client, shortened to `MAX_TRACE_STATE` characters."""
     is_sampled: bool = False
-    """Its spans are sent."""
+    """Whether its spans are sent."""
     server: tuple[str, int] | None = None
-    """The address that it came to, where it is known."""
+    """The address that it arrived at, if known."""
     tenant: str = ""
     key_name: str = ""
     model: str = ""
-    """The served model or adapter; empty until it is known."""
+    """The served model or adapter; empty until known."""
     operation: str = ""
-    """What is asked of the model: "generate" or "embed"."""
+    """The requested operation: "generate" or "embed"."""
     is_chat: bool = False
-    """Its prompt is a chat."""
+    """Whether the prompt is a chat."""
     request_id: str = ""
-    """Our name for it: that of its first prompt's request."""
+    """Quire's id of the call: that of its first prompt's request."""
     is_stream: bool = False
     priority: int = 0
     num_prompt_tokens: int = 0
     sampling: SamplingParams | None = None
-    """Those of its first prompt."""
+    """The sampling parameters of its first prompt."""
     completions: list[CompletionRecord] = field(default_factory=list)
     status: str = ""
-    """The HTTP status, or the name of gRPC's."""
+    """The HTTP status, or the name of the gRPC status."""
     error: str = ""
-    """What kind of error it ended with, as it was told to the client; empty without one."""
+    """The kind of error that the client received; empty without one."""
     arrived_at: float = field(default_factory=time.time)
     """Seconds since 1970."""
     arrival_s: float = field(default_factory=time.monotonic)
     prepared_s: float | None = None
-    """When its prompts were checked and tokenized."""
+    """When its prompts had been checked and tokenized."""
     admitted_s: float | None = None
-    """When it might go to a group."""
+    """When it was admitted, so that it could be sent to a group."""
     ended_s: float | None = None
 
     def prepared(self) -> None:
@@ -155,7 +155,7 @@ class Timeline:
     def completion(
         self, request_id: str, *, index: int, is_first_of_prompt: bool
     ) -> CompletionRecord:
-        """The record of one more completion."""
+        """Adds the record of another completion."""
         trace = (self.trace_id, self.trace_state)
         if not self.is_sampled or index >= MAX_TRACED:
             trace = ("", "")
@@ -164,19 +164,19 @@ class Timeline:
         return made
 
     def wall_s(self, monotonic_s: float) -> float:
-        """A time of this record, in seconds since 1970."""
+        """Converts a time of this record to seconds since 1970."""
         return self.arrived_at + monotonic_s - self.arrival_s
 
     @property
     def queue_s(self) -> float | None:
-        """How long it waited at the gateway for its turn."""
+        """How long it waited at the gateway for admission, in seconds."""
         if self.prepared_s is None or self.admitted_s is None:
             return None
         return self.admitted_s - self.prepared_s
 
     @property
     def first_token_s(self) -> float | None:
-        """When its first token came, of any completion."""
+        """When the first token of any of its completions arrived."""
         times = (each.first_token_s for each in self.completions)
         return min((each for each in times if each is not None), default=None)
 
@@ -195,13 +195,13 @@ class Timeline:
 
     @property
     def groups(self) -> list[str]:
-        """Those that it was sent to, in their order."""
+        """The groups that it was sent to, in order."""
         named = (attempt.group for each in self.completions for attempt in each.attempts)
         return list(dict.fromkeys(named))
 
     @property
     def outcomes(self) -> list[str]:
-        """How its completions ended, each way once."""
+        """The distinct outcomes of its completions."""
         return list(dict.fromkeys(each.outcome for each in self.completions if each.outcome))
 
 
@@ -209,20 +209,20 @@ _current: ContextVar[Timeline | None] = ContextVar("quire_timeline", default=Non
 
 
 def begin(timeline: Timeline) -> Token[Timeline | None]:
-    """What this task and those that it starts note belongs to ``timeline`` from now on."""
+    """Makes ``timeline`` the current one of this task and of the tasks that it starts."""
     return _current.set(timeline)
 
 
 def leave(token: Token[Timeline | None]) -> None:
-    """Takes `begin` back."""
+    """Undoes `begin`."""
     _current.reset(token)
 
 
 def current() -> Timeline:
-    """The timeline of the call that is handled here; where there is none, one that nobody reads."""
+    """The timeline of the current call. Outside of calls, a timeline that nobody reads."""
     return _current.get() or Timeline()
 
 
 def in_call() -> Timeline | None:
-    """The same; ``None`` where no call is handled."""
+    """The timeline of the current call; ``None`` outside of calls."""
     return _current.get()

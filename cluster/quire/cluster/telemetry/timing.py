@@ -1,4 +1,4 @@
-"""What a client is told of the time that its call took."""
+"""The timing of a call as clients receive it."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from quire.cluster.telemetry.timeline import Attempt, CompletionRecord, Timeline
 
 
 def timing_of(call: Timeline, *, now_s: float) -> dict[str, Any]:
-    """A call that may still be under way. All times are in seconds from its arrival; what has not
-    happened is ``None``."""
+    """The timing of a call that may still be running. All times are in seconds from its arrival;
+    ``None`` if not reached yet."""
 
     def since(time_s: float | None) -> float | None:
         return None if time_s is None else round(time_s - call.arrival_s, 6)
@@ -43,7 +43,7 @@ def timing_of(call: Timeline, *, now_s: float) -> dict[str, Any]:
 
 
 def server_timing(call: Timeline, *, now_s: float) -> str:
-    """The same as the value of the header ``Server-Timing``, in milliseconds."""
+    """The timing as the value of the header ``Server-Timing``, in milliseconds."""
     marks = [("prepare", call.arrival_s), ("queue", call.prepared_s), ("ttft", call.admitted_s)]
     ends = [call.prepared_s, call.admitted_s, call.first_token_s]
     parts = [

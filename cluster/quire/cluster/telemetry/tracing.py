@@ -1,7 +1,7 @@
 """Spans of calls and attempts as plain values, and the start of their export over OTLP.
 
-Spans are made when a call or an attempt has ended, of what was noted on its way. Without an
-endpoint nothing of OpenTelemetry is imported. No span has any text of prompts or answers.
+Spans are built from the recorded times when a call or an attempt has ended. Without an endpoint,
+OpenTelemetry is not imported. No span has any text of prompts or answers.
 """
 
 import os
@@ -27,25 +27,25 @@ _PACKAGES = {
     "grpc": "opentelemetry.exporter.otlp.proto.grpc",
     "http/protobuf": "opentelemetry.exporter.otlp.proto.http",
 }
-"""By protocol, the package that speaks it."""
+"""The package that implements each protocol."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Span:
-    """A span that has ended. Ids are hexadecimal digits; times are in seconds since 1970."""
+    """An ended span. Ids are in hexadecimal digits; times are in seconds since 1970."""
 
     name: str
     kind: SpanKind = "internal"
     trace_id: str
     span_id: str
     parent_span_id: str = ""
-    """Empty in the root of a trace."""
+    """Empty for the root of a trace."""
     trace_state: str = ""
     begin_s: float
     end_s: float
     attributes: Mapping[str, Value] = field(default_factory=dict)
     error: str = ""
-    """Why it failed; empty where it did not."""
+    """Why it failed; empty if it did not."""
 
     @property
     def begin_ns(self) -> int:
@@ -53,7 +53,7 @@ class Span:
 
     @property
     def end_ns(self) -> int:
-        """Never before it began."""
+        """The end in nanoseconds, never before the beginning."""
         return int(max(self.begin_s, self.end_s) * 1e9)
 
 
@@ -62,21 +62,21 @@ def new_span_id() -> str:
 
 
 def traceparent(trace_id: str, span_id: str, *, is_sampled: bool = True) -> str:
-    """As W3C's Trace Context has it."""
+    """The header ``traceparent`` of W3C's Trace Context."""
     return f"00-{trace_id}-{span_id}-{int(is_sampled):02x}"
 
 
 def ids_in(traceparent: str) -> tuple[str, str]:
-    """The ids of the trace and the span in one that `traceparent` made."""
+    """The trace id and span id in a header that `traceparent` returned."""
     _, trace_id, span_id, _ = traceparent.split("-")
     return trace_id, span_id
 
 
 def start_tracing(endpoint: str | None, *, role: Role, instance: str) -> "SpanExport | None":
-    """Begins to send this process's spans to ``endpoint``, or to that of the environment, in
-    OpenTelemetry's own variables. ``None`` where neither names one.
+    """Starts sending this process's spans to ``endpoint``, or to the endpoint in OpenTelemetry's
+    environment variables. Returns ``None`` if neither is set.
 
-    ``instance``: the name of this gateway or group. Raises ConfigError as `protocol_to`.
+    ``instance``: the name of this gateway or group. Raises ConfigError as `protocol_to` does.
     """
     protocol = protocol_to(endpoint)
     if protocol is None:
@@ -87,12 +87,10 @@ def start_tracing(endpoint: str | None, *, role: Role, instance: str) -> "SpanEx
 
 
 def protocol_to(endpoint: str | None) -> str | None:
-    """By which protocol spans are sent there, or to the endpoint of the environment; ``None`` where
-    none are to be sent.
+    """The protocol for ``endpoint``, or for that of the environment; ``None`` if neither is set.
 
     Raises:
-        ConfigError: The endpoint or protocol cannot be used, or the package that speaks it is not
-            installed.
+        ConfigError: The endpoint or protocol cannot be used, or its package is not installed.
     """
     is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
     exporter = os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip().lower()
@@ -115,7 +113,7 @@ def protocol_to(endpoint: str | None) -> str | None:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ConfigError: it is no address of a collector."""
+    """Raises ConfigError if ``endpoint`` is not the address of a collector."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https", "grpc") or not parts.hostname:
         raise ConfigError(
@@ -132,5 +130,5 @@ def _of_environment(names: tuple[str, ...]) -> str:
 def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # Of a package around it.
+    except ModuleNotFoundError:  # Its parent package is missing.
         return False

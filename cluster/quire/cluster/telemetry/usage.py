@@ -1,6 +1,6 @@
-"""What each tenant's keys have used since this gateway began, and in each minute of the last hour.
+"""Usage of each tenant's keys since this gateway started, and in each minute of the last hour.
 
-A request is counted when it ends, however it does, with the tokens that came until then.
+A request is counted when it ends, however it ends, with the tokens generated until then.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 NUM_MINUTES = 60
 _MAX_ROWS = 4096
 _OTHERS = ("", "")
-"""The row in which everything past `_MAX_ROWS` is counted."""
+"""The row that counts everything beyond `_MAX_ROWS`."""
 _METRICS = {
     "requests": "Requests that ended, by tenant and API key.",
     "prompt_tokens": "Prompt tokens of these.",
@@ -25,16 +25,16 @@ _METRICS = {
     "output_tokens": "Tokens that were generated for them.",
 }
 _MAX_ASKING = 4
-"""Questions at one time: each is one to every gateway."""
+"""Most queries at a time: each asks every gateway."""
 
 Answers = tuple[Sequence[dict[str, Any]], str]
-"""The other gateways' own answers, and which of them did not answer; empty if all did."""
+"""The other gateways' own answers, and the names of those that did not answer; "" if all did."""
 AskOthers = Callable[[str | None], Awaitable[Answers]]
 
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """Sums over requests that have ended."""
+    """Sums over ended requests."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -53,8 +53,8 @@ class Counts:
 class _Row:
     total: Counts = field(default_factory=Counts)
     minutes: deque[tuple[int, Counts]] = field(default_factory=lambda: deque(maxlen=NUM_MINUTES))
-    """The counts of each minute, by its beginning in seconds since 1970. Minutes in which nothing
-    ended are left out."""
+    """Counts of each minute, by its start in seconds since 1970. Minutes in which no request ended
+    are left out."""
 
     def add(self, counts: Counts, minute_s: int) -> None:
         self.total.add(counts)
@@ -64,12 +64,13 @@ class _Row:
 
 
 class UsageLedger(Collector):
-    """The rows of one gateway, one for each tenant and key, also as metrics; and, asked, those of
-    all gateways."""
+    """Usage rows of one gateway, one for each tenant and key; also exported as metrics. On request,
+    it adds up the rows of all gateways."""
 
     def __init__(self, *, wall_clock: Callable[[], float] = time.time) -> None:
         self.ask_others: AskOthers = _no_others
-        """Set by those who know of other gateways. Bounds its own time, and raises nothing."""
+        """Set by the code that knows other gateways. It must limit its own time and raise
+        nothing."""
         self._wall_clock = wall_clock
         self._since_s = int(wall_clock())
         self._rows: dict[tuple[str, str], _Row] = {}
@@ -83,12 +84,12 @@ class UsageLedger(Collector):
         self._rows.setdefault(name, _Row()).add(counts, now_s - now_s % 60)
 
     async def own(self, tenant: str | None) -> dict[str, Any]:
-        """This gateway's answer: what ``tenant`` has used, or everyone where it is ``None``."""
-        # In a thread: thousands of keys take a while, in which no stream would go on.
+        """This gateway's usage of ``tenant``, or of all tenants if it is ``None``."""
+        # In a thread: thousands of keys take a while, which would stall all streams.
         return await asyncio.to_thread(self._own, tenant)
 
     def _own(self, tenant: str | None) -> dict[str, Any]:
-        rows = list(self._rows.items())  # New ones may come meanwhile.
+        rows = list(self._rows.items())  # A copy: rows may be added meanwhile.
         first_s = int(self._wall_clock()) - NUM_MINUTES * 60
         return {
             "object": "list",
@@ -117,8 +118,8 @@ class UsageLedger(Collector):
             yield metric
 
     async def answer(self, tenant: str | None) -> dict[str, Any]:
-        """All gateways' answers as one. ``since`` is when the first of them began;
-        ``incomplete``, where it is there, says which did not answer."""
+        """The usage at all gateways, added up. ``since``: when the first of them started.
+        ``incomplete``, if present, names those that did not answer."""
         async with self._asking:
             answer, (others, incomplete) = await asyncio.gather(
                 self.own(tenant), self.ask_others(tenant)

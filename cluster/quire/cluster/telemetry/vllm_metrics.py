@@ -1,7 +1,7 @@
-"""Metrics under vLLM's names, for dashboards, scalers and gateways that are written for them.
+"""Metrics under vLLM's names, for dashboards, autoscalers and gateways that are written for vLLM.
 
-Each is made of ours at the scrape, for all groups of a model together, with the labels
-``model_name`` and ``engine`` (always "0") in place of ``model`` and ``group``.
+Each is computed from Quire's metrics at the scrape, for all groups of a model together. The labels
+``model_name`` and ``engine`` (always "0") replace ``model`` and ``group``.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,19 +31,19 @@ SUMS: Mapping[str, tuple[str, ...]] = {
     "vllm:request_generation_tokens": ("quire_completion_output_tokens",),
     "vllm:request_max_num_generation_tokens": ("quire_completion_output_tokens",),
 }
-"""Sums over groups of the values of ours. Of the latency between tokens we know each completion's
-mean. vLLM's time in prefill begins in the engine's queue's end, ours when the request is sent to
-its group. Completions of one prompt count one by one."""
+"""vLLM's metrics as sums, over groups, of Quire's. For the inter-token latency, only each
+completion's mean is known. vLLM's prefill time begins at the end of the engine's queue, Quire's
+when the request is sent to its group. Completions of one prompt count separately."""
 
 _FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort", "deadline": "abort"}
-"""vLLM's reasons by our outcomes; requests that fail have none there."""
+"""vLLM's finish reasons by Quire's outcomes; vLLM has none for failed requests."""
 _BLOCKS = ("quire_group_held_blocks", "quire_group_cached_blocks", "quire_group_free_blocks")
 
 _Labels = tuple[tuple[str, str], ...]
 
 
 def vllm_metrics(ours: Mapping[str, Metric]) -> Iterator[Metric]:
-    """``ours`` are all families of a page, by name."""
+    """vLLM's metrics from ``ours``, all families of a page by name."""
     for name, sources in SUMS.items():
         found = [ours[source] for source in sources if source in ours]
         if found:

@@ -1,4 +1,4 @@
-"""``quire bench serve``: load on any server that speaks OpenAI's API, and what its clients see.
+"""``quire bench serve``: puts load on any OpenAI-compatible server and measures what clients see.
 
-Nothing here needs torch, Ray or a Quire on the other side.
+This package needs neither torch nor Ray, and the server need not be Quire.
 """

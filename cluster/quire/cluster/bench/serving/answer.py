@@ -1,8 +1,8 @@
-"""One request's body, and its answer as it comes: when tokens came, and how many.
+"""The body of a request, and the timing and token counts of its streamed answer.
 
-Tokens of a chunk are counted by the usage in it, where the server tells it in every chunk
-(``continuous_usage_stats``, which is asked for if the server takes it). Else a chunk with text
-counts as one token, and only the total is right, by the usage at the end.
+A chunk's tokens are counted by the usage in it if the server reports usage in every chunk
+(``continuous_usage_stats``, requested if the server accepts it). Otherwise a chunk with text counts
+as one token, and only the total is exact, from the usage at the end.
 """
 
 import json
@@ -19,18 +19,19 @@ from quire.worker.api.errors import ConfigError
 
 _LONGEST_LINE = 1 << 20
 _MOST_TOKENS = 100_000
-"""Tokens of one chunk: a server that tells of more is not believed."""
+"""Most tokens of one chunk; a larger count from a server is not believed."""
 _PROBE_TOKENS = 8
 _LONGEST_MESSAGE = 300
 _TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
 
 
 NO_TOKEN = "no token"
-"""The kind of an answer that ended properly, but empty."""
+"""The kind of an answer that ended properly but had no tokens."""
 
 
 class RequestFailed(Exception):
-    """A request without an answer, or with half of one. ``kind`` is the same for those alike."""
+    """A request without an answer, or with an incomplete one. Equal failures have the same
+    ``kind``."""
 
     def __init__(self, kind: str, message: str = "") -> None:
         super().__init__(_shown(message or kind))
@@ -39,20 +40,20 @@ class RequestFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How requests are put to a server."""
+    """The form of requests that a server accepts."""
 
     ids: bool
     """Whether prompts are token ids."""
     usage: str
-    """"continuous", "end" or "none"."""
+    """How the server reports usage: "continuous" (in every chunk), "end" or "none"."""
 
 
 def forms(prompts: Sequence[Prompt], *, is_chat: bool) -> list[Form]:
-    """Those to try, the best first.
+    """The forms to try, the best first.
 
     Raises:
-        ConfigError: There are token ids of a file, which a chat cannot have, or messages, which
-            only a chat can.
+        ConfigError: A file has token ids, which a chat cannot send, or messages, which only a
+            chat can send.
     """
     if not is_chat and any(isinstance(prompt.content, list) for prompt in prompts):
         raise ConfigError("the dataset has messages: give --backend openai-chat")
@@ -67,8 +68,8 @@ def forms(prompts: Sequence[Prompt], *, is_chat: bool) -> list[Form]:
 
 
 def probe_of(prompts: Sequence[Prompt]) -> Prompt:
-    """A short prompt of the same kind, which no cache knows ``prompts`` by: the greatest of their
-    token ids, if they have any."""
+    """A short prompt of the same kind that no cache can confuse with ``prompts``: it repeats the
+    greatest of their token ids, if they have any."""
     ids = [prompt.content for prompt in prompts if isinstance(prompt.content, np.ndarray)]
     if ids:
         greatest = max(int(each.max()) for each in ids)
@@ -81,7 +82,7 @@ def probe_of(prompts: Sequence[Prompt]) -> Prompt:
 def encode(
     prompt: Prompt, form: Form, *, model: str, is_chat: bool, more: Mapping[str, Any]
 ) -> bytes:
-    """The body of its request. ``more`` are fields over those that are set here."""
+    """The body of a prompt's request. ``more``: extra fields, which override the others."""
     content = prompt.content
     body: dict[str, Any] = {"model": model}
     if is_chat:
@@ -101,25 +102,26 @@ def encode(
 
 @dataclass(kw_only=True, slots=True)
 class Answer:
-    """Times are seconds of the load's clock, 0.0 where that has not happened."""
+    """The timing and content of one answer. Times are in seconds of the load's clock; 0.0 if not
+    reached."""
 
     due_s: float = 0.0
     started_s: float = 0.0
-    """When the client came to it."""
+    """When the client started on it."""
     sent_s: float = 0.0
-    """Later than ``started_s`` where the client had as many under way as it may."""
+    """Later than ``started_s`` if the client was at its limit of concurrent requests."""
     ended_s: float = 0.0
-    """When the last chunk came."""
+    """When the last chunk arrived."""
     times: "array[float]" = field(default_factory=lambda: array("d"))
-    """When each chunk with tokens came."""
+    """Arrival time of each chunk with tokens."""
     counts: "array[int]" = field(default_factory=lambda: array("I"))
-    """Tokens of each."""
+    """Number of tokens of each of these chunks."""
     num_prompt: int | None = None
     num_output: int | None = None
     num_cached: int | None = None
-    """Prompt tokens that the server had cached, where it tells."""
+    """Prompt tokens that the server had cached, if it reports them."""
     is_counted: bool | None = None
-    """Whether ``counts`` are the server's."""
+    """Whether ``counts`` come from the server."""
     keeps_text: bool = False
     text: list[str] = field(default_factory=list)
     failure: RequestFailed | None = None
@@ -132,7 +134,7 @@ class Answer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the answer; by chunks where the server does not tell."""
+        """Number of tokens of the answer; counted from chunks if the server does not report it."""
         return sum(self.counts) if self.num_output is None else self.num_output
 
     @property
@@ -145,22 +147,22 @@ class Answer:
 
     @property
     def queued_s(self) -> float:
-        """How long the client held it back."""
+        """How long the client held it back, in seconds."""
         return self.sent_s - self.started_s
 
     @property
     def itls_s(self) -> NDArray[np.float64]:
-        """The gap before each token but the first. Tokens of one chunk share the gap before it
-        evenly; those beside the first token have none."""
+        """The gap before each token except the first, in seconds. Tokens of one chunk share the gap
+        before it evenly; tokens in the first one's chunk have none."""
         counts = np.array(self.counts, dtype=np.int64)
         shares = np.diff(self.times) / counts[1:]
         return np.concatenate([np.zeros(counts[0] - 1), np.repeat(shares, counts[1:])])
 
     def feed(self, data: bytes, now_s: float) -> None:
-        """Takes the next bytes of the stream.
+        """Processes the next bytes of the stream.
 
         Raises:
-            RequestFailed: It tells of an error, or is no stream of chunks.
+            RequestFailed: The stream reports an error, or is not a stream of chunks.
         """
         if b"\n" not in data:
             self._rest += data
@@ -173,10 +175,10 @@ class Answer:
             raise RequestFailed("no stream of events", f"a line of over {_LONGEST_LINE:,} bytes")
 
     def close(self) -> None:
-        """The stream has ended.
+        """Processes the end of the stream.
 
         Raises:
-            RequestFailed: It ended too early.
+            RequestFailed: The stream ended too early.
         """
         if not self._is_over:
             raise RequestFailed("cut off", f"the stream ended after {self.num_tokens} tokens")
@@ -207,7 +209,7 @@ class Answer:
             if self.is_counted is None and (text or total):
                 self.is_counted = total is not None
             if self.is_counted:
-                # A chunk without a count, such as the last one of some servers, has no tokens.
+                # A chunk without a count, such as some servers' last one, has no tokens.
                 count = 0 if total is None else total - (self.num_output or 0)
             else:
                 count = 1 if text else 0
@@ -228,12 +230,12 @@ class Answer:
 
 
 def _shown(text: str) -> str:
-    """What a server says, as a line that does a terminal no harm."""
+    """A server's text as one line that cannot harm a terminal."""
     return "".join(c if c.isprintable() else " " for c in text[:_LONGEST_MESSAGE])
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """What a chunk adds, tool calls as JSON."""
+    """The text that a chunk adds; tool calls as JSON."""
     if text := choice.get("text"):
         return str(text)
     delta = choice.get("delta") or {}

@@ -31,13 +31,13 @@ _REFUSALS = ("HTTP 400", "HTTP 422")
 
 
 def bench_serve(bench: ServeBench) -> int:
-    """Returns the command's exit status: 1 if no request was answered.
+    """Runs the benchmark and returns the exit status: 1 if no request was answered.
 
     Raises:
-        QuireError: The server, the dataset or the folder of the result is of no use.
+        QuireError: The server, the dataset or the result folder cannot be used.
     """
     if bench.save_result:
-        # Before the work that would be lost without.
+        # Checked before the work that would otherwise be lost.
         make_folder((bench.result_dir / (bench.result_filename or "any")).parent)
     vocabulary = Vocabulary.of(bench.tokenizer) if bench.tokenizer else Vocabulary.guessed()
     prompts = prompts_of(bench.dataset, vocabulary)
@@ -103,10 +103,10 @@ async def _measure(bench: ServeBench, prompts: Sequence[Prompt]) -> tuple[str, L
 async def choose_form(
     transport: Transport, candidates: Sequence[Form], body: Callable[[Form], bytes]
 ) -> Form:
-    """The first of ``candidates`` in which the server takes the request ``body`` makes.
+    """The first of ``candidates`` whose request, built by ``body``, the server accepts.
 
     Raises:
-        QuireError: It takes none, or fails.
+        QuireError: The server accepts none, or fails.
     """
     failure = None
     for form, following in zip_longest(candidates, candidates[1:]):
@@ -130,7 +130,7 @@ async def _asked(transport: Transport, body: bytes) -> RequestFailed | None:
 
 
 def _shown() -> Callable[[Progress], None]:
-    """A line in the terminal, which is written again and again."""
+    """A progress line in the terminal, rewritten at each update."""
     begin_s = shown_s = time.monotonic()
 
     def show(progress: Progress) -> None:

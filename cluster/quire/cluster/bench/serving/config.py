@@ -1,4 +1,4 @@
-"""What ``quire bench serve`` is asked to do."""
+"""Configuration of ``quire bench serve``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,8 +16,7 @@ OBJECTIVES = ("ttft", "tpot", "e2el")
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Which prompts are sent. Lengths are in tokens; those with a prefix in their names are of that
-    dataset alone."""
+    """The prompts to send. Lengths are in tokens. Fields named after a dataset apply only to it."""
 
     name: str = "random"
     path: Path | None = None
@@ -28,16 +27,16 @@ class Dataset:
     random_range_ratio: float = 0.0
     """Lengths are uniform between (1 - ratio) and (1 + ratio) times the mean."""
     random_prefix_len: int = 0
-    """Shared by all prompts, in front of ``random_input_len``."""
+    """Length of a prefix shared by all prompts, in front of ``random_input_len``."""
     prefix_repetition_prefix_len: int = 256
     prefix_repetition_suffix_len: int = 256
     prefix_repetition_num_prefixes: int = 10
     prefix_repetition_output_len: int = 128
     output_len: int | None = None
-    """Output tokens to ask for, instead of the number that a file of text says."""
+    """Output tokens to request, instead of the number in a file of texts."""
     trace_format: str | None = None
     trace_speed: float = 1.0
-    """How many times as fast as the trace's requests came."""
+    """Factor by which the trace's requests are sent faster than they arrived."""
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -69,18 +68,20 @@ class Traffic:
     """When requests are sent."""
 
     request_rate: float | None = None
-    """A second; infinite is all at once. If absent a trace's own times, else all at once."""
+    """Requests per second; infinite sends all at once. If absent: a trace's own times, else all at
+    once."""
     burstiness: float = 1.0
-    """Shape of the gamma distribution of gaps: 1 is a Poisson process, less comes in bursts."""
+    """Shape of the gamma distribution of gaps: 1 is a Poisson process, smaller values are
+    burstier."""
     max_concurrency: int | None = None
-    """Requests under way at a time; those beyond wait in the client."""
+    """Most concurrent requests; further ones wait in the client."""
     num_warmups: int = 0
-    """Requests sent before, one by one, which are not counted."""
+    """Requests sent beforehand, one by one, and not counted."""
 
     def __post_init__(self) -> None:
         for name in ("request_rate", "burstiness"):
             value = getattr(self, name)
-            if value is not None and not value > 0:  # NaN is no rate either.
+            if value is not None and not value > 0:  # NaN is not a rate either.
                 raise ConfigError(f"{name}={value}: must be above 0")
         if self.burstiness == inf:
             raise ConfigError("burstiness=inf: give a large number, such as 1000, for even gaps")
@@ -92,20 +93,20 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The server, and the fields that every request to it has."""
+    """The server, and fields that are added to every request."""
 
     base_url: str
     endpoint: str = "/v1/completions"
     model: str | None = None
-    """The first of /v1/models if absent."""
+    """Model name; if absent, the first of /v1/models."""
     api_key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     insecure: bool = False
-    """Whether any certificate will do."""
+    """Whether any TLS certificate is accepted."""
     timeout_s: float = 3600.0
-    """The limit of one request, from sending to its end."""
+    """Time limit of one request in seconds, from sending to its end."""
     body: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of every request, over those that the load sets."""
+    """Extra fields of every request; they override those of the load."""
 
     def __post_init__(self) -> None:
         if not _is_address(self.base_url):
@@ -126,7 +127,7 @@ class Target:
         return self.endpoint.endswith("/chat/completions")
 
     def url(self, path: str) -> str:
-        """``path`` there. A base that ends in /v1, as OpenAI's client wants it, is taken too."""
+        """The URL of ``path``. The base may end in /v1, as OpenAI's client expects."""
         base = self.base_url.rstrip("/")
         if base.endswith("/v1") and path.startswith("/v1/"):
             base = base.removesuffix("/v1")
@@ -135,28 +136,28 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeBench:
-    """One run."""
+    """The configuration of one run."""
 
     target: Target
     dataset: Dataset
     traffic: Traffic
     tokenizer: str | None = None
-    """A folder, a file or a name on the hub, for lengths of text and the ids that prompts are made
-    up of."""
+    """A folder, a file or a name on the hub, for counting tokens of texts and for the token ids of
+    generated prompts."""
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
     percentiles: tuple[float, ...] = (99.0,)
     goodput: Mapping[str, float] = field(default_factory=dict)
-    """Objectives in milliseconds; a request that meets all of them is good."""
+    """Objectives in milliseconds. A request that meets all of them counts as good."""
     label: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
     shows_progress: bool = True
-    """Only where there is a terminal."""
+    """Whether to show progress; it is shown only in a terminal."""
     save_result: bool = False
     save_detailed: bool = False
-    """Whether the result has the figures of each request too."""
+    """Whether the result includes each request's figures."""
     result_dir: Path = Path()
     result_filename: str | None = None
-    """One with the label, the rate, the model and the time if absent."""
+    """If absent, a name with the label, the rate, the model and the time."""
 
     def __post_init__(self) -> None:
         for name, given, known in (
@@ -175,5 +176,5 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # The port is none.
+    except ValueError:  # The port is not a number.
         return False

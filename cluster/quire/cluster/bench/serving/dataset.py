@@ -1,7 +1,7 @@
-"""Prompts of a load: made up, or of a file; each with the number of tokens to ask for.
+"""Prompts of a load: generated, or from a file; each with the number of tokens to request.
 
-The same dataset and seed give the same prompts. Prompts that are made up are token ids; a server
-that takes none gets a word for each.
+Equal datasets and seeds give equal prompts. Generated prompts are token ids; a server that does not
+accept ids receives a word for each.
 """
 
 import json
@@ -24,7 +24,7 @@ Content = str | list[Any] | TokenIds
 
 _CUSTOM_OUTPUT_LEN = 256
 _LEAST_TOKENS, _MOST_PROMPT_TOKENS, _MOST_TOKENS = 4, 1024, 2048
-"""Bounds on what is taken of ShareGPT; those that are usual."""
+"""Limits for entries taken from ShareGPT: fewest and most tokens, as other benchmarks use them."""
 
 _WORDS = """
 time year people way day man thing woman life child world school state family student group
@@ -36,23 +36,23 @@ level office door health person art war history party result change morning reas
 guy moment air teacher force education
 """
 WORDS = tuple(_WORDS.split())
-"""Each is one token of most vocabularies, with the space before it."""
+"""Each is one token, with the space before it, in most vocabularies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One request to be."""
+    """The prompt of one request to send."""
 
     content: Content
     max_tokens: int
     is_made_up: bool = False
-    """Whether words would do as well as token ids."""
+    """Whether it was generated, so that words serve as well as token ids."""
     at_s: float | None = None
-    """When a trace's request came, after its first."""
+    """When a trace's request arrived, in seconds after its first."""
 
     @property
     def text(self) -> str:
-        """The content in words; messages have none."""
+        """The content as text; messages have none."""
         if isinstance(self.content, np.ndarray):
             return " ".join(WORDS[token_id % len(WORDS)] for token_id in self.content.tolist())
         assert isinstance(self.content, str)
@@ -61,24 +61,25 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """What is known of the model's tokens."""
+    """The model's tokens, as far as known."""
 
     ids: TokenIds
-    """Those that prompts are made up of."""
+    """Token ids that generated prompts consist of."""
     count: Callable[[str], int]
-    """Tokens of a text, special ones aside."""
+    """Counts the tokens of a text, without special tokens."""
     name: str | None = None
 
     @classmethod
     def guessed(cls) -> "Vocabulary":
-        """Ids that most models have as plain tokens; a token is four characters."""
+        """Ids that are plain tokens of most models; a token counts as four characters."""
         return cls(ids=np.arange(300, 4_000), count=lambda text: ceil(len(text) / 4))
 
     @classmethod
     def of(cls, tokenizer: str) -> "Vocabulary":
-        """
+        """The vocabulary of a tokenizer.
+
         Raises:
-            ConfigError: No tokenizer could be read there.
+            ConfigError: No tokenizer can be loaded from there.
         """
         from tokenizers import Tokenizer
 
@@ -91,7 +92,7 @@ class Vocabulary:
                 if path.exists()
                 else Tokenizer.from_pretrained(tokenizer)
             )
-        except Exception as error:  # The library raises no class of its own.
+        except Exception as error:  # The library raises no specific class.
             raise ConfigError(
                 f"tokenizer={tokenizer}: {error}; give a folder with a tokenizer.json, or a name "
                 "on the hub"
@@ -105,8 +106,8 @@ class Vocabulary:
 
 
 def prompts_of(dataset: Dataset, vocabulary: Vocabulary) -> list[Prompt]:
-    """At most ``num_prompts`` of them: those of a file are not repeated, as a server that caches
-    prefixes would answer them without work.
+    """At most ``num_prompts`` prompts. A file's prompts are not repeated: a server with a prefix
+    cache would answer repetitions without work.
 
     Raises:
         ConfigError: The dataset's file cannot be read, or holds no request.
@@ -156,7 +157,7 @@ def _prefix_repetition(dataset: Dataset, vocabulary: Vocabulary) -> list[Prompt]
 
 
 def _trace(dataset: Dataset, vocabulary: Vocabulary) -> list[Prompt]:
-    """Prompts that share blocks exactly where the trace's do."""
+    """Prompts that share blocks exactly where the trace's requests do."""
     from quire.simulate.trace_files import load_trace
 
     assert dataset.path is not None
@@ -185,7 +186,7 @@ def _trace(dataset: Dataset, vocabulary: Vocabulary) -> list[Prompt]:
 
 
 def _sharegpt(dataset: Dataset, vocabulary: Vocabulary) -> list[Prompt]:
-    """The first message of each conversation, and the length of its first answer."""
+    """The first message of each conversation, with the length of its first answer."""
     assert dataset.path is not None
     try:
         talks = json.loads(_read(dataset.path))
@@ -230,7 +231,7 @@ def _custom(dataset: Dataset, vocabulary: Vocabulary) -> list[Prompt]:
 
 
 def _custom_line(row: Any, output_len: int | None) -> Prompt:
-    """Raises ValueError: it is no request."""
+    """The prompt of one line. Raises ValueError if it is not a request."""
     if not isinstance(row, dict):
         raise ValueError("must be an object with prompt, messages or prompt_token_ids")
     content = next(_contents(row), None)
@@ -282,16 +283,16 @@ _MAKERS: dict[str, Callable[[Dataset, Vocabulary], list[Prompt]]] = {
 def arrivals(
     prompts: Sequence[Prompt], *, request_rate: float | None, burstiness: float, seed: int
 ) -> list[float]:
-    """When each is sent, in seconds from the begin.
+    """The send time of each prompt, in seconds from the start.
 
-    At a rate, gaps are of a gamma distribution and are scaled so that the last of N requests is
+    At a rate, gaps follow a gamma distribution and are scaled so that the last of N requests is
     sent after N / rate.
     """
     if request_rate is None:
         return [prompt.at_s or 0.0 for prompt in prompts]
     if request_rate == float("inf"):
         return [0.0] * len(prompts)
-    rng = np.random.default_rng([seed, 1])  # Not the numbers that prompts are made of.
+    rng = np.random.default_rng([seed, 1])  # A different stream than the prompts use.
     gaps = rng.gamma(burstiness, 1 / (request_rate * burstiness), size=len(prompts))
     times = np.cumsum(gaps)
     scale = len(prompts) / request_rate / times[-1] if times[-1] > 0 else 0.0

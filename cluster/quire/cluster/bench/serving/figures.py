@@ -1,11 +1,11 @@
-"""Figures of a load, by the names that ``vllm bench serve`` has for them.
+"""Figures of a load, under the names that ``vllm bench serve`` uses.
 
     TTFT   from sending a request to its first chunk with a token
-    TPOT   (latency - TTFT) / (tokens - 1), of each request of two tokens or more
+    TPOT   (latency - TTFT) / (tokens - 1), for each request of two tokens or more
     ITL    the gap before each token, over all requests
-    E2EL   from sending a request to its last chunk, its latency
+    E2EL   from sending a request to its last chunk: its latency
 
-Requests that failed count in ``failed`` alone.
+Failed requests count only in ``failed``.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ def figures(
     percentiles: Sequence[float],
     goodput: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Rates are a second; ``goodput``'s objectives are in milliseconds."""
+    """The figures. Rates are per second; ``goodput``'s objectives are in milliseconds."""
     done = [answer for answer in load.answers if answer.is_complete]
     per_s = 1 / load.duration_s if load.duration_s > 0 else 0.0
     num_input = sum(answer.num_prompt or 0 for answer in done)
@@ -56,7 +56,7 @@ def figures(
     for name in metrics:
         result |= _spread(name, values[name], percentiles)
     return result | {
-        # The names from here on are ours.
+        # The names from here on are Quire's own.
         "total_cached_tokens": sum(answer.num_cached or 0 for answer in told) if told else None,
         "cached_token_rate": _share(
             sum(answer.num_cached or 0 for answer in told),
@@ -70,7 +70,7 @@ def figures(
 
 
 def details(load: Load) -> dict[str, list[Any]]:
-    """A list for each field, in the order of the requests; of those that failed, zeros."""
+    """Each field as a list, in the order of the requests; zeros for failed ones."""
     answers = load.answers
     return {
         "input_lens": [answer.num_prompt or 0 for answer in answers],
@@ -118,7 +118,7 @@ def _percentile(values_s: Iterable[float], percentile: float) -> float:
 
 
 def _most_tokens(done: Sequence[Answer]) -> float:
-    """Tokens of the fullest second; seconds count from the first request."""
+    """Tokens in the busiest second; seconds count from the first request."""
     if not done:
         return 0.0
     times = np.concatenate([np.array(answer.times) for answer in done])
@@ -128,7 +128,7 @@ def _most_tokens(done: Sequence[Answer]) -> float:
 
 
 def _most_at_once(done: Sequence[Answer]) -> int:
-    """Requests under way at the same moment. (vLLM's counts those of the same second.)"""
+    """Most requests running at the same moment. (vLLM counts those running in the same second.)"""
     changes = sorted([(a.sent_s, 1) for a in done] + [(a.ended_s, -1) for a in done])
     return max(np.cumsum([change for _, change in changes]).tolist(), default=0)
 

@@ -1,4 +1,4 @@
-"""Requests over HTTP, by aiohttp."""
+"""HTTP requests with aiohttp."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ _CONNECT_S = 30.0
 
 
 class Http:
-    """A target's connections: as many as there are requests under way, and kept for the next."""
+    """Connections to a target: one per running request, kept for the next request."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -47,7 +47,7 @@ class Http:
         await self._session.close()
 
     async def first_model(self) -> str:
-        """The first model of the server's list that is known for nothing but texts.
+        """The first listed model that generates text, or whose task is not stated.
 
         Raises:
             QuireError: The server lists none.
@@ -59,7 +59,7 @@ class Http:
                 if response.status != 200:
                     raise await _refused(response)
                 models = json.loads(await response.read())["data"]
-                # Quire tells what each is for, and other servers do not.
+                # Quire states each model's task; other servers do not.
                 fit = [each for each in models if each.get("task") in (None, "generate")]
                 return str((fit or models)[0]["id"])
         except RequestFailed as error:
@@ -86,7 +86,7 @@ class Http:
 
 
 async def _refused(response: aiohttp.ClientResponse) -> RequestFailed:
-    """What an answer of another status than 200 says."""
+    """The failure that an answer with a status other than 200 reports."""
     text = (await response.content.read(_MOST_ERROR_BYTES)).decode(errors="replace")
     message: Any = text
     try:

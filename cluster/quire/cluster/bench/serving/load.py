@@ -1,6 +1,6 @@
-"""Sends requests at their times, whatever becomes of those before, and watches itself doing so.
+"""Sends requests at their times, regardless of earlier ones, and measures its own delays.
 
-The clock, the pause and the transport are arguments: the same code runs in virtual time.
+The clock, the sleep and the transport are arguments: the same code runs in virtual time.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ _MOST_LAGS = 1_000_000
 
 
 class Transport(Protocol):
-    """Something that takes requests."""
+    """Sends requests to a server."""
 
     def stream(self, body: bytes) -> AsyncGenerator[bytes]:
-        """Sends a request and yields its answer's bytes as they come.
+        """Sends a request and yields the bytes of its answer as they arrive.
 
         Raises:
             RequestFailed: There is no answer, or it broke off.
@@ -30,7 +30,7 @@ class Transport(Protocol):
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a load is."""
+    """The progress of a load."""
 
     num_requests: int
     num_sent: int = 0
@@ -44,25 +44,25 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What came of a load. Times are in seconds."""
+    """The result of a load. Times are in seconds."""
 
     answers: list[Answer]
     """One answer for each request, in the order of the requests."""
     begin_s: float
     duration_s: float
-    """From the begin to the end of the last answer."""
+    """From the start to the end of the last answer."""
     lags_s: Sequence[float] = field(default_factory=list)
-    """How late the client's loop was, each time that it looked: its own times are off by as much.
-    """
+    """How late the client's event loop was at each check; the client's own times are off by as
+    much."""
 
     @property
     def late_s(self) -> list[float]:
-        """How much later than due the client came to each request."""
+        """How late the client started on each request."""
         return [answer.started_s - answer.due_s for answer in self.answers]
 
     @property
     def failures(self) -> Counter[str]:
-        """How many there are of each kind."""
+        """Number of failures of each kind."""
         return Counter(answer.failure.kind for answer in self.answers if answer.failure)
 
 
@@ -77,7 +77,7 @@ async def run(
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Load:
-    """Sends each body at its time from now. Never raises for what a server does."""
+    """Sends each body at its time from now. Server failures are recorded, never raised."""
     begin_s = clock()
     answers = [Answer(due_s=begin_s + at, keeps_text=keeps_text) for at in at_s]
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
@@ -117,7 +117,7 @@ async def run(
 async def ask(
     body: bytes, answer: Answer, transport: Transport, *, clock: Callable[[], float]
 ) -> None:
-    """Sends one request now, and fills ``answer`` in until it ends or fails."""
+    """Sends one request now, and fills in ``answer`` until it ends or fails."""
     answer.sent_s = clock()
     try:
         async with aclosing(transport.stream(body)) as stream:
@@ -125,5 +125,5 @@ async def ask(
                 answer.feed(data, clock())
         answer.close()
     except RequestFailed as failure:
-        # A copy has no traceback, which would keep alive all that it has passed.
+        # A copy has no traceback, which would keep all passed frames alive.
         answer.failure = RequestFailed(failure.kind, str(failure))

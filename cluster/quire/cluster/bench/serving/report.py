@@ -1,4 +1,4 @@
-"""A load's result: the table in the terminal and the JSON file."""
+"""A load's result: a table for the terminal and a JSON file."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -10,7 +10,7 @@ from quire.cluster.bench.serving.load import Load
 from quire.worker.api.errors import ConfigError
 
 _LATE_MS = 10.0
-"""A client that is later than this is told so."""
+"""If the client is later than this, the report notes it."""
 _TITLES = {
     "ttft": "time to first token",
     "tpot": "time per output token, after the first",
@@ -21,7 +21,7 @@ _TITLES = {
 
 
 def table(bench: ServeBench, load: Load, result: Mapping[str, Any]) -> str:
-    """The result as a table for people."""
+    """The result as a text table."""
     rows: list[tuple[str, str]] = [
         ("requests completed", f"{result['completed']:,}"),
         ("requests failed", f"{result['failed']:,}"),
@@ -53,9 +53,10 @@ def table(bench: ServeBench, load: Load, result: Mapping[str, Any]) -> str:
 
 
 def make_folder(path: Path) -> None:
-    """
+    """Creates the folder.
+
     Raises:
-        ConfigError: There can be no such folder.
+        ConfigError: The folder cannot be created.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -66,7 +67,7 @@ def make_folder(path: Path) -> None:
 def header(
     bench: ServeBench, *, model: str, tokenizer: str | None, num_prompts: int, now: datetime
 ) -> dict[str, Any]:
-    """What a result begins with: how it was made."""
+    """The first fields of a result: how it was measured."""
     kind = "openai-chat" if bench.target.is_chat else "openai"
     return {
         "date": f"{now:%Y%m%d-%H%M%S}",
@@ -84,7 +85,7 @@ def header(
 
 
 def file_name(bench: ServeBench, *, model: str, now: datetime) -> str:
-    """The name of a result file for which the caller gave none."""
+    """The default name of a result file."""
     kind = bench.label or ("openai-chat" if bench.target.is_chat else "openai")
     limit = bench.traffic.max_concurrency
     name = (
@@ -95,7 +96,7 @@ def file_name(bench: ServeBench, *, model: str, now: datetime) -> str:
 
 
 def _rate(bench: ServeBench) -> float | str:
-    """The request rate in a form that JSON has."""
+    """The request rate as a JSON value."""
     rate = bench.traffic.request_rate
     if rate is None:
         return "trace"
