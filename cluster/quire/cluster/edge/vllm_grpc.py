@@ -1,8 +1,8 @@
 """`vllm.grpc.engine`, for gateways written for vLLM's gRPC engine.
 
-It presents a whole cluster as one engine with one model: a gateway of several models refuses calls
-that concern a model. The service is defined in the package smg-grpc-proto, and served if that is
-installed. Calls that would act on a single engine are refused with the reason.
+It presents a whole cluster as one engine with one model, the first where there are several. The
+service is defined in the package smg-grpc-proto, and served if that is installed. Calls that would
+act on a single engine are refused with the reason.
 """
 
 import asyncio
