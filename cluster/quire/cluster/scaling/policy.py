@@ -67,7 +67,7 @@ class State:
     usual_arrival_rate: float = 0.0
     """Prompt tokens per second that arrive at all groups and are not cached, smoothed."""
     learnt_s: float = -inf
-    """Time of the sample from which ``usual_arrival_rate`` was last updated."""
+    """Time of the newest sample in ``speed`` and ``usual_arrival_rate``."""
     start_s: float = 0.0
     """How long the last groups took to start, or starting ones have taken so far."""
     asked_s: float | None = None
