@@ -67,7 +67,8 @@ def build_gateways(
             **gateway_count(config),
             ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},
             graceful_shutdown_timeout_s=GRPC_LEAVE_S + config.drain_timeout_s + STOP_MARGIN_S,
-            # Starts one new gateway before an old one stops, unless places are limited.
+            # One new gateway starts before an old one stops, so that a single one leaves no gap,
+            # unless a resource limits their number.
             max_surge_percent=int(config.start_first or config.gateway_resource is None),
             user_config=to_json(models),
             logging_config=_logging(config),

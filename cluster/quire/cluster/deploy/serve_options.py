@@ -43,11 +43,11 @@ _OF_GATEWAYS = (
 
 
 def group_config(config: ClusterConfig) -> ClusterConfig:
-    """What each group of the only model of ``config`` is given: that which it uses. All other
-    settings have their defaults."""
+    """The configuration of each group of the only model of ``config``: settings that groups do not
+    use have their defaults."""
     plain = ClusterConfig(engine=config.engine)
     others = {name: getattr(plain, name) for name in (*_OF_SERVE, *_OF_GATEWAYS)}
-    # The number of groups decides it, unless it is set.
+    # `kv_transfer` depends on the number of groups unless it is set.
     engine = replace(config.engine, kv_transfer=config.transfers_kv)
     return replace(config, **others, engine=engine)
 
