@@ -52,7 +52,7 @@ class Unauthenticated(QuireError):
 
 
 class NotAnOperator(QuireError):
-    """The request asks for data of all tenants, for which it needs an operator's API key."""
+    """The request needs an operator's API key, because it concerns all tenants."""
 
 
 class ModelNotFound(QuireError):

@@ -91,7 +91,8 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _copy(logs: Path, folder: Path) -> None:
-    """Copies all files that can be copied: a lost file must not prevent the end of a cluster."""
+    """Copies the logs. The first error ends the copy with a warning, because it must not prevent
+    the end of a cluster."""
     try:
         for source in sorted(path for path in logs.rglob("*") if path.is_file()):
             if source.is_symlink() or not source.stat().st_size:

@@ -83,7 +83,7 @@ def ray_session(
         if address is not None:
             _check_address(address)
             stack.callback(_shut_down)
-            if address.startswith("127."):  # A cluster that was started as below, with a token.
+            if address.startswith("127."):  # Started as below, with this user's token.
                 stack.enter_context(_on_the_loopback())
                 use_token = ray_private.USE_TOKEN.get()
                 if use_token is not None:

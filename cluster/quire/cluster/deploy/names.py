@@ -27,7 +27,7 @@ _DIGEST_CHARS = 8
 
 def part_of(model: str, generation: int = 1) -> str:
     """The part of an application's name for a model's groups: the model's name with ``--`` for
-    ``/``. If that is too long or ambiguous, it is shortened and ends in a digest."""
+    ``/``. If that is too long or ambiguous, it is cut to fit and a digest is appended."""
     plain = _OTHERS.sub("-", model.replace("/", "--"))
     if plain.replace("--", "/") != model or len(plain) > _MAX_CHARS:
         digest = hashlib.sha256(model.encode()).hexdigest()[:_DIGEST_CHARS]

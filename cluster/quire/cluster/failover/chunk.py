@@ -18,7 +18,7 @@ class Start:
     """Prompt tokens whose KV the engine found in its cache."""
     decision: Decision
     explains_routing: bool
-    """The client asked for the scores of every group that the request could have gone to."""
+    """Whether the client asked for the estimated cost of each group that it could have gone to."""
     seed: int
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 

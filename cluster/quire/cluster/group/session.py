@@ -210,7 +210,7 @@ class GatewaySession:
             self._refuse(key, self._failed_before())
             return
         if key in self._works:
-            return  # A duplicate of a running request, which a refusal would end.
+            return  # A duplicate of a running request. A refusal would look like its end.
         if submit.isolated_tokens and self._door.isolated is not None:
             message = "the group runs another isolated request"
             self._refuse(key, pb.GroupError(code=pb.GroupError.OTHER_ISOLATED, message=message))

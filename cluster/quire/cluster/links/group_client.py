@@ -82,7 +82,7 @@ class GroupClient:
         self.last_error = ""
         """Why the group is not attached, for operators."""
         self.is_draining = False
-        """Whether this gateway drains; the group is informed with each heartbeat."""
+        """Whether this gateway drains, which each heartbeat tells the group."""
         self.num_requests = 0
         """Requests that the group has from all gateways."""
         self.adapters: set[str] = set()
