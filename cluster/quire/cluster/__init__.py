@@ -1,1 +1,1 @@
-"""Ray and Serve around the engine: gateways, replica groups, the CLI."""
+"""The cluster around the engine, on Ray Serve: gateways, replica groups and the CLI."""

@@ -1,6 +1,6 @@
-"""The two files of a LoRA adapter on their way between a gateway and a group's node.
+"""Transfers the two files of a LoRA adapter between a gateway and a group's node.
 
-An adapter is known by the digest of its content alone. Its files travel in pieces, and the
+An adapter is identified by the digest of its content alone. Its files travel in pieces, and the
 receiving store computes the digest again before it keeps them.
 """
 
@@ -16,28 +16,28 @@ from quire.worker.api.errors import AdapterError
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_BYTES = 4 * 2**30
-"""The most that both files may have together."""
+"""Maximum size of both files together."""
 _PIECE_BYTES = 2**20
 _PIECE_TIMEOUT_S = 30.0
-"""Between two pieces that are received."""
+"""Maximum time between two received pieces."""
 
 
 class AdapterStore(Protocol):
-    """The adapters that a node keeps on its disk, as `quire.worker.model.adapters.store` does."""
+    """Keeps adapters on a node's disk, as `quire.worker.model.adapters.store` does."""
 
     def receiving(self) -> AbstractContextManager[Path]:
-        """An empty folder in which to put both files for `keep`; gone when the context ends."""
+        """An empty folder in which to put both files for `keep`; removed when the context ends."""
 
     def keep(self, unfinished: Path, *, expected: str | None = None) -> str:
-        """Takes them into the store, which may take long; returns their digest. Raises
-        AdapterError."""
+        """Moves the files in the folder ``unfinished`` into the store and returns their digest.
+        May take long. Raises AdapterError."""
 
     def folder(self, digest: str) -> Path | None:
-        """Where an adapter's files are; ``None`` if it is not kept."""
+        """The folder with an adapter's files; ``None`` if it is not kept."""
 
 
 async def pieces_of(folder: Path, digest: str) -> AsyncIterator[pb.AdapterPiece]:
-    """The files in ``folder``, one after the other. Raises OSError."""
+    """Yields the pieces of both files in ``folder``, one file after the other. Raises OSError."""
     for name in FILES:
         with await asyncio.to_thread((folder / name).open, "rb") as file:
             while data := await asyncio.to_thread(file.read, _PIECE_BYTES):
@@ -45,11 +45,11 @@ async def pieces_of(folder: Path, digest: str) -> AsyncIterator[pb.AdapterPiece]
 
 
 async def keep_pieces(pieces: AsyncIterator[pb.AdapterPiece], store: AdapterStore) -> None:
-    """Puts the adapter that ``pieces`` bring into ``store``.
+    """Puts the adapter whose files are in ``pieces`` into ``store``.
 
     Raises:
-        AdapterError: They are too large, of no adapter, cannot be kept, or are not what their
-            digest says.
+        AdapterError: The files are too large, are no adapter, cannot be kept, do not match their
+            digest, or no piece came for `_PIECE_TIMEOUT_S`.
     """
     with store.receiving() as folder:
         digest = await _write(pieces, folder)
@@ -57,7 +57,7 @@ async def keep_pieces(pieces: AsyncIterator[pb.AdapterPiece], store: AdapterStor
 
 
 async def _write(pieces: AsyncIterator[pb.AdapterPiece], folder: Path) -> str:
-    """Writes the files; returns what their digest is said to be."""
+    """Writes the files to ``folder``; returns the digest that the pieces state."""
     digest, num_bytes = "", 0
     files: dict[str, BinaryIO] = {}
     try:

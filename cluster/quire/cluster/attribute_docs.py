@@ -1,4 +1,4 @@
-"""What a class's source says of its attributes, for references that are made of the code."""
+"""Reads annotations and docstrings of attributes from a class's source, for reference pages."""
 
 import ast
 import inspect
@@ -10,7 +10,7 @@ class Attribute(NamedTuple):
     annotation: str
     """The annotation as the source has it."""
     text: str
-    """The docstring below it, as one paragraph; empty where there is none."""
+    """The docstring below the attribute, as one paragraph; empty if there is none."""
 
 
 def attributes_of(owner: type) -> dict[str, Attribute]:

@@ -1,11 +1,11 @@
-"""Asks a server the requests of a file in OpenAI's batch format, and writes its answers.
+"""Sends the requests of a file in OpenAI's batch format to a server, and writes its answers.
 
 A line of the output is ``{"id", "custom_id", "response": {"status_code", "request_id", "body"},
-"error"}``, in the order in which answers come. A request that no answer came to, or none within
-`Limits`, has an ``error`` and no ``response``; all others are answered nonetheless.
+"error"}``, in the order in which answers arrive. A request without an answer within `Limits` has an
+``error`` and no ``response``; the other requests go on.
 
-Answers are written as they come, to a file beside the output that takes its place at the end. An
-input of any length takes the memory of its longest lines and of a digest of each custom_id.
+Answers are written as they arrive, to a file beside the output, which replaces the output at the
+end. An input of any length takes the memory of its longest lines and of a digest of each custom_id.
 """
 
 import asyncio
@@ -27,24 +27,24 @@ from quire.worker.api.errors import QuireError
 _MAX_SAID_CHARS = 1000
 _ATTEMPTS = 6
 _AGAIN = (429, 502, 503, 504)
-"""Statuses with which a server has done nothing, and may later."""
+"""Statuses of requests that a server did not process and that may succeed later."""
 _MAX_PAUSE_S = 60.0
 _CHECK_TIMEOUT_S = 30.0
 _WRITTEN = 6
-"""A byte of an answer takes at most as many where it is written: those of "\\u0001"."""
+"""Most bytes that one byte of an answer takes in the output: those of "\\u0001"."""
 
 Json = dict[str, Any]
 
 
 class Ended(NamedTuple):
-    """How a file ended."""
+    """The result of a run over one file."""
 
     num_done: int
     num_failed: int
     num_skipped: int
-    """Those that were answered before."""
+    """Requests that an earlier run had answered."""
     first_failure: str
-    """Which request failed first, and why; empty where none did."""
+    """Which request failed first, and why; empty if none did."""
 
 
 async def run_file(
@@ -59,14 +59,14 @@ async def run_file(
     resumes: bool = False,
     done: Callable[[int], object] = lambda num: None,
 ) -> Ended:
-    """Asks ``server``, the beginning of its URLs, all requests of ``source``, whose digests
-    `check_file` gave as ``asked``.
+    """Sends all requests of ``source`` to ``server``, a base URL, and writes the answers to
+    ``target``. ``asked`` are the digests that `check_file` returned.
 
-    ``resumes``: keeps what an earlier run has answered with status 200, whether it came to its end
-    or not. ``done`` hears of how many have been answered.
+    ``resumes`` keeps the answers with status 200 of an earlier run, finished or not. ``done`` is
+    called with the number of requests answered so far in this run.
 
     Raises:
-        QuireError: The server cannot be reached, from the start or any more. The answers so far are
+        QuireError: The server cannot be reached, or refuses the API key. The answers so far are
             kept for a run that resumes.
     """
     part = part_of(target)
@@ -89,8 +89,8 @@ async def run_file(
                 while (item := await queue.get()) is not None:
                     answer = await _ask(session, item, limits)
                     if answer["error"]:
-                        await _check_server(session, server)  # Else all that follow fail so too.
-                    # One call, so that lines never mix; it is whole or, after a crash, left out.
+                        await _check_server(session, server)  # If it is gone, all others fail too.
+                    # One call, so that lines never mix; a line cut off by a crash is left out.
                     out.write(f"{_written(answer, item)}\n")
                     out.flush()
                     counts[_is_good(answer)] += 1
@@ -120,8 +120,8 @@ async def run_file(
 
 
 async def _check_server(session: aiohttp.ClientSession, server: str) -> None:
-    """Raises QuireError: it cannot be reached, or refuses the key. What else it answers does not
-    matter."""
+    """Raises QuireError: the server cannot be reached, or refuses the API key. Any other answer is
+    accepted."""
     timeout = aiohttp.ClientTimeout(total=_CHECK_TIMEOUT_S)
     try:
         async with session.get("/v1/models", timeout=timeout) as response:
@@ -141,7 +141,7 @@ def _is_good(answer: Json) -> bool:
 
 
 def _failure(answer: Json) -> str:
-    """Which request it was, and why it failed, as a terminal may show it."""
+    """Which request failed and why, with printable characters only."""
     response = answer["response"]
     if response is None:
         said = answer["error"]["message"]
@@ -157,8 +157,8 @@ def _failure(answer: Json) -> str:
 def _keep_answered(
     target: Path, part: Path, *, asked: Set[bytes], max_answer_mib: int
 ) -> set[bytes]:
-    """Writes to ``part`` what it or ``target`` has of good answers to what is ``asked``; returns
-    which these are."""
+    """Writes to ``part`` the good answers to requests ``asked`` that it or ``target`` has; returns
+    the digests of these requests."""
     kept: set[bytes] = set()
     fresh = part.with_name(f"{part.name}.{os.getpid()}")
     max_bytes = (_WRITTEN * max_answer_mib + 1) * MIB
@@ -169,7 +169,7 @@ def _keep_answered(
             for _, line in lines_of(path, max_bytes=max_bytes):
                 if line is None:
                     continue
-                # What is cut off, say, is left out.
+                # Damaged lines, such as one that was cut off, are left out.
                 with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
                     answer = json.loads(line)
                     digest = digest_of(answer["custom_id"])
@@ -199,11 +199,11 @@ async def _ask(session: aiohttp.ClientSession, item: Item, limits: Limits) -> Js
 
 
 class _TooLong(Exception):
-    """An answer is longer than it may be."""
+    """An answer is longer than `Limits.max_answer_mib`."""
 
 
 async def _response(session: aiohttp.ClientSession, item: Item, max_bytes: int) -> Json:
-    """The server's answer. Raises _TooLong, and what the last attempt raises."""
+    """The server's answer. Raises _TooLong, and any error of the last attempt."""
     async for wait_s in _pauses():
         try:
             async with session.post(item.url, json=item.body) as response:
@@ -234,9 +234,9 @@ def _error(item: Item, error: Exception, why: str) -> Json:
 
 
 def _written(answer: Json, item: Item) -> str:
-    """Makes an error of an answer that cannot be written."""
+    """The answer as JSON; an answer that cannot be encoded is replaced by an error."""
     try:
-        return json.dumps(answer)  # In ASCII, as texts may hold halves of surrogate pairs.
+        return json.dumps(answer)  # In ASCII, because texts may have lone surrogates.
     except RecursionError as error:
         why = "the answer has too many lists and objects in each other"
         answer |= {"response": None, "error": _error(item, error, why)}
@@ -244,7 +244,7 @@ def _written(answer: Json, item: Item) -> str:
 
 
 async def _pauses() -> AsyncIterator[float | None]:
-    """What to wait after each attempt; ``None`` is the last one."""
+    """Yields the pause after each attempt, in seconds; ``None`` for the last one."""
     for attempt in range(_ATTEMPTS - 1):
         yield 0.25 * 4**attempt
     yield None
@@ -256,7 +256,7 @@ def _retry_after_s(response: aiohttp.ClientResponse, otherwise_s: float) -> floa
 
 
 def _body(text: str) -> Any:
-    """An answer's JSON; as text where it is none."""
+    """An answer's JSON; the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,6 +1,7 @@
-"""Files of requests in OpenAI's batch format: a line is ``{"custom_id", "method", "url", "body"}``.
+"""Reads files of requests in OpenAI's batch format.
 
-No more of a file is held than a line of a bounded length.
+A line is ``{"custom_id", "method", "url", "body"}``. Only one line at a time is in memory, and its
+length is bounded.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ _FIELDS = {"custom_id", "method", "url", "body"}
 _MAX_TOLD = 10
 _MAX_ID_CHARS = 512
 _MAX_DEPTH = 200
-"""Far from where Python cannot read or write a line, which differs with what calls it."""
+"""Far below the depth at which Python's JSON parser fails, which depends on the caller's stack."""
 _NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 
 
@@ -39,10 +40,10 @@ class Limits:
     max_line_mib: int = 32
     """The length of a request's line, in MiB."""
     max_answer_mib: int = 64
-    """The length of its answer, in MiB. As many answers are held as requests are under way."""
+    """The length of a request's answer, in MiB. One answer per request in progress is in memory."""
     timeout_s: float = 3600.0
-    """The seconds until a request is answered, all attempts and the waits between them among
-    them."""
+    """The seconds in which a request must be answered, including all attempts and the waits
+    between them."""
 
     def __post_init__(self) -> None:
         for name in ("max_line_mib", "max_answer_mib"):
@@ -56,7 +57,7 @@ class Item(NamedTuple):
     """One request of a file."""
 
     number: int
-    """The number of its line in the file."""
+    """The number of the request's line in the file, from 1."""
     custom_id: str
     url: str
     body: dict[str, Any]
@@ -66,8 +67,8 @@ def check_file(path: Path, limits: Limits) -> set[bytes]:
     """Reads all of ``path``; returns a digest of the custom_id of each request.
 
     Raises:
-        ConfigError: It cannot be read, or lines are no requests or too long: the first ones are
-            named.
+        ConfigError: The file cannot be read or has no requests, or lines are invalid or too long.
+            The message names the first of these lines.
     """
     wrong: list[str] = []
     known: dict[bytes, int] = {}
@@ -95,14 +96,14 @@ def check_file(path: Path, limits: Limits) -> set[bytes]:
 
 
 def part_of(target: Path) -> Path:
-    """Where answers are until all are there."""
+    """The file beside ``target`` that receives answers until all of them have arrived."""
     return target.with_name(f"{target.name}.part")
 
 
 def lines_of(path: Path, *, max_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """Those that are not blank, with their numbers; ``None`` for one that is longer than
-    ``max_bytes``. They are bytes, as the last one of a run that was broken off may end within a
-    character. Raises ConfigError."""
+    """Yields the lines of ``path`` that are not blank, with their numbers from 1; ``None`` for a
+    line longer than ``max_bytes``. Lines are bytes, because the last line of an interrupted run may
+    end within a character. Raises ConfigError: the file cannot be read."""
     number = 0
     try:
         with path.open("rb") as file:
@@ -120,7 +121,7 @@ def lines_of(path: Path, *, max_bytes: int) -> Iterator[tuple[int, bytes | None]
 
 
 def _trouble(line: bytes) -> str:
-    """Why it is no request; empty where it is one."""
+    """Why ``line`` is not a valid request; empty if it is one."""
     try:
         read = read_json(line)
     except (ValueError, RecursionError) as error:
@@ -145,8 +146,8 @@ def _trouble(line: bytes) -> str:
 
 
 def _depth(line: bytes) -> int:
-    """How many lists and objects of ``line``, which is JSON, lie in each other; or 0, where it has
-    too few for that to matter."""
+    """The depth of nested lists and objects in ``line``, which is JSON; 0 if it has no more than
+    `_MAX_DEPTH` of them."""
     depth = deepest = 0
     if line.count(b"[") + line.count(b"{") <= _MAX_DEPTH:
         return 0

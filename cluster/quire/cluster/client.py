@@ -1,4 +1,4 @@
-"""A client of the gRPC service: what the demo and ``quire generate`` speak through."""
+"""A client of the gRPC service, which the demo and ``quire generate`` use."""
 
 import re
 import ssl
@@ -15,28 +15,29 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.sampling_params import SamplingParams
 
-# As gRPC itself says that it has not reached a server.
+# gRPC's own messages for a server that it could not reach.
 _NOBODY_THERE = re.compile("failed to connect|errors resolving")
 _HOST_AND_PORT = re.compile(r"(?:dns:///)?[^/\s]+:(\d{1,5})")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """A gRPC server, and what it takes to be let in.
+    """The address of a gRPC server, and the credentials for it.
 
     Raises:
-        ConfigError: ``address`` is none, or ``api_key`` cannot be sent.
+        ConfigError: ``address`` is invalid, or ``api_key`` cannot be sent.
     """
 
     address: str
     """``host:port``."""
     tls: bool = False
     tls_ca: Path | None = None
-    """Whom to trust, PEM; implies ``tls``. ``None`` trusts the well-known authorities."""
+    """Certificates of the authorities to trust, PEM; implies ``tls``. ``None`` trusts the
+    well-known authorities."""
     api_key: str | None = None
 
     def __post_init__(self) -> None:
-        # gRPC itself takes 443 where there is no port, and of one too large the lower 16 bits.
+        # gRPC itself takes port 443 if there is none, and the lower 16 bits of one too large.
         found = _HOST_AND_PORT.fullmatch(self.address)
         if not found or not 0 < int(found[1]) < 2**16:
             raise ConfigError(
@@ -46,7 +47,7 @@ class Server:
             raise ConfigError("api_key: has characters that cannot be sent; is it one line?")
 
     def channel(self) -> grpc.Channel:
-        """A channel to it.
+        """A new channel to the server.
 
         Raises:
             ConfigError: ``tls_ca`` cannot be read, or is no certificate.
@@ -56,10 +57,10 @@ class Server:
         root = None
         if self.tls_ca is not None:
             try:
-                # gRPC would take anything, and log what is wrong at the first call.
+                # gRPC accepts any bytes, and logs an error only at the first call.
                 ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(self.tls_ca)
                 root = self.tls_ca.read_bytes()
-            except OSError as error:  # As what OpenSSL raises is.
+            except OSError as error:  # OpenSSL's errors are OSErrors too.
                 raise ConfigError(
                     f"tls_ca={str(self.tls_ca)!r} cannot be used: {error}; it must be the "
                     "authority's certificate as PEM"
@@ -74,7 +75,7 @@ class Server:
 def chat_request(
     messages: Sequence[tuple[str, str]], *, sampling: pb.SamplingParams
 ) -> pb.GenerateRequest:
-    """A chat of ``(role, content)`` turns."""
+    """The request for a chat of ``(role, content)`` messages."""
     turns = [pb.ChatMessage(role=role, content=content) for role, content in messages]
     return pb.GenerateRequest(chat=pb.Chat(messages=turns), sampling=sampling)
 
@@ -85,7 +86,7 @@ def generate(
     *,
     metadata: tuple[tuple[str, str], ...] = (),
 ) -> Generator[pb.GenerateResponse, None, None]:
-    """The chunks of one request, as they come. Closing the generator cancels the request.
+    """Yields the chunks of one request as they arrive. Closing the generator cancels the request.
 
     Raises:
         grpc.RpcError: The server refused the request or is gone; `code` and `details` say why.
@@ -109,10 +110,10 @@ def generate_to_stdout(
     top_p: float,
     seed: int | None,
 ) -> int:
-    """Prints the text as it arrives; returns the process's exit status.
+    """Prints the generated text as it arrives; returns the process's exit status.
 
     Raises:
-        InvalidRequest: A number is out of its range.
+        InvalidRequest: A sampling parameter is out of its range.
     """
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     sampling = params_to_proto(params)
@@ -134,7 +135,7 @@ def generate_to_stdout(
 
 
 def print_rpc_error(server: Server, error: grpc.RpcError) -> None:
-    """Says on standard error what ``server`` answered, or that it did not."""
+    """Prints a failed call's status to standard error, with a hint if there is one."""
     details = error.details() or ""
     hint = ""
     if error.code() == grpc.StatusCode.UNAUTHENTICATED:

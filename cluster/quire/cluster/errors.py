@@ -3,18 +3,18 @@
 QuireError (quire.worker.api.errors)
 ├── InvalidRequest, QueueFull    as in the engine
 ├── Unauthenticated              the request shows no API key, or an unknown one
-├── NotAnOperator                the request's API key is a tenant's, and what it asks for is not
+├── NotAnOperator                the request needs an operator's API key, and has a tenant's
 ├── ModelNotFound                the request names a model that is not served here
 ├── GroupMismatch                a group serves another model or lays its blocks out differently
-├── StartFailed                  the application did not come up; nothing of it is left
-├── ClusterLost                  Ray died under what it ran, or did not stop it in time
+├── StartFailed                  the application did not start; what it had started is gone
+├── ClusterLost                  Ray died while the application ran, or did not stop it in time
 ├── GroupLost                    a group's stream broke; its requests can go on elsewhere
 │   ├── GroupDied                the group is gone, failed, silent or hangs
-│   └── HandedOver               the group is well, and asks to go on elsewhere
+│   └── HandedOver               the group is healthy, and asks to continue on another group
 ├── Quarantined                  too many groups died under the request; it is not tried again
-├── Overloaded(QueueFull)        the request would wait for too long; when to try again is said
+├── Overloaded(QueueFull)        the request would wait for too long; has a time to try again
 │   └── RateLimited              the tenant of the request's API key has used up one of its limits
-├── DeadlineExceeded             the request's time is over; what it had reached the client
+├── DeadlineExceeded             the request's deadline passed; earlier output reached the client
 └── Unavailable                  no replica group can take the request now; try again later
 """
 
@@ -39,12 +39,12 @@ RefusalReason = Literal[
 
 @dataclass(slots=True, eq=False)
 class Death:
-    """One group's death, as a gateway sees it; shared by all who were there."""
+    """One group's death, as a gateway sees it; shared by all completions that ran on the group."""
 
     group: str
     epoch: int
     is_refuted: bool = False
-    """The same incarnation was heard of again: only the connection had died."""
+    """The same incarnation answered again: only the connection had died."""
 
 
 class Unauthenticated(QuireError):
@@ -52,7 +52,7 @@ class Unauthenticated(QuireError):
 
 
 class NotAnOperator(QuireError):
-    """Only an operator's API key lets see what is asked for: it tells of all tenants."""
+    """The request needs an operator's API key, because it concerns all tenants."""
 
 
 class ModelNotFound(QuireError):
@@ -64,21 +64,21 @@ class GroupMismatch(QuireError):
 
 
 class StartFailed(QuireError):
-    """The application did not come up. Nothing of it is left."""
+    """The application did not start. What it had started is gone."""
 
 
 class ClusterLost(QuireError):
-    """Ray died under the application, or did not stop it in time. What this process started is
-    gone."""
+    """Ray died while the application ran, or did not stop it in time. What this process started
+    is gone."""
 
 
 class GroupLost(QuireError):
-    """The stream to a group broke, or the group refused to go on. Nothing is known to be lost
-    but time: the tokens received so far stay valid."""
+    """The stream to a group broke, or the group refused to continue. The tokens received so far
+    stay valid, and another group can continue after them."""
 
 
 class GroupDied(GroupLost):
-    """The group is gone, failed, silent or hangs, as far as one can tell from here."""
+    """The group is gone, failed, silent or hangs, as far as this gateway can tell."""
 
     def __init__(self, message: str, death: Death) -> None:
         super().__init__(message)
@@ -86,7 +86,8 @@ class GroupDied(GroupLost):
 
 
 class HandedOver(GroupLost):
-    """The group drains, or will not begin the request now. It is well, and nobody is to blame."""
+    """The group drains, or cannot begin the request now. It is healthy, and the request is not
+    blamed."""
 
 
 class Quarantined(QuireError):
@@ -94,7 +95,7 @@ class Quarantined(QuireError):
 
 
 class Overloaded(QueueFull):
-    """The request is refused so that those that were taken keep their latency."""
+    """The request is refused so that admitted requests keep their latency."""
 
     retry_after_s: float
 
@@ -109,7 +110,7 @@ class RateLimited(Overloaded):
 
 
 class DeadlineExceeded(QuireError):
-    """The request's deadline has passed. Nothing of it runs any longer."""
+    """The request's deadline has passed, and all its work was aborted."""
 
 
 class Unavailable(QuireError):

@@ -1,9 +1,9 @@
-"""Whether a group serves what a gateway expects.
+"""Checks whether a group serves the model that a gateway expects.
 
-The first group that a gateway meets fixes what its configuration left open; each later one has
-to say the same. Otherwise block hashes, token ids or limits would mean different things on the
-two sides, and the damage would look like a cache that never hits; or a stream that moves between
-two groups would go on with other bits.
+The first group that a gateway attaches to sets the facts that the configuration left open; each
+later group must have the same. Otherwise block hashes, token ids or limits would differ between
+gateway and group, which would look like a cache that never hits; or a stream that moves between two
+groups would continue with other bits.
 """
 
 from dataclasses import dataclass, fields
@@ -23,19 +23,20 @@ _HOW_TO_ROLL = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expectation:
-    """A gateway's configured facts of its model. ``None`` adopts the first group's value."""
+    """The facts of its model that a gateway was configured with. ``None`` adopts the first group's
+    value."""
 
     model: str
     """Name under which the model is served."""
     block_size: int
-    """Tokens of KV cache in a block; that of the gateway's routing table."""
+    """Tokens per block of KV cache, as in the gateway's routing table."""
     model_fingerprint: str | None = None
-    """Covers the weights."""
+    """Identifies the weights."""
     kv_dtype: str | None = None
     max_model_len: int | None = None
     vocab_size: int | None = None
     numerics: str | None = None
-    """Everything that decides the bits of a group's outputs besides the weights."""
+    """Names everything besides the weights that decides the bits of a group's outputs."""
 
     @classmethod
     def of(cls, card: ModelCard) -> Self:

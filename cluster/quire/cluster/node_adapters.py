@@ -10,7 +10,7 @@ from quire.worker.schedule.reading import reader
 
 
 class NodeAdapters:
-    """A `quire.cluster.serving.keeper.Keeper` over the node's store."""
+    """A `quire.cluster.serving.keeper.Keeper` over the node's adapter store."""
 
     def __init__(self, engine: EngineConfig) -> None:
         """``engine``: the settings of the model that the adapters are for."""
@@ -18,7 +18,7 @@ class NodeAdapters:
         self._read = reader(engine)
 
     def keep(self, source: str) -> str:
-        """Fetches the adapter at ``source``, a folder or a name on the hub, checks it whole and
+        """Fetches the adapter at ``source``, a folder or a name on the hub, checks all of it and
         keeps it; returns its digest.
 
         Raises:
@@ -34,10 +34,10 @@ class NodeAdapters:
         return digest
 
     def hold(self, digest: str) -> Held | None:
-        """Keeps it from being removed until the result is released or forgotten; ``None`` if it
-        is not here."""
+        """Protects an adapter's files from removal until the result is released or garbage
+        collected; ``None`` if the node does not have them."""
         return self._store.hold(digest)
 
     def folder(self, digest: str) -> Path | None:
-        """Where its files are; ``None`` if they are not here."""
+        """The folder with an adapter's files; ``None`` if the node does not have them."""
         return self._store.folder(digest)

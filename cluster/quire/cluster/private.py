@@ -1,8 +1,8 @@
-"""What Quire uses of other packages that they have not promised to keep.
+"""Errors and warnings about private parts of other packages that Quire uses.
 
-A version that lacks such a name is found out when it is loaded, and the error says which versions
-were tested. `quire.cluster.deploy.ray_private` and `quire.cluster.edge.uvicorn_private` list the
-names.
+A package may remove such a part in any version. This is noticed when the package is loaded, and the
+message names the tested versions. `quire.cluster.deploy.ray_private` and
+`quire.cluster.edge.uvicorn_private` list the parts.
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ from quire.worker.api.errors import ConfigError
 def unknown_version(
     package: str, missing: Iterable[str], *, tested: tuple[str, str], install: str
 ) -> ConfigError:
-    """The error of a version of ``package`` that lacks ``missing``.
+    """The error for an installed version of ``package`` that lacks the names ``missing``.
 
     Args:
         tested: The lowest and the highest version that Quire was tested with.
-        install: What pip is to install instead.
+        install: The requirement for pip that the message recommends.
     """
     return ConfigError(f"{_lacks(package, missing)}, which Quire needs; {_remedy(tested, install)}")
 
@@ -26,7 +26,7 @@ def unknown_version(
 def known_loss(
     package: str, missing: str, loss: str, *, tested: tuple[str, str], install: str
 ) -> str:
-    """The warning where Quire does without ``missing``, and ``loss`` says what then is worse."""
+    """The warning for a missing name that Quire can do without; ``loss`` says what gets worse."""
     return f"{_lacks(package, [missing])}: {loss}; {_remedy(tested, install)}"
 
 

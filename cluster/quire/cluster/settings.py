@@ -1,5 +1,5 @@
-"""A cluster's configuration as plain values: what a file gives, such as the ``args`` of a Serve
-application, and what gateways are told of their models."""
+"""Converts a cluster's configuration from and to plain values, such as the ``args`` of a Serve
+application in a file, or the list of models that gateways receive."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -27,18 +27,18 @@ _PARTS: dict[str, type[Any]] = {
 def config_from(settings: Mapping[str, Any]) -> ClusterConfig:
     """Reads `ClusterConfig`'s fields by name, and under ``engine`` those of `EngineConfig`, under
     ``routing`` those of `RoutingConfig`, under ``autoscaling`` those of `AutoscalingSettings`,
-    under ``gateway_autoscaling`` those of `GatewayAutoscaling`; in the list ``more_models``, the
-    same of `ModelConfig`.
+    under ``gateway_autoscaling`` those of `GatewayAutoscaling`. Each entry of the list
+    ``more_models`` has the fields of `ModelConfig` likewise.
 
     Without ``engine.model``, the first model is the demo model.
 
     Raises:
-        ConfigError: A field is unknown or its value of the wrong type; a further model has no
-            ``engine.model``; or it cannot work.
+        ConfigError: A field is unknown, or its value is of the wrong type or cannot work; or a
+            further model has no ``engine.model``.
     """
     read = _read(settings, ClusterConfig, "")
     more = read.get("more_models")
-    if isinstance(more, list | tuple):  # Else it is of the wrong type, as is said below.
+    if isinstance(more, list | tuple):  # `_made` refuses any other type.
         read["more_models"] = [
             _read(_section({name: each}, name), ModelConfig, f"{name}.")
             for name, each in ((f"more_models.{number}", each) for number, each in enumerate(more))
@@ -50,18 +50,18 @@ def config_from(settings: Mapping[str, Any]) -> ClusterConfig:
 
 
 def model_from(settings: Mapping[str, Any]) -> ModelConfig:
-    """The same for `ModelConfig`'s fields. Raises ConfigError."""
+    """Reads `ModelConfig`'s fields as `config_from` reads a cluster's. Raises ConfigError."""
     return _made(ModelConfig, _read(settings, ModelConfig, ""))
 
 
 def settings_of(config: ModelConfig) -> dict[str, Any]:
-    """All its fields as values of JSON, of which `model_from` makes an equal one."""
+    """All fields of ``config`` as JSON values, from which `model_from` makes an equal one."""
     settings: dict[str, Any] = TypeAdapter(ModelConfig).dump_python(config, mode="json")
     return settings
 
 
 def settings_of_cluster(config: ClusterConfig) -> dict[str, Any]:
-    """The same of a cluster, for `config_from`."""
+    """All fields of ``config`` as JSON values, from which `config_from` makes an equal one."""
     settings: dict[str, Any] = TypeAdapter(ClusterConfig).dump_python(config, mode="json")
     return settings
 
@@ -76,8 +76,8 @@ def _made(kind: type[_Config], settings: Mapping[str, Any]) -> _Config:
 
 
 def _read(settings: Mapping[str, Any], kind: type[Any], prefix: str) -> dict[str, Any]:
-    """The settings of ``kind``; with the demo model if they name none, and are those of the first
-    model. Raises ConfigError: one is unknown."""
+    """The settings of ``kind``. With an empty ``prefix``, which is that of further models, the demo
+    model stands in for a missing model. Raises ConfigError: a setting is unknown."""
     engine, routing = (_section(settings, name) for name in ("engine", "routing"))
     settings = {**settings, "engine": engine, "routing": routing}
     if engine.get("model") is None and not prefix:
@@ -85,7 +85,7 @@ def _read(settings: Mapping[str, Any], kind: type[Any], prefix: str) -> dict[str
         settings["served_model_name"] = settings.get("served_model_name") or demo_model.NAME
     parts = {f"{name}.": (settings.get(name), part) for name, part in _PARTS.items()}
     for name, (given, part) in ({"": (settings, kind)} | parts).items():
-        if not isinstance(given, Mapping):  # If it is of the wrong type, it is told later.
+        if not isinstance(given, Mapping):  # `_made` refuses a wrong type later.
             continue
         known = [field.name for field in fields(part)]
         unknown = [f"{prefix}{name}{each}" for each in given if each not in known]

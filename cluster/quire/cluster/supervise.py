@@ -1,4 +1,4 @@
-"""Keeps work that nobody waits for from dying unseen."""
+"""Restarts and logs background tasks that fail."""
 
 import asyncio
 import logging
@@ -12,10 +12,10 @@ _log = logging.getLogger(__name__)
 async def keep_going(
     work: Callable[[], Awaitable[None]], *, name: str, pause_s: float = 1.0
 ) -> None:
-    """Runs ``work`` until it returns, and again ``pause_s`` after it raised.
+    """Runs ``work`` until it returns, and again ``pause_s`` after each exception.
 
-    What it raised is logged with its stack, each kind once in a minute. Ends when cancelled, also
-    where ``work`` answers that with another exception.
+    Exceptions are logged with their stack, each kind once a minute. Ends when cancelled, even if
+    ``work`` raises another exception in place of CancelledError.
     """
     failures = FailureLog(_log)
     while True:
@@ -28,8 +28,8 @@ async def keep_going(
 
 
 def end_if_cancelled() -> None:
-    """Raises CancelledError in a task that was cancelled, where what it waited for answered that
-    with another exception. A call of gRPC whose status comes at the same moment raises that."""
+    """Raises CancelledError if the current task was cancelled. For handlers of other exceptions: a
+    cancelled gRPC call whose status arrives at the same moment raises that status instead."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -1,7 +1,7 @@
-"""Certificates: a gateway's, read again when its files change, and those of the links to groups.
+"""TLS certificates of gateways and groups.
 
-A group makes its own when it starts and tells gateways which it is: there is nothing to issue, to
-renew or to steal from a disk.
+A gateway reads its certificate again when the files change. A group makes a self-signed one when it
+starts and tells gateways which it is, so that none has to be issued, renewed or kept on disk.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from quire.worker.api.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 CERTIFICATE_NAME = "group.quire"
-"""Whom a group's own certificate is for, wherever the group is."""
+"""The host name in each group's own certificate, whatever the group's address."""
 
 _LOOK_EVERY_S = 30.0
 _MAX_UNREAD_S = 60.0
-"""How long renewed files may not fit each other before that is logged."""
+"""How long a renewed certificate and key may not match before that is logged."""
 _CLOCK_SKEW = datetime.timedelta(days=1)
 _LIFETIME = datetime.timedelta(days=36500)
 """Lifetime of a group's own certificate: it is only used until the group's process ends."""
@@ -41,7 +41,7 @@ class ServerTls:
         self._certificate, self._key = certificate, key
         self._unread_since_s: float | None = None
         self.http_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        """For an HTTP server; new connections get the certificate that `follow` has read last."""
+        """The context for an HTTP server; new connections get the certificate read last."""
         try:
             self._load()
         except (OSError, ValueError) as error:
@@ -51,11 +51,11 @@ class ServerTls:
             ) from error
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For a gRPC server; it asks for the newest certificate at each handshake."""
+        """Credentials for a gRPC server, which takes the newest certificate at each handshake."""
         return grpc.dynamic_ssl_server_credentials(self._grpc_configuration, self._newest)
 
     async def follow(self) -> None:
-        """Looks for new files until it is cancelled. Unusable ones leave the old in place."""
+        """Looks for new files until it is cancelled. Unusable files leave the old ones in use."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             self.refresh()
@@ -66,7 +66,7 @@ class ServerTls:
             if self._changed_s() != self._loaded_s:
                 self._load()
         except (OSError, ValueError) as error:
-            # Between the writing of the one file and of the other they do not match.
+            # The two files do not match while one is written and the other is not yet.
             if self._unread_since_s is None:
                 self._unread_since_s = time.monotonic()
             elif time.monotonic() - self._unread_since_s > _MAX_UNREAD_S:
@@ -77,7 +77,7 @@ class ServerTls:
 
     def _load(self) -> None:
         changed_s = self._changed_s()
-        # First here, where a certificate that does not fit its key is noticed.
+        # A new context first: one that does not match its key must not change the one in use.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._certificate, self._key)
         self.http_context.load_cert_chain(self._certificate, self._key)
         pair = (self._key.read_bytes(), self._certificate.read_bytes())
@@ -94,24 +94,24 @@ class ServerTls:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTls:
-    """A new key, for servers that last as long as their process."""
+    """A new key and its self-signed certificate, for servers that last as long as their process."""
 
     grpc_credentials: grpc.ServerCredentials
     context: ssl.SSLContext
     """The context for servers without gRPC."""
     certificate: str
-    """PEM, which clients must be told: no authority has signed it."""
+    """The certificate in PEM, which clients must receive because no authority has signed it."""
 
 
 def trusting_only(certificate: str) -> ssl.SSLContext:
-    """The context of a client that trusts only this certificate, in PEM."""
+    """The context of a client that trusts only ``certificate``, in PEM."""
     context = ssl.create_default_context(cadata=certificate)
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     return context
 
 
 def own_tls() -> OwnTls:
-    # Here and not above: only groups behind TLS need it.
+    # Imported here, because only groups with TLS need it.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -138,7 +138,7 @@ def own_tls() -> OwnTls:
     )
     certificate_pem = certificate.public_bytes(serialization.Encoding.PEM)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    with tempfile.NamedTemporaryFile() as file:  # It reads files alone; this one is the owner's.
+    with tempfile.NamedTemporaryFile() as file:  # ssl reads only files; others cannot read this.
         file.write(key_pem + certificate_pem)
         file.flush()
         context.load_cert_chain(file.name)

@@ -1,7 +1,7 @@
-"""YAML and JSON of users in which each key of a mapping stands once.
+"""Parses users' YAML and JSON, and refuses mappings in which a key occurs twice.
 
-The parsers themselves take the last value of a key, so that a setting which was changed in the
-wrong one of two places would have no effect, and nothing would say so.
+The parsers themselves take a key's last value: a setting changed in the first of two places would
+have no effect, without any message.
 """
 
 import json
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
 
 
 def read_yaml(text: str) -> Any:
-    """The value that ``text`` says.
+    """The value of a YAML text.
 
     Raises:
-        ValueError: It is no YAML, or a key stands twice in a mapping; the message has both lines.
+        ValueError: The text is not YAML, or a key occurs twice in a mapping; the message has both
+            lines.
     """
     import yaml
 
@@ -36,11 +37,11 @@ def read_yaml(text: str) -> Any:
 
 
 def repeated_key(root: "yaml.Node") -> "tuple[yaml.Node, yaml.Node] | None":
-    """Where a key stands first and again, of the mappings below ``root``; ``None`` where each key
-    stands once. To be asked before a value is constructed, which merges ``<<`` into the nodes."""
+    """The first two nodes with the same key in a mapping below ``root``; ``None`` if no key occurs
+    twice. Call this before a value is constructed, which merges ``<<`` into the nodes."""
     import yaml
 
-    seen: set[int] = set()  # Aliases lead to one node from several places.
+    seen: set[int] = set()  # A node with aliases is reached several times.
     left = [root]
     while left:
         node = left.pop()
@@ -59,11 +60,11 @@ def repeated_key(root: "yaml.Node") -> "tuple[yaml.Node, yaml.Node] | None":
 
 
 def read_json(text: str | bytes) -> Any:
-    """The value that ``text`` says.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: It is no JSON, or a key stands twice in an object.
-        RecursionError: It is nested too deeply.
+        ValueError: The text is not JSON, or a key occurs twice in an object.
+        RecursionError: The text is nested too deeply.
     """
     return json.loads(text, object_pairs_hook=_mapping)
 

@@ -1,7 +1,7 @@
-"""Our types as protobuf messages and back. The only place that knows both.
+"""Converts Quire's types to protobuf messages and back. No other module knows both.
 
 Prompts and block hashes travel as raw bytes (little-endian uint32s, 32-byte hashes): a repeated
-field would cost a Python object for each of them.
+field would cost a Python object for each token or hash.
 """
 
 from collections.abc import Iterable, MutableMapping, MutableSequence, Sequence
@@ -46,20 +46,21 @@ _LOAD = [
 
 
 def tokens_to_bytes(token_ids: Sequence[int] | TokenIds) -> bytes:
-    """Four bytes each, little-endian: what `tokens_from_bytes` reads."""
+    """Encodes token ids as little-endian uint32s, for `tokens_from_bytes`."""
     return np.asarray(token_ids, dtype="<u4").tobytes()
 
 
 def tokens_from_bytes(data: bytes) -> TokenIds:
-    """Raises InvalidRequest where ``data`` is not a whole number of uint32s."""
+    """Decodes `tokens_to_bytes`. Raises InvalidRequest: ``data`` is not a whole number of
+    uint32s."""
     if len(data) % 4:
         raise InvalidRequest(f"token ids of {len(data)} bytes: not a multiple of 4")
     return np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
 
 
 def params_to_proto(params: SamplingParams) -> pb.SamplingParams:
-    """Leaves out defaults and what is ``None``, which means the same on the other side except for
-    ``max_tokens``: the gateway has put a number there before it sends anything."""
+    """Encodes ``params`` without defaults and ``None``. A missing field means the same to the
+    receiver, except ``max_tokens``, which the gateway sets to a number before it sends anything."""
     values: dict[str, Any] = {}
     for name, left_out in _LEFT_OUT.items():
         value = getattr(params, name)
@@ -74,7 +75,7 @@ def params_to_proto(params: SamplingParams) -> pb.SamplingParams:
 
 
 def params_from_proto(message: pb.SamplingParams) -> SamplingParams:
-    """Raises InvalidRequest: a value is out of its range."""
+    """Decodes `params_to_proto`. Raises InvalidRequest: a value is out of its range."""
     return SamplingParams(**_values(message))
 
 
@@ -104,7 +105,8 @@ def _constraint_of(message: pb.Constraint) -> Constraint:
 
 
 def work_of(request: Prepared) -> bytes:
-    """What ``request`` asks for, as groups get it, for all its completions and attempts."""
+    """``request`` as an encoded `Work`, which groups receive for all its completions and
+    attempts."""
     return group_pb.Work(
         segments=_segments(request.prompt_token_ids, request.features),
         sampling=params_to_proto(request.sampling),
@@ -118,11 +120,11 @@ def work_of(request: Prepared) -> bytes:
 
 
 def prepared_of(submit: group_pb.Submit, *, request_id: str) -> Prepared:
-    """The request in ``submit``, under another name. What a gateway has checked is not checked
-    again.
+    """The request in ``submit``, with ``request_id`` as its id. Values that a gateway has checked
+    are not checked again.
 
     Raises:
-        InvalidRequest: It cannot be decoded.
+        InvalidRequest: ``submit`` cannot be decoded.
     """
     try:
         work = group_pb.Work.FromString(submit.work)
@@ -176,7 +178,7 @@ def fetched_from_proto(message: group_pb.Fetched) -> Fetched:
 
 
 def _by_name(message: Message) -> dict[str, Any]:
-    """All fields of a message that has only plain ones."""
+    """The values of all fields of ``message``, which must be scalars, by name."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
@@ -223,7 +225,7 @@ FINISH_REASON_OF = {number: reason for reason, number in FINISH_REASONS.items()}
 
 
 def vector_to_bytes(vector_C: Floats) -> bytes:
-    """What `vector_from_bytes` reads."""
+    """Encodes C numbers as little-endian float32s, for `vector_from_bytes`."""
     return vector_C.astype("<f4").tobytes()
 
 
@@ -256,12 +258,12 @@ def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[pb.TokenLogprob
 
 
 def stats_to_proto(stats: EngineStats) -> group_pb.Load:
-    """All of `Load` but what the engine does not know of."""
+    """The engine's part of `Load`: all fields but those in `_NOT_THE_ENGINES`."""
     return group_pb.Load(**{name: getattr(stats, name) for name in _LOAD})
 
 
 def events_to_proto(batch: EventBatch) -> group_pb.EventBatch:
-    """Hashes lie one after the other, 32 bytes each."""
+    """Encodes a batch; hashes are concatenated, 32 bytes each."""
     message = group_pb.EventBatch(epoch=batch.epoch, first_seq=batch.first_seq)
     if batch.digest is not None:
         message.digest = batch.digest
@@ -280,8 +282,8 @@ def events_to_proto(batch: EventBatch) -> group_pb.EventBatch:
 
 
 def events_from_proto(message: group_pb.EventBatch) -> EventBatch:
-    """Raises ValueError where what should be hashes or a digest has another length, or a tier is
-    none that there is."""
+    """Decodes `events_to_proto`. Raises ValueError: hashes or a digest have a wrong length, or a
+    tier does not exist."""
     snapshot = buckets = digest = None
     slower = [BlockHashes(data) for data in message.snapshot.slower]
     if len(slower) >= MAX_TIERS:
@@ -316,11 +318,11 @@ def _event(message: group_pb.BlockEvent) -> BlockEvent:
 
 
 Described = tuple[BlockHash, BlockContent]
-"""A block and what it holds."""
+"""A block's hash and content."""
 
 
 def contents_to_proto(blocks: Sequence[Described]) -> group_pb.Contents:
-    """All but how many more follow."""
+    """Encodes blocks and their contents; the caller sets how many more messages follow."""
     spaces: dict[tuple[str, str], int] = {}
     space_of = [
         spaces.setdefault((each.adapter, each.cache_salt), len(spaces)) for _, each in blocks
@@ -335,7 +337,8 @@ def contents_to_proto(blocks: Sequence[Described]) -> group_pb.Contents:
 
 
 def contents_from_proto(message: group_pb.Contents, *, block_size: int) -> list[Described]:
-    """Raises ValueError where the parts do not belong to the same number of blocks."""
+    """Decodes `contents_to_proto`. Raises ValueError: the parts are not of the same number of
+    blocks, or a namespace is missing."""
     names = BlockHashes(message.hashes)
     parents = BlockHashes(message.parents)
     num_bytes = 4 * block_size

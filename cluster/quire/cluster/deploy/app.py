@@ -1,4 +1,4 @@
-"""A Quire application on Ray Serve: put together, started, waited for, stopped."""
+"""Starts, upgrades, serves and stops a Quire application on Ray Serve."""
 
 import contextlib
 import sys
@@ -63,9 +63,9 @@ class Endpoints:
     grpc: str
     http: str
     nodes: tuple[str, ...] = ()
-    """The address of each gateway's node, as of now: Serve may start one again elsewhere."""
+    """The current address of each gateway's node: Serve may restart a gateway on another node."""
     session: RaySession = UNKNOWN
-    """Whether Ray still supervises them."""
+    """The connection to Ray, which notices when Ray dies."""
 
 
 @contextlib.contextmanager
@@ -76,10 +76,10 @@ def running_cluster(
     ray_address: str | None = None,
     progress: Progress = SILENT,
 ) -> Iterator[Endpoints]:
-    """Serves a model while the block runs, on the Ray cluster at ``ray_address`` or on one of
-    its own. At the end requests at hand are drained and everything started here is stopped.
-    ``name`` is the application's, by default made from the model's. ``progress`` hears of
-    each step of the start.
+    """Serves the models of ``config`` while the block runs, on the Ray cluster at ``ray_address``
+    or on a new one on this machine. At the end, running requests are drained and everything
+    started here is stopped. ``name`` is the application's, by default made from the model's.
+    ``progress`` reports each step of the start.
 
     Raises:
         ConfigError: A setting cannot work on this cluster.
@@ -98,7 +98,7 @@ def running_cluster(
             for served, model in config.models.items():
                 if served in failed:
                     continue
-                # Here, where the user sees how far it is; groups then find it in the cache.
+                # Downloads here, where the user sees the progress; groups then use the cache.
                 checkpoint = open_checkpoint(fetch_checkpoint(model.engine.model))
                 if checkpoint.decoded:
                     progress.say(f"{served}: {checkpoint.decoded}")
@@ -129,19 +129,19 @@ def running_app(
     session: RaySession = UNKNOWN,
     progress: Progress = SILENT,
 ) -> Iterator[Endpoints]:
-    """The same on the Ray cluster that this process is connected to, beside what else runs there.
-    ``gateway`` and ``group`` as for `build_gateways` and `build_groups`; ``failed`` are models that
-    cannot be served; ``session`` notices when Ray dies.
+    """Serves like `running_cluster`, on the Ray cluster that this process is connected to, beside
+    other applications. ``gateway`` and ``group`` are as for `build_gateways` and `build_groups`;
+    ``failed`` are models that cannot be served; ``session`` notices when Ray dies.
 
     Raises:
         ConfigError: The name is in use; or the gateways, or the groups of every model, cannot start
             with these settings.
-        StartFailed: They failed as they started.
+        StartFailed: The gateways, or the groups of every model, failed as they started.
         ClusterLost: Ray died meanwhile, or did not stop the application in time.
     """
     name = name_of_application(config.model_name, name)
     check_free(name)
-    if is_only_node():  # On others, each gateway looks for itself.
+    if is_only_node():  # On several nodes, each gateway checks its own node.
         check_ports(config)
     with progress.step("Ray Serve"):
         start_serve()
@@ -169,11 +169,11 @@ def upgrade_app(
     progress: Progress = SILENT,
 ) -> Endpoints:
     """Has Serve replace the groups and gateways of the application ``name``, on the Ray cluster
-    that this process is connected to, by others with these settings; returns once they serve.
+    that this process is connected to, by new ones with ``config``; returns once they serve.
 
     Raises:
-        ConfigError: There is no such application; or the settings cannot work, as `running_app`
-            says. The groups and gateways that it had go on as long as no new one has started.
+        ConfigError: There is no such application; or the settings cannot work, as in `running_app`.
+            The old groups and gateways continue while no new one has started.
         CheckpointError: The model cannot be read.
         StartFailed: A group or gateway failed as it started.
     """
@@ -183,7 +183,7 @@ def upgrade_app(
     config, failed = checked(config)
     if is_only_node():
         config = _shared_out(config)
-        if config.group_host == "auto":  # As `quire serve` has it on a cluster of its own.
+        if config.group_host == "auto":  # As `quire serve` sets it on a cluster that it starts.
             config = replace(config, group_host=ClusterConfig.group_host)
     progress.say(f"Upgrading {name} to {_in_words(config)} …")
     with only_change(name):
@@ -207,8 +207,8 @@ def _start(
     group: "type[ReplicaGroup] | None" = None,
     progress: Progress,
 ) -> Started:
-    """Starts or upgrades the cluster ``name``, of whose models some are served as ``parts``
-    already. Raises as `start_apps`."""
+    """Starts or upgrades the cluster ``name``. ``parts``: models that it serves already, and their
+    parts. Raises as `start_apps`."""
     for model, error in failed.items():
         warn(f"{model} cannot be served: {error}")
     troubles = {model: str(error) for model, error in failed.items()}
@@ -239,11 +239,11 @@ def serve_until_signal(
     status_every_s: float | None = None,
     progress: Progress = SILENT,
 ) -> None:
-    """Serves until Ctrl-C or SIGTERM, then drains and stops what it started. ``status_every_s`` as
-    for `StatusLine`.
+    """Serves until Ctrl-C or SIGTERM, then drains and stops what it started. ``status_every_s`` is
+    as for `StatusLine`.
 
     Raises:
-        ClusterLost: It ended for another reason: Ray died, or the application is gone.
+        ClusterLost: Ray died, or another process stopped the application.
     """
     cluster = running_cluster(config, name=name, ray_address=ray_address, progress=progress)
     with cluster as endpoints:
@@ -266,7 +266,7 @@ def serve_until_signal(
 
 
 def _watch(session: RaySession, watch: AppWatch, status: StatusLine, endpoints: Endpoints) -> str:
-    """Returns what has become of Ray, when it has died. Raises ClusterLost: the application is
+    """Prints news until Ray dies; returns how it died. Raises ClusterLost: the application is
     gone."""
     while not (what := session.lost()):
         for line in watch.news():
@@ -317,9 +317,9 @@ def _model_in_words(config: ClusterConfig) -> str:
 
 
 def application(settings: dict[str, Any]) -> "serve.Application":
-    """The gateways for a Serve configuration file: ``import_path:
+    """Builds the gateways for a Serve configuration file: ``import_path:
     quire.cluster.deploy.app:application``. The file names their application, NAME, and lists
-    another for each model: `groups`.
+    another application for each model: `groups`.
 
     ``settings``, the file's ``args``, are `ClusterConfig`'s fields, and under ``engine`` those of
     `EngineConfig`; without ``engine.model``, the demo model is served.
@@ -334,12 +334,13 @@ def application(settings: dict[str, Any]) -> "serve.Application":
 
 
 def groups(settings: dict[str, Any]) -> "serve.Application":
-    """The groups of a model for the same file: ``import_path: quire.cluster.deploy.app:groups``.
-    The application is called NAME:MODEL, as `quire.cluster.deploy.names.part_of` writes it.
+    """Builds the groups of a model for the same file as `application`: ``import_path:
+    quire.cluster.deploy.app:groups``. The application is called NAME:MODEL, where MODEL is as
+    `quire.cluster.deploy.names.part_of` writes it.
 
-    ``settings`` are those of the model and of the cluster that groups use. Serve replaces the
-    groups when any of them changes. Raises as `application`, and ConfigError for a setting that
-    gateways alone use.
+    ``settings`` are the settings of the model, and those of the cluster that groups use. Serve
+    replaces the groups when any of them changes. Raises as `application`, and ConfigError for a
+    setting that only gateways use.
     """
     check_of_groups(settings)
     config, _ = checked(config_from(settings))
@@ -357,13 +358,13 @@ def _check_room(config: ClusterConfig) -> None:
 def _with_engines(
     config: ClusterConfig, change: Callable[[EngineConfig], EngineConfig]
 ) -> ClusterConfig:
-    """The same with each model's engine changed."""
+    """``config`` with each model's engine changed by ``change``."""
     more = tuple(replace(each, engine=change(each.engine)) for each in config.more_models)
     return replace(config, engine=change(config.engine), more_models=more)
 
 
 def _check_files(config: ClusterConfig) -> None:
-    """The same for files that gateways on this machine read. Raises ConfigError."""
+    """Checks the files that gateways on this machine will read. Raises ConfigError."""
     if config.api_keys_file is not None:
         ApiKeys.load(config.api_keys_file)
     if config.tls_certificate is not None and config.tls_key is not None:

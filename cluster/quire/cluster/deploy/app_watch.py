@@ -1,6 +1,6 @@
-"""Looks after a cluster that serves: whether it is there, and whole.
+"""Watches a running cluster: whether it still exists, and has all its groups and gateways.
 
-Serve replaces what fails, and tells nobody where it cannot: its node's disk is full, say.
+Serve replaces failed ones, but does not report when it cannot, for example because a disk is full.
 """
 
 import contextlib
@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 2.0
 _PATIENCE_S = 15.0
-"""Most groups are replaced sooner. The time doubles with each time that it is told."""
-_GONE_S = 10.0  # A controller of Serve's that starts again knows no application for a moment.
-_JOIN_S = 5.0  # It must not ask once this process has left Ray, which would start another cluster.
+"""Time before missing replicas are reported: most groups are replaced sooner. It doubles with each
+report."""
+_GONE_S = 10.0  # A restarted Serve controller knows no application for a moment.
+_JOIN_S = 5.0  # After this process has left Ray, a call would start another cluster.
 _AS_TOLD = ("UPDATING", "DOWNSCALING")
 _FULL = 0.95
-"""Ray takes a disk for full from here on."""
+"""The share of a disk from which on Ray considers it full."""
 
 
 class AppWatch:
-    """Looks at the application ``name`` every `_LOOK_EVERY_S`, in a thread, while the
-    block runs: a question to a Ray that has died may never return."""
+    """Checks the application ``name`` every `_LOOK_EVERY_S` while the block runs. It uses a
+    thread, because a call to a Ray that has died may never return."""
 
     def __init__(self, name: str, *, folder: Path | None) -> None:
-        """``folder`` is one of Ray's, on this machine."""
+        """``folder`` is a folder of Ray's on this machine, whose disk is checked."""
         self._name = name
         self._folder = folder
         self._news: list[str] = []
@@ -40,7 +41,7 @@ class AppWatch:
         self._missed_s: float | None = None
         self._told_after_s = _PATIENCE_S
         self.is_gone = False
-        """Another process has stopped the application."""
+        """Whether another process has stopped the application."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._repeat, name="quire-watch", daemon=True)
 
@@ -53,7 +54,7 @@ class AppWatch:
         self._thread.join(_JOIN_S)
 
     def news(self) -> list[str]:
-        """What is to be told, once."""
+        """Removes and returns the lines to report."""
         news, self._news = self._news, []
         return news
 
@@ -61,7 +62,7 @@ class AppWatch:
         from ray import serve
 
         while not self.is_gone and not self._ended.wait(_LOOK_EVERY_S):
-            # Many kinds of error are possible once Ray has died, which the session notices.
+            # Ray raises many kinds of error once it has died, which the session notices.
             with contextlib.suppress(Exception):
                 self.look(serve.status().applications, now_s=time.monotonic())
 
@@ -99,8 +100,8 @@ class AppWatch:
 
 
 def missing(deployments: "Mapping[str, DeploymentStatusOverview]") -> str:
-    """Which deployments lack replicas that run, and what Serve says of it; empty where none does.
-    One that is upgraded, or has too many, lacks none."""
+    """Which deployments lack running replicas, with Serve's messages; empty if none does. One that
+    is being upgraded or scaled down does not count."""
     short = {}
     for name, each in deployments.items():
         running = num_running(each)

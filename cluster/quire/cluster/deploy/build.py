@@ -1,4 +1,4 @@
-"""The Serve applications of a cluster: its gateways, and the groups of each of its models."""
+"""Builds the Serve applications of a cluster: its gateways, and the groups of each model."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -46,7 +46,7 @@ _COMMON: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.1,
     "health_check_period_s": 1.0,
     "health_check_timeout_s": 10.0,
-    # A replica that fails three times in a row will not recover by itself: report it.
+    # A replica that fails three times in a row will not recover by itself, and is reported.
     "max_constructor_retry_count": 3,
 }
 
@@ -54,9 +54,9 @@ _COMMON: dict[str, Any] = {
 def build_gateways(
     config: ClusterConfig, models: Iterable[Listed], *, gateway: "type[Gateway] | None" = None
 ) -> "serve.Application":
-    """The gateways, which are told of ``models``; those of ``config`` are not looked at.
+    """The application of the gateways. They serve ``models``; the models in ``config`` are ignored.
 
-    ``gateway`` is run in place of `deployments.Gateway`, whose subclass it is.
+    ``gateway`` is a subclass of `deployments.Gateway` to run instead of it.
     """
     from ray import serve
 
@@ -67,7 +67,8 @@ def build_gateways(
             **gateway_count(config),
             ray_actor_options={"num_cpus": 0, "resources": _one_of(config.gateway_resource)},
             graceful_shutdown_timeout_s=GRPC_LEAVE_S + config.drain_timeout_s + STOP_MARGIN_S,
-            # There is room for one more, unless places are counted. A single one leaves no gap.
+            # One new gateway starts before an old one stops, so that a single one leaves no gap,
+            # unless a resource limits their number.
             max_surge_percent=int(config.start_first or config.gateway_resource is None),
             user_config=to_json(models),
             logging_config=_logging(config),
@@ -82,9 +83,10 @@ def build_gateways(
 def build_groups(
     config: ClusterConfig, part: str, *, group: "type[ReplicaGroup] | None" = None
 ) -> "serve.Application":
-    """The groups of the only model of ``config``; ``part`` is theirs in the application's name.
+    """The application of the groups of the only model of ``config``; ``part`` is their part of the
+    application's name.
 
-    ``group`` is run in place of `deployments.ReplicaGroup`, whose subclass it is.
+    ``group`` is a subclass of `deployments.ReplicaGroup` to run instead of it.
     """
     import ray
     from ray import serve
@@ -97,15 +99,15 @@ def build_groups(
         serve.deployment(
             **group_count(config),
             **placement_options(config, on_gpu=is_on_gpu(config, ray.cluster_resources())),
-            # The engine queues and batches calls through handles; Serve's default of 5 would hold
-            # them back.
+            # The engine queues and batches calls through handles, which Serve's default of 5 would
+            # prevent.
             max_ongoing_requests=config.engine.max_num_waiting,
             request_router_config=RequestRouterConfig(
                 request_router_class=PrefixAwareRouter,  # type: ignore[arg-type]
                 request_router_kwargs={"pool": deployments.pool_of(part)},
             ),
             graceful_shutdown_timeout_s=config.drain_timeout_s + STOP_MARGIN_S,
-            # Serve rounds a percentage up: of up to a hundred replicas this is one.
+            # Serve rounds a percentage up: 1 % of up to a hundred replicas is one.
             max_surge_percent=int(config.start_first),
             logging_config=_logging(config),
             **_COMMON,
@@ -119,7 +121,7 @@ def build_groups(
 def build_parts(
     config: ClusterConfig, models: Iterable[Listed], *, group: "type[ReplicaGroup] | None" = None
 ) -> "dict[str, serve.Application]":
-    """The groups of each of ``models`` that is not in trouble, by part."""
+    """The applications of the groups of all ``models`` without trouble, by part."""
     return {
         each.part: build_groups(config.serving(each.settings), each.part, group=group)
         for each in models
@@ -128,17 +130,17 @@ def build_parts(
 
 
 def checked(config: ClusterConfig) -> tuple[ClusterConfig, dict[str, QuireError]]:
-    """Checks, before anything starts, what would make every group of a model fail; returns the
-    settings with all groups serving the commit that a model of the hub is at now, and the models
-    that fail.
+    """Checks, before anything starts, for errors that would make every group of a model fail.
+    Returns the settings, in which models of the hub are pinned to their current commit, and the
+    errors of models that fail.
 
-    All files of a model of the hub but its weights are fetched: the weights may be needed
-    elsewhere only.
+    All files of a model of the hub except its weights are fetched: the weights may only be needed
+    on other nodes.
 
     Raises:
-        ConfigError: The settings cannot work for any of the models, or spans cannot be sent as is
-            asked for.
-        CheckpointError: None of them can be read.
+        ConfigError: The settings cannot work for any of the models, or spans cannot be sent as
+            configured.
+        CheckpointError: None of the models can be read.
     """
     protocol_to(config.otlp_traces_endpoint)
     models: list[ModelConfig] = []
@@ -173,19 +175,19 @@ def _check(config: ClusterConfig) -> None:
 
 
 def num_threads_for(models: Iterable[ModelConfig]) -> int:
-    """The cores of this machine for each rank of all groups of ``models``."""
+    """The number of this machine's cores for each rank of all groups of ``models``, at least 1."""
     num_ranks = sum(each.max_groups * each.engine.tensor_parallel_size for each in models)
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
 def is_on_gpu(config: ClusterConfig, resources: Mapping[str, float]) -> bool:
-    """Whether its groups run on GPUs, given what Ray has."""
+    """Whether the model's groups run on GPUs, given Ray's ``resources``."""
     device = config.engine.device
     return device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
 
 
 def _logging(config: ClusterConfig) -> dict[str, Any]:
-    """Serve's own lines, and the form of all in the file of a replica."""
+    """Serve's logging configuration: of its own lines, and the format of a replica's file."""
     encoding = "JSON" if config.log_format == "json" else "TEXT"
     return {"log_level": "WARNING", "enable_access_log": False, "encoding": encoding}
 

@@ -1,8 +1,8 @@
-"""Changes the models of a cluster that serves: adds one, removes one, replaces its weights.
+"""Changes the models of a running cluster: adds a model, removes it, or replaces its weights.
 
-The groups of each model are an application of their own, and the gateways are told of all by the
-``user_config`` of theirs. Groups start before gateways hear of them, and stop after the last
-gateway has let go of them. Where a step fails, those before it are undone.
+The groups of each model are a separate Serve application; the gateways receive the list of models
+as their ``user_config``. Groups start before gateways learn of them, and stop after the last
+gateway has released them. If a step fails, the steps before it are undone.
 """
 
 import contextlib
@@ -32,21 +32,23 @@ _NAMESPACE = "quire-changes"
 _ANSWER_S = 30.0
 _LOOK_EVERY_S = 0.2
 _SETTLE_S = 60.0
-"""How long gateways may take to reach a model's groups, which serve by then, and read its files."""
+"""How long gateways may take to connect to a model's groups, which serve already, and to read its
+files."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster that serves, as its gateways tell it."""
+    """A running cluster, as one of its gateways describes it."""
 
     name: str
     config: ClusterConfig
-    """Its models are not those that it has now."""
+    """The gateways' settings; ``models`` has the current models, and this field does not."""
     models: list[Listed]
 
 
 def ask_gateways(name: str) -> Cluster:
-    """Raises ConfigError: there is no such cluster, or its gateways do not answer."""
+    """Asks a gateway to describe the cluster ``name``. Raises ConfigError: there is no such
+    cluster, or its gateways do not answer."""
     config, told = _asked(name, "settings")
     return Cluster(name, config, from_json(told))
 
@@ -64,12 +66,12 @@ def add_model(
     group: "type[ReplicaGroup] | None" = None,
     progress: Progress,
 ) -> None:
-    """Serves one more model.
+    """Adds a model to the cluster ``name``, and returns once gateways serve it.
 
     Raises:
-        ConfigError: A model has one of its names already, or it cannot start with these settings.
-        CheckpointError: It cannot be read.
-        StartFailed: Its groups failed as they started, or gateways cannot serve it.
+        ConfigError: Another model has one of its names, or it cannot start with these settings.
+        CheckpointError: The model cannot be read.
+        StartFailed: The model's groups failed as they started, or gateways cannot serve it.
     """
     _check_changeable(name)
     with only_change(name):
@@ -101,8 +103,8 @@ def replace_model(
     group: "type[ReplicaGroup] | None" = None,
     progress: Progress,
 ) -> None:
-    """Serves the weights at ``path`` under the name of ``model``, with its settings. Requests go to
-    the new groups once these serve, and those under way end on the old ones. Raises as
+    """Serves the weights at ``path`` under the name of ``model``, with its settings. New requests
+    go to the new groups once these serve; running ones end on the old groups. Raises as
     `add_model`."""
     _check_changeable(name)
     with only_change(name):
@@ -121,8 +123,8 @@ def replace_model(
 
 
 def remove_model(name: str, model: str, *, progress: Progress) -> None:
-    """Stops serving a model; its requests under way end. Raises ConfigError: it is the only one, or
-    there is none of that name."""
+    """Stops serving a model after its running requests have ended. Raises ConfigError: it is the
+    only model, or there is none of that name."""
     _check_changeable(name)
     with only_change(name):
         cluster = ask_gateways(name)
@@ -138,10 +140,11 @@ def remove_model(name: str, model: str, *, progress: Progress) -> None:
 
 @contextlib.contextmanager
 def only_change(name: str) -> Iterator[None]:
-    """Keeps other processes from changing the cluster ``name`` while the block runs. Raises
-    ConfigError: another one is at it.
+    """Locks the cluster ``name`` against changes by other processes while the block runs. Raises
+    ConfigError: another process changes it.
 
-    An actor's name is taken once, and free again when the process is gone that made the actor.
+    The lock is the name of a Ray actor, which is unique and free again when the process that made
+    the actor is gone.
     """
     import ray
 
@@ -162,8 +165,8 @@ def only_change(name: str) -> Iterator[None]:
 
 
 def drop_unlisted(name: str, models: Sequence[Listed], *, config: ClusterConfig) -> None:
-    """Stops the groups that no gateway is told of: of models that were removed, or whose start was
-    broken off."""
+    """Stops the groups that are not in ``models``, the gateways' list: those of models that were
+    removed or replaced, or whose start was interrupted."""
     from ray import serve
 
     parts = parts_among(name, serve.status().applications)
@@ -173,7 +176,8 @@ def drop_unlisted(name: str, models: Sequence[Listed], *, config: ClusterConfig)
 
 
 def _check_changeable(name: str) -> None:
-    """Raises ConfigError: there is no such cluster, or a file says what its models are."""
+    """Raises ConfigError: there is no such cluster, or a Serve configuration file lists its
+    models."""
     check_known(name)
     get_client = ray_private.GET_CLIENT.get()
     if get_client is None:
@@ -187,7 +191,7 @@ def _check_changeable(name: str) -> None:
 
 
 def _listed(cluster: Cluster, model: ModelConfig) -> list[Listed]:
-    """Raises what is wrong with the model."""
+    """The list entry of a checked model. Raises as `checked`."""
     config, _ = checked(cluster.config.serving(model))
     return listed_in(config)
 
@@ -208,7 +212,7 @@ def _begin(
     group: "type[ReplicaGroup] | None",
     progress: Progress,
 ) -> None:
-    """Starts the groups of ``new`` and has gateways serve them; leaves all as it was where that
+    """Starts the groups of ``new`` and makes gateways serve ``models``. Undoes both if that
     fails."""
     name, config = cluster.name, cluster.config
     app = build_groups(config.serving(new.settings), new.part, group=group)
@@ -233,7 +237,7 @@ def _tell(cluster: Cluster, models: Sequence[Listed]) -> None:
 
 
 def _wait_settled(name: str, new: Listed) -> None:
-    """Until every gateway serves ``new``. Raises StartFailed: one does not in time."""
+    """Waits until every gateway serves ``new``. Raises StartFailed: one does not in time."""
     end_s = time.monotonic() + _SETTLE_S
     while True:
         call: Any = gateways_of(name).broadcast("models")

@@ -1,7 +1,7 @@
-"""The deployments of a Quire application, as Ray Serve runs them: gateways, each model's groups.
+"""The Ray Serve deployments of a Quire application: its gateways, and each model's groups.
 
-Serve starts, replaces and counts them and tells each gateway which groups run. Requests and tokens
-do not pass through Serve: groups and gateways have servers of their own.
+Serve starts, replaces and counts them, and tells each gateway which groups run. Requests and tokens
+do not pass through Serve: groups and gateways have their own servers.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ from quire.worker.api.sampling_params import SamplingParams
 
 
 def pool_of(part: str) -> str:
-    """Under which the request router publishes a model's groups to the gateways of its process."""
+    """The name under which Serve's request router publishes a model's groups in this process."""
     return f"replica_groups/{part}"
 
 
@@ -63,14 +63,14 @@ _log = logging.getLogger(__name__)
 _LOOK_S = 2.0
 _DEMAND_KEPT_S = 2.0
 _RECALL_TIMEOUT_S = 3.0
-"""In which all gateways are to say what they know of a request, or of adapters."""
+"""Timeout of calls to all other gateways."""
 _ASKS = 3
 _ASK_AGAIN_S = 0.5
 _LEARN_AGAIN_S = 5.0
 
 
 class ReplicaGroup:
-    """A Serve replica that is one replica group."""
+    """A Serve replica that runs one replica group."""
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
         self._at_end = contextlib.AsyncExitStack()  # First: `__del__` follows a failed start too.
@@ -79,7 +79,7 @@ class ReplicaGroup:
         if config.group_host == "auto":
             config = replace(config, group_host=ray.util.get_node_ip_address())
         self._config = config
-        self._demand: dict[str, tuple[float, int]] = {}  # By gateway, with when it was said.
+        self._demand: dict[str, tuple[float, int]] = {}  # Time and tokens, by gateway.
         self._group_id = serve.get_replica_context().replica_id.unique_id
         app = serve.get_replica_context().app_name
         with StartSteps(app, self._group_id) as steps:
@@ -90,22 +90,22 @@ class ReplicaGroup:
         _freeze_garbage()
 
     def record_replica_metadata(self) -> dict[str, str]:
-        """Reaches every gateway through Serve's membership."""
+        """The group's contact, which Serve's membership passes to every gateway."""
         return self._server.contact.metadata()
 
     def check_health(self) -> None:
-        """Serve replaces the group when this raises."""
+        """Called by Serve, which replaces the group when this raises."""
         self._server.check()
 
     async def note_demand(self, gateway: str, num_tokens: int) -> None:
-        """Hears from a gateway how many prompt tokens wait there for any group.
+        """Receives the number of prompt tokens that wait at a gateway for any group.
 
-        Where no group runs, the call waits with Serve, and is what has one started.
+        If no group runs, the call waits in Serve, which makes Serve start one.
         """
         self._demand[gateway] = time.monotonic(), num_tokens
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve's controller hears once a second, for `quire.cluster.scaling.serve`."""
+        """The group's metrics, read by Serve once a second for `quire.cluster.scaling.serve`."""
         now_s = time.monotonic()
         self._demand = {
             gateway: (time_s, num_tokens)
@@ -121,9 +121,9 @@ class ReplicaGroup:
     async def generate(
         self, token_ids: Sequence[int], params: SamplingParams, *, cache_salt: str = ""
     ) -> AsyncGenerator[TokenDelta, None]:
-        """For other Serve applications, through a handle with ``stream=True``.
+        """Generates for other Serve applications, through a handle with ``stream=True``.
 
-        ``params.n`` and ``params.stop`` are the caller's matter, as they are the gateway's.
+        The caller must apply ``params.n`` and ``params.stop`` itself, as gateways do.
         """
         request = Prepared(
             request_id=f"handle/{uuid.uuid4()}",
@@ -140,10 +140,10 @@ class ReplicaGroup:
 
 
 class Gateway:
-    """A Serve replica that is one gateway."""
+    """A Serve replica that runs one gateway."""
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
-        """Serve awaits it, and then `reconfigure`. Of ``config``, the models are not looked at."""
+        """Serve awaits this, and then `reconfigure`. The models in ``config`` are ignored."""
         self._at_end = contextlib.AsyncExitStack()
         log_beside_serve(config)
         keep_to_node_address()
@@ -159,17 +159,17 @@ class Gateway:
         self._handles: dict[ServedModel, DeploymentHandle[Any]] = {}
         self._told: dict[str, Any] = {}
         self._gateways: DeploymentHandle[Any] | None = None
-        """All, this one among them."""
+        """A handle to all gateways, including this one."""
         self._watched: asyncio.Task[None] | None = None
 
     async def reconfigure(self, told: dict[str, Any]) -> None:
-        """Serves these models from now on: `quire.cluster.deploy.listed.to_json`. Begins to serve
-        clients when it is first called."""
+        """Serves the models in ``told``, a `quire.cluster.deploy.listed.to_json`, from now on. The
+        first call opens the ports for clients."""
         self._told = told
         listed, models = from_json(told), self._server.models
         takes_adapters = any(each.settings.engine.enable_lora for each in listed)
         if self._gateways is None:
-            # Now: if Ray has died by the time that it is needed, it could not be made.
+            # Made now, because it could not be made after Ray has died.
             context = serve.get_replica_context()
             self._gateways = _handle(context.deployment, context.app_name).options()
             if takes_adapters:
@@ -196,15 +196,15 @@ class Gateway:
         stop = partial(self._server.stop, drain_timeout_s=self._config.drain_timeout_s)
         drain = partial(self._drain_for_good, stop)
         self._at_end.callback(asyncio.create_task(drain_when_told(drain)).cancel)
-        # Ends in reverse order: streams that remain when a gateway stops may need a group that is
-        # started only then.
+        # These end in reverse order: streams that remain when a gateway stops may need a group
+        # that starts only then.
         self._at_end.push_async_callback(stop)
         self._at_end.callback(asyncio.create_task(self._look_after_parts()).cancel)
-        self._at_end.callback(self._claims.close)  # First of all: it listens no more.
+        self._at_end.callback(self._claims.close)  # Runs first of all.
         _freeze_garbage()
 
     def check_health(self) -> None:
-        """Serve replaces the gateway when this raises."""
+        """Called by Serve, which replaces the gateway when this raises."""
         if self._watched is not None and self._watched.done():
             self._watched.result()
             raise RuntimeError("it did not run for a while, and gets no new connections since")
@@ -214,10 +214,10 @@ class Gateway:
         return new_table(config)
 
     def _follow(self, listed: Listed, served: ServedModel) -> Callable[[], None]:
-        """Hears of a model's groups, whose application may come later; returns how to stop."""
+        """Follows a model's groups, whose application may start later; returns how to stop."""
         app = application_of(serve.get_replica_context().app_name, listed.part)
-        # Deriving a handle makes its request router, which publishes the groups as they come
-        # and go. Serve refers to request routers weakly: the handles have to be kept.
+        # Deriving a handle makes its request router, which publishes changes of the groups. Serve
+        # refers to request routers weakly, so the handles must be kept.
         handle = self._handles[served] = _handle(ReplicaGroup.__name__, app).options()
         service, pool = served.service, pool_of(listed.part)
         at_end = contextlib.ExitStack()
@@ -230,7 +230,7 @@ class Gateway:
         return at_end.close
 
     async def _look_after_parts(self) -> None:
-        """Tells models whose groups Serve has given up, for as long as it has."""
+        """Marks models whose groups Serve has given up starting as failed, while that is so."""
         name = serve.get_replica_context().app_name
         models = self._server.models
         while True:
@@ -240,7 +240,7 @@ class Gateway:
                 continue
             try:
                 found = await asyncio.to_thread(given_up, name)
-            except Exception as error:  # Ray's own, of many kinds; the next look may do.
+            except Exception as error:  # Ray raises many kinds; the next call may succeed.
                 end_if_cancelled()
                 _log.debug("Serve does not tell of the groups: %r", error)
                 continue
@@ -259,7 +259,7 @@ class Gateway:
 
     async def recall(self, asker: str, question: bytes, tenant: str | None) -> bytes:
         """This gateway's answer to an `ExplainRoutingRequest` that another gateway got, as an
-        `ExplainRoutingResponse`; to its own question it answers nothing."""
+        `ExplainRoutingResponse`; empty if ``asker`` is this gateway."""
         if asker == serve.get_replica_context().replica_id.unique_id:
             return b""
         request = pb.ExplainRoutingRequest.FromString(question)
@@ -271,8 +271,8 @@ class Gateway:
         return [pb.ExplainRoutingResponse.FromString(each) for each in said], silence
 
     async def recall_usage(self, asker: str, tenant: str | None) -> dict[str, Any] | None:
-        """What this gateway has counted of the tenant, or of all, for another gateway; to its own
-        question it answers nothing."""
+        """The usage of the tenant, or of all, that this gateway has counted; ``None`` if ``asker``
+        is this gateway."""
         if asker == serve.get_replica_context().replica_id.unique_id:
             return None
         return await self._server.models.usage.own(tenant)
@@ -282,7 +282,7 @@ class Gateway:
         return [each for each in said if each is not None], silence
 
     async def hear_of_adapters(self, asker: str, words: Sequence[Word]) -> list[Word]:
-        """Takes in what the gateway ``asker`` says of adapters; returns all that is known here."""
+        """Takes in the ``words`` of the gateway ``asker``; returns all words of this gateway."""
         adapters = self._server.models.adapters
         if asker != serve.get_replica_context().replica_id.unique_id:
             adapters.hear(words)
@@ -292,7 +292,7 @@ class Gateway:
         return (await self._broadcast("hear_of_adapters", words))[1]
 
     async def _ask_for_adapters(self) -> list[Word]:
-        """Serve needs a moment to tell a gateway that has just started of the others."""
+        """The words of all gateways. Retries, because a new gateway learns of others with delay."""
         for _ in range(_ASKS):
             said, _ = await self._broadcast("hear_of_adapters", ())
             if said:
@@ -301,19 +301,19 @@ class Gateway:
         return [word for words in said for word in words]
 
     async def _learn_adapters(self, adapters: Adapters) -> None:
-        """What is said while a gateway starts does not reach it."""
+        """Asks again after the start, during which broadcasts do not reach this gateway."""
         await asyncio.sleep(_LEARN_AGAIN_S)
         adapters.hear(await self._ask_for_adapters())
 
     async def _broadcast(self, method: str, *arguments: object) -> tuple[list[Any], str]:
-        """Calls ``method`` of all gateways with this one's name; returns the results, and which
-        of the others gave none. Bounds its time, and raises nothing."""
+        """Calls ``method`` of all gateways with this one's name; returns the results, and how many
+        of the others did not answer, as text. Limits its time, and raises nothing."""
         name = serve.get_replica_context().replica_id.unique_id
         assert self._gateways is not None, "`reconfigure` comes first"
         try:
             call = self._gateways.broadcast(method, name, *arguments)
             said = await call.results_async(timeout_s=_RECALL_TIMEOUT_S, return_exceptions=True)
-        except Exception as error:  # Ray's own, of many kinds.
+        except Exception as error:  # Ray raises many kinds.
             _log.info("other gateways cannot be asked: %r", error)
             return [], f"other gateways did not answer within {_RECALL_TIMEOUT_S:g} s"
         answers = [each for each in said if not isinstance(each, BaseException)]
@@ -322,7 +322,7 @@ class Gateway:
         return answers, silence if num_silent else ""
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What Serve's controller hears once a second, for `quire.cluster.scaling.gateways`."""
+        """The metric that Serve reads once a second for `quire.cluster.scaling.gateways`."""
         return {INFLIGHT: float(self._server.models.num_inflight)}
 
     async def addresses(self) -> tuple[str, str]:
@@ -334,7 +334,7 @@ class Gateway:
         return str(ray.util.get_node_ip_address())
 
     async def settings(self) -> tuple[ClusterConfig, dict[str, Any]]:
-        """What this gateway was started with, and the list of models that it was told."""
+        """The settings that this gateway was started with, and its current list of models."""
         return self._config, self._told
 
     async def list_groups(self) -> bytes:
@@ -362,8 +362,8 @@ class Gateway:
         return found
 
     async def wait_for_groups(self, names: Sequence[str], timeout_s: float = inf) -> list[str]:
-        """Returns an empty list once as many groups as each of these models begins with can be
-        routed to, or after ``timeout_s`` the reasons why they cannot be."""
+        """Waits until each of these models has ``min_groups`` groups that can be routed to; returns
+        an empty list then, or after ``timeout_s`` the reasons why it has not."""
         end_s = time.monotonic() + timeout_s
         for listed, served in self._set.followed:
             groups, least = served.service.groups, listed.settings.min_groups
@@ -379,24 +379,24 @@ class Gateway:
 
 
 def _handle(deployment: str, app: str) -> "DeploymentHandle[Any]":
-    """`serve.get_deployment_handle` wants the application to be there already."""
+    """A handle. `serve.get_deployment_handle` would require that the application exists."""
     return DeploymentHandle(deployment, app)
 
 
 def _take_members(served: ServedModel, members: Sequence[Member]) -> None:
-    # Serve passes on what a replica said of itself, and nothing for one that could not say.
+    # Serve passes on the metadata of each replica; a replica that could not report any has none.
     said = [GroupContact.of(member.metadata or {}) for member in members]
     served.set_groups([each for each in said if each is not None])
 
 
 def _freeze_garbage() -> None:
-    """Spares the garbage collector everything that the process has loaded: a full collection looks
-    through 275,000 objects, which held up all streams for 0.1 s or more."""
+    """Excludes everything loaded so far from garbage collection: a full collection would visit
+    275,000 objects, which stopped all streams for 0.1 s or more."""
     gc.collect()
     gc.freeze()
 
 
 def _owner() -> str:
-    """This replica's application, and the Ray cluster where it runs."""
+    """This replica's application and Ray cluster, as ``APPLICATION@CLUSTER``."""
     context = ray.get_runtime_context()
     return f"{serve.get_replica_context().app_name}@{context.gcs_address}"

@@ -1,7 +1,7 @@
-"""How commands call the gateways of a cluster, and what these answer.
+"""Calls from commands to the gateways of a cluster, and the types of the answers.
 
-An answer is read where its class can be imported: that must cost a command nothing, so this module
-imports no other.
+A command must import an answer's class to unpickle the answer. That must be fast, so this module
+imports no other of Quire.
 """
 
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ class ModelState:
     aliases: tuple[str, ...]
     path: str
     num_groups: int
-    """Groups that requests can be routed to."""
+    """Number of groups that requests can be routed to."""
     state: str
-    """As ``GET /v1/models`` tells it."""
+    """The model's state as in ``GET /v1/models``."""
     reason: str
-    """Why it failed."""
+    """Why the model failed; empty if it did not."""
     unsettled: str
-    """Why what was told last of it does not serve yet; empty where it does."""
+    """Why the model's last listed version does not serve yet; empty if it does."""
 
 
 def gateways_of(name: str) -> "DeploymentHandle[Gateway]":
-    """What calls the gateways of the application ``name``."""
+    """A handle to the gateways of the application ``name``."""
     from ray import serve
 
     return serve.get_deployment_handle("Gateway", app_name=name)

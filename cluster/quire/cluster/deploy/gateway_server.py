@@ -1,4 +1,4 @@
-"""One gateway, ready to serve: its models behind gRPC and HTTP servers."""
+"""One gateway: its models, and the gRPC and HTTP servers in front of them."""
 
 import asyncio
 import contextlib
@@ -31,15 +31,15 @@ _log = logging.getLogger(__name__)
 
 _MAX_METRICS_CONNECTIONS = 64
 _METRICS_PORTS = 64
-"""How many ports from ``metrics_port`` on are tried."""
+"""Number of ports that are tried, from ``metrics_port`` on."""
 
 
 class GatewayServer:
-    """Made by `start`; belongs to the event loop that made it."""
+    """A gateway. `start` makes one that serves; it belongs to that event loop."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        """It has no models and does not listen yet. Raises ConfigError: a file cannot be used, or
-        spans cannot be sent as is asked for."""
+        """A new gateway has no models and does not listen. Raises ConfigError: a file cannot be
+        used, or spans cannot be sent as configured."""
         self.keys = ApiKeys.load(config.api_keys_file) if config.api_keys_file else None
         self.tls: ServerTls | None = None
         if config.tls_certificate is not None and config.tls_key is not None:
@@ -54,14 +54,14 @@ class GatewayServer:
         if self.keys is not None:
             tell_of_tenants(self.models, self.keys)
         self.grpc_address = ""
-        """``host:port`` for clients, as is the next."""
+        """``host:port`` for gRPC clients; ``http_address`` is that for HTTP."""
         self.http_address = ""
         self.metrics_address = ""
-        """The address at which this gateway alone answers ``/metrics`` and ``/health``."""
+        """The address at which only this gateway answers ``/metrics`` and ``/health``."""
         self._config = config
         self._served: dict[str, ServedModel] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        """Those that look for new files."""
+        """The tasks that look for changed files."""
 
     @classmethod
     async def start(
@@ -71,14 +71,14 @@ class GatewayServer:
         make_table: Callable[[ClusterConfig], RoutingTable] = new_table,
         ask_others: AskOthers = nobody_knows,
     ) -> Self:
-        """Listens on the configured ports, with the configured models. These have no groups until
-        they are given addresses.
+        """Makes a gateway with the configured models that listens on the configured ports. The
+        models have no groups until `set_groups`.
 
-        ``make_table`` makes a model's table to route by. ``ask_others`` asks the other gateways for
+        ``make_table`` makes a model's routing table. ``ask_others`` asks the other gateways for
         adapters.
 
         Raises:
-            ConfigError: A port is in use, or a certificate or key file cannot be.
+            ConfigError: A port is in use, or a certificate or key file cannot be used.
             CheckpointError: A model's tokenizer cannot be fetched or read.
         """
         read = [await asyncio.to_thread(read_model, each) for each in config.models.values()]
@@ -129,7 +129,7 @@ class GatewayServer:
         telemetry.max_connections.set(limits.max_connections)
         telemetry.grpc_connections.set_function(lambda: self._grpc_guard.num_connections)
         telemetry.connections.set_function(lambda: len(self._http.connections.open))
-        # With room of its own: what happens to clients is to be seen when they find none.
+        # With limits of its own: metrics must be readable when clients find no room.
         self._metrics = HttpListener(
             build_metrics_app(self.models, keys=None if config.open_metrics else self.keys),
             limits=replace(limits, max_connections=_MAX_METRICS_CONNECTIONS),
@@ -145,17 +145,17 @@ class GatewayServer:
         )
 
     def set_groups(self, contacts: Iterable[GroupContact], *, model: str | None = None) -> None:
-        """Makes the groups that run known, for a model that `start` made or the only one; replaces
-        its former ones."""
+        """Replaces the running groups of a model that `start` made, by default the only one."""
         self._served[self.models.named(model).model].set_groups(contacts)
 
     def listeners(self) -> Iterator[socket.socket]:
-        """Duplicates of the sockets that listen for clients; the caller closes them."""
+        """Yields duplicates of the sockets that listen for clients; the caller closes them."""
         for address in (self.grpc_address, self.http_address):
             yield from listeners_at(int(address.rpartition(":")[2]))
 
     async def stop(self, *, drain_timeout_s: float) -> None:
-        """Takes no new request, lets those at hand end, then closes every connection."""
+        """Refuses new requests, lets running ones end within ``drain_timeout_s``, then closes every
+        connection."""
         _log.info("stops; %d completions may take %g s", self.models.num_inflight, drain_timeout_s)
         self.models.begin_drain()
         await asyncio.gather(
@@ -172,8 +172,8 @@ class GatewayServer:
         _log.info("stopped; %d completions were cut off", self.models.num_inflight)
 
     async def _stop_grpc(self, drain_timeout_s: float) -> None:
-        """A call that comes in the moment in which gRPC's server stops is cancelled. So clients
-        are first let go to the other gateways, as the age of their connections tells them to."""
+        """Stops the gRPC server. It would cancel calls that arrive at that moment, so this waits
+        until clients have left for other gateways, at the maximum age of their connections."""
         host, _, port = self.grpc_address.rpartition(":")
         await stop_listening_at(int(port))
         await wait_until_left(host, int(port), timeout_s=GRPC_LEAVE_S)
@@ -212,8 +212,8 @@ class GatewayServer:
 
 
 def tell_of_tenants(models: Models, keys: ApiKeys) -> None:
-    """The models are told what tenants may ask for, now and when the keys have changed; the metrics
-    tell of their file."""
+    """Passes the tenants' policies to the models, now and whenever the keys change, and exports
+    metrics of the keys file."""
 
     def on_change() -> None:
         models.tenants.set_policies(keys.policies)
@@ -225,7 +225,7 @@ def tell_of_tenants(models: Models, keys: ApiKeys) -> None:
 
 
 def _listening_socket(name: str, host: str, port: int, *, is_shared: bool = True) -> socket.socket:
-    """Raises ConfigError."""
+    """A socket that listens on the configured port ``name``. Raises ConfigError: it cannot."""
     try:
         return listening_socket(host, port, is_shared=is_shared)
     except OSError as error:
@@ -233,7 +233,7 @@ def _listening_socket(name: str, host: str, port: int, *, is_shared: bool = True
 
 
 def _metrics_socket(host: str, first_port: int) -> socket.socket:
-    """On the first port that is free. Raises ConfigError."""
+    """A socket that listens on the first free port. Raises ConfigError: there is none."""
     for port in range(first_port, min(first_port + _METRICS_PORTS, 65535)):
         try:
             return listening_socket(host, port)

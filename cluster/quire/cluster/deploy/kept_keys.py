@@ -1,5 +1,5 @@
-"""API keys that were given on the command line, in a file of the state folder that its owner alone
-may read."""
+"""Writes API keys from the command line to a file in the state folder that only its owner may
+read."""
 
 import hashlib
 import os
@@ -11,8 +11,8 @@ from quire.worker.api.errors import ConfigError
 
 
 def kept_keys(keys: Sequence[str]) -> Path:
-    """The file, one key a line; the same one for the same keys. Raises ConfigError: a key has a
-    space, which would make the rest of it a tenant, or is empty."""
+    """The path of the file, with one key per line. The same keys have the same file. Raises
+    ConfigError: a key is empty, or has a space, after which the rest would be a tenant."""
     if any(not key or key.split() != [key] or key.startswith("#") for key in keys):
         raise ConfigError("--api-key: a key is empty, has a space, or begins with #")
     text = "\n".join(dict.fromkeys(keys)) + "\n"

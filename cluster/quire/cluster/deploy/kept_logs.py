@@ -1,9 +1,9 @@
-"""A folder for the logs of each start, which outlives the cluster that wrote them.
+"""Keeps the logs of each start in a folder that outlives the cluster.
 
-    QUIRE_STATE_DIR   where they are, instead of ``$XDG_STATE_HOME/quire`` or ~/.local/state/quire
+    QUIRE_STATE_DIR   parent folder, instead of ``$XDG_STATE_HOME/quire`` or ~/.local/state/quire
 
 While the cluster runs, the folder has a link ``live`` to the logs; at its end it gets a copy.
-The oldest folders go: at most `_MAX_FOLDERS` are kept, of at most `_MAX_BYTES` together.
+At most `_MAX_FOLDERS` folders of at most `_MAX_BYTES` together are kept; the oldest are removed.
 """
 
 import contextlib
@@ -19,13 +19,14 @@ _log = logging.getLogger(__name__)
 _MAX_FOLDERS = 10
 _MAX_BYTES = 256 * 2**20
 _MAX_FILE_BYTES = 16 * 2**20
-"""A longer file keeps its end alone."""
+"""Only the last part, of this size, of a longer file is kept."""
 _LIVE = "live"
 _ADDRESS = "ray-address"
 
 
 def state_folder() -> Path:
-    """May not exist yet. Raises RuntimeError where there is no home directory."""
+    """Quire's state folder, which may not exist yet. Raises RuntimeError: there is no home
+    directory."""
     if chosen := os.environ.get("QUIRE_STATE_DIR"):
         return Path(chosen)
     base = os.environ.get("XDG_STATE_HOME")
@@ -34,8 +35,8 @@ def state_folder() -> Path:
 
 @contextlib.contextmanager
 def kept(logs: Path) -> Iterator[Path | None]:
-    """The folder that has what is in ``logs`` at the end of the block; ``None``, and a warning,
-    where none can be made."""
+    """Yields the folder that gets a copy of ``logs`` at the end of the block; ``None``, with a
+    warning, if it cannot be made."""
     try:
         folder = _new_folder(state_folder() / "logs")
         (folder / _LIVE).symlink_to(logs)
@@ -53,14 +54,14 @@ def kept(logs: Path) -> Iterator[Path | None]:
 
 
 def note_address(folder: Path | None, address: str) -> None:
-    """Keeps, beside its logs, where the Ray cluster of a start is, for `addresses_here`."""
+    """Writes the address of a start's Ray cluster beside its logs, for `addresses_here`."""
     if folder is not None:
-        with contextlib.suppress(OSError):  # It is found by its printed address all the same.
+        with contextlib.suppress(OSError):  # The address is also printed.
             (folder / _ADDRESS).write_text(f"{address}\n", encoding="utf-8")
 
 
 def addresses_here() -> list[str]:
-    """Addresses of the Ray clusters that `quire serve` runs on this machine, the newest first."""
+    """The addresses of the Ray clusters of running `quire serve`s on this machine, newest first."""
     with contextlib.suppress(OSError, RuntimeError):
         folders = [each for each in (state_folder() / "logs").iterdir() if _is_of_running(each)]
         files = [each / _ADDRESS for each in sorted(folders, key=_age)]
@@ -70,7 +71,8 @@ def addresses_here() -> list[str]:
 
 @contextlib.contextmanager
 def logs_named(place: object, *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """What the block raises says where the logs are, in a note; but for errors of these kinds."""
+    """Adds a note with the place of the logs to exceptions in the block, except to those of the
+    types ``but``."""
     try:
         yield
     except BaseException as error:
@@ -80,7 +82,7 @@ def logs_named(place: object, *, but: tuple[type[Exception], ...] = ()) -> Itera
 
 
 def _new_folder(parent: Path) -> Path:
-    # Prompts may be in it, in a traceback.
+    # Private, because tracebacks may have prompts.
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = parent / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     folder.mkdir(mode=0o700)
@@ -89,7 +91,8 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _copy(logs: Path, folder: Path) -> None:
-    """Copies what can be copied: a file that is lost must not keep a cluster from ending."""
+    """Copies the logs. The first error ends the copy with a warning, because it must not prevent
+    the end of a cluster."""
     try:
         for source in sorted(path for path in logs.rglob("*") if path.is_file()):
             if source.is_symlink() or not source.stat().st_size:
@@ -117,7 +120,7 @@ def _remove_oldest(parent: Path) -> None:
 
 
 def _is_of_running(folder: Path) -> bool:
-    """Whether the process whose id is in the folder's name runs."""
+    """Whether the process whose id is in the folder's name still runs."""
     pid = folder.name.rpartition("-")[2]
     return pid.isdigit() and Path(f"/proc/{pid}").exists()
 

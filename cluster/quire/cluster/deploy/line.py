@@ -1,9 +1,9 @@
-"""A line from the process that started a cluster to its gateways that does not lead through Ray.
+"""A connection from the process that started a cluster to its gateways, independent of Ray.
 
-Gateways are told to drain by Ray Serve, and Serve can tell nobody once the node's raylet or GCS has
-died, while gateways and groups still run. Each gateway therefore connects to a socket of the
-process that started the cluster, and drains when that hangs up. A cluster that was there before has
-no such line.
+Ray Serve tells gateways to drain, but it cannot do so once the node's raylet or GCS has died, while
+gateways and groups still run. Each gateway therefore connects to a socket of the process that
+started the cluster, and drains when that closes the connection. A cluster that ran before has no
+such line.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Self
 
 PATH = "QUIRE_LINE"
-"""The environment variable with the socket's path: all processes of a cluster inherit it."""
+"""The environment variable with the socket's path, which all processes of a cluster inherit."""
 
 _log = logging.getLogger(__name__)
 
-# Gateways that were replaced stay in the queue, as nobody takes them out before the end.
+# Gateways that were replaced stay in the queue, because nothing accepts them before the end.
 _BACKLOG = 4096
 
 
 class Line:
-    """The end of the process that started the cluster; gateways are in its queue."""
+    """The socket of the process that started the cluster, in whose queue gateways wait."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -42,7 +42,7 @@ class Line:
         self._listener.close()
 
     def drain(self, *, timeout_s: float) -> bool:
-        """Tells every gateway to drain; whether all had done so, or were gone, after at most
+        """Tells every gateway to drain; returns whether all had drained or were gone within
         ``timeout_s``."""
         end_s = time.monotonic() + timeout_s
         with contextlib.ExitStack() as stack:
@@ -51,12 +51,12 @@ class Line:
                 while True:
                     gateways.append(stack.enter_context(self._listener.accept()[0]))
             for gateway in gateways:
-                with contextlib.suppress(OSError):  # It is gone.
+                with contextlib.suppress(OSError):  # The gateway is gone.
                     gateway.shutdown(socket.SHUT_WR)
             for gateway in gateways:
                 gateway.settimeout(max(0.001, end_s - time.monotonic()))
                 try:
-                    gateway.recv(1)  # It says nothing, and hangs up at the end.
+                    gateway.recv(1)  # The gateway sends nothing, and disconnects when drained.
                 except TimeoutError:
                     return False
                 except OSError:
@@ -65,7 +65,7 @@ class Line:
 
 
 async def drain_when_told(drain: Callable[[], Awaitable[None]]) -> None:
-    """Calls ``drain`` when the process that started this cluster hangs up; returns at once where
+    """Calls ``drain`` when the process that started this cluster disconnects; returns at once if
     there is no line to it."""
     path = os.environ.get(PATH)
     if path is None:

@@ -1,5 +1,5 @@
-"""The list of models that gateways are told, as the ``user_config`` of their deployment: Serve
-gives it to each gateway that starts, and to those that run when it changes."""
+"""The list of models that gateways serve. It is the ``user_config`` of their deployment, which
+Serve passes to each new gateway, and to running ones when it changes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from quire.cluster.settings import model_from, settings_of
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """One model of a cluster."""
+    """One model in the list."""
 
     settings: ModelConfig
     part: str
-    """Which application its groups are: see `quire.cluster.deploy.names`."""
+    """The part of the name of its groups' application: see `quire.cluster.deploy.names`."""
     version: str = ""
-    """Changes with the model's files and settings."""
+    """The version of its groups, which changes with the model's files and settings."""
     trouble: str = ""
-    """Why it has no groups; empty where it has."""
+    """Why the model has no groups; empty if it has."""
 
     @property
     def name(self) -> str:
@@ -34,8 +34,8 @@ def listed_in(
     parts: Mapping[str, str] | None = None,
     troubles: Mapping[str, str] | None = None,
 ) -> list[Listed]:
-    """The models of ``config``, in its order. ``parts``: of those that are served already.
-    ``troubles``: why some cannot be served."""
+    """The models of ``config``, in its order. ``parts``: the parts of models that are served
+    already. ``troubles``: why models cannot be served. Both are by name."""
     found = []
     for each in config.each_model:
         name = each.model_name
@@ -66,5 +66,5 @@ def to_json(models: Iterable[Listed]) -> dict[str, Any]:
 
 
 def from_json(told: Mapping[str, Any]) -> list[Listed]:
-    """Raises ConfigError: settings are of another version of Quire."""
+    """Decodes `to_json`. Raises ConfigError: the settings are of another version of Quire."""
     return [Listed(**{**each, "settings": model_from(each["settings"])}) for each in told["models"]]

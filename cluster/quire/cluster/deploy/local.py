@@ -1,6 +1,6 @@
-"""A Ray cluster on this machine, or a connection to one that is there.
+"""Starts a Ray cluster on this machine, or connects to a running one.
 
-What `ray_session` started is gone when it ends, whatever ended it; a cluster that was there
+When `ray_session` ends for any reason, everything that it started is gone; a cluster that ran
 before is left as it was.
 """
 
@@ -34,28 +34,28 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Ray and Serve read these as they start, and their processes inherit them. What the user's own
-# environment says of them holds.
+# Ray and Serve read these when they start, and their processes inherit them. Values in the user's
+# environment take precedence.
 _ENVIRONMENT = {
-    # Streams do not pass through Serve's own ingress: waiting for it would only delay a stop.
+    # Streams do not pass through Serve's ingress: waiting for it would only delay a stop.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
-    # How often Serve looks at its replicas. Its own 0.1 s makes a quarter of an idle cluster.
-    # Streams do not wait for it; a new group does.
+    # How often Serve checks its replicas. Its default of 0.1 s takes a quarter of an idle cluster's
+    # CPU time. Streams do not depend on it; the start of a group does.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray starts its workers at niceness 15: groups and gateways, whom clients wait for, would have
-    # what every other process of the node leaves.
+    # Ray starts its workers at niceness 15: groups and gateways, for which clients wait, would only
+    # get the CPU time that all other processes of the node leave.
     "RAY_worker_niceness": "0",
 }
 _CONNECT_S = 5.0
-# A socket's path has 107 characters at most, of which Ray's names and ours take 81.
+# A socket's path has at most 107 characters, of which Ray's names and Quire's take 81.
 _MAX_TEMP_CHARS = 26
 _START_ATTEMPTS = 3
 _LAST_WORDS = 1000
 _REMOVALS = 50
-_SHUTDOWN_S = 10.0  # For Ray's own stop, which waits without end for a GCS that is gone.
-_WITHOUT_GCS_S = 60  # For which Ray's processes look for a GCS that is gone; the streams' end more.
-_OBJECT_STORE_BYTES = 80 * 2**20  # Close to Ray's minimum: no object of ours is large.
+_SHUTDOWN_S = 10.0  # Limit of Ray's own stop, which waits without limit for a GCS that is gone.
+_WITHOUT_GCS_S = 60  # How long Ray's processes survive without GCS, plus the time of the drain.
+_OBJECT_STORE_BYTES = 80 * 2**20  # Close to Ray's minimum, because Quire has no large objects.
 
 
 @contextlib.contextmanager
@@ -65,7 +65,7 @@ def ray_session(
     """Connects to the Ray cluster at ``address``, or starts one here and stops it at the end.
 
     SIGINT, SIGTERM and SIGHUP end the block as Ctrl-C does, from before anything is started until
-    all of it is gone. A cluster of our own outlives its GCS by more than ``drain_timeout_s``.
+    all of it is gone. A started cluster survives its GCS by more than ``drain_timeout_s``.
     """
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -73,8 +73,8 @@ def ray_session(
     from ray import serve
 
     ray_private.check_ray()
-    # Serve's threads go on asking Ray after the end, where they know of something that is scaled:
-    # each question would connect again, or start another cluster.
+    # Serve's threads for autoscaled deployments call Ray even after the end: each call would
+    # connect again, or start another cluster.
     ray_private.CONNECTS_BY_ITSELF.put(False)
     logging.getLogger("ray").setLevel(logging.ERROR)
     logging.getLogger(serve.__name__).setLevel(logging.ERROR)
@@ -83,7 +83,7 @@ def ray_session(
         if address is not None:
             _check_address(address)
             stack.callback(_shut_down)
-            if address.startswith("127."):  # Started here, as below, with this user's token.
+            if address.startswith("127."):  # Started as below, with this user's token.
                 stack.enter_context(_on_the_loopback())
                 use_token = ray_private.USE_TOKEN.get()
                 if use_token is not None:
@@ -93,12 +93,12 @@ def ray_session(
             session = _others_cluster()
             if session.logs is not None:
                 place = f"{session.logs} on the node of each part"
-                # A command's mistyped name is in no log.
+                # A command's wrong argument is not in the logs.
                 stack.enter_context(logs_named(place, but=(ConfigError, CheckpointError)))
             yield session
             return
-        # A folder of our own: short, for the sockets in it, and gone with the cluster. Ray opens
-        # the folder that it is given to every user, so it is given one inside.
+        # A folder of its own, with a short path for the sockets in it, and removed with the
+        # cluster. Ray makes its folder readable for all users, so it gets one inside.
         is_short = len(tempfile.gettempdir()) <= _MAX_TEMP_CHARS
         private = Path(tempfile.mkdtemp(prefix="quire-", dir=None if is_short else "/tmp"))
         stack.callback(_remove, private)
@@ -108,9 +108,9 @@ def ray_session(
         stack.enter_context(logs_named(kept_logs))
         line = stack.enter_context(Line(private / "line"))
         stack.enter_context(_environment(PATH, str(line.path)))
-        # Where Ray's agents make a folder that find no GCS any more.
+        # Ray's agents make a folder here when they no longer find a GCS.
         stack.enter_context(_environment("RAY_TMPDIR", str(private)))
-        below: list[psutil.Process] = []  # The raylet, as it was before the stop.
+        below: list[psutil.Process] = []  # The raylet's descendants before the stop.
         stack.callback(end_all_with, f"{PATH}={line.path}", below)
         stack.callback(_shut_down)
         stack.enter_context(_on_the_loopback())
@@ -123,7 +123,7 @@ def ray_session(
 
 
 def _remove(folder: Path) -> None:
-    """Again where something wrote meanwhile: Ray's part of this process may, where it hangs."""
+    """Removes a folder. Retries, because a hung part of Ray in this process may write to it."""
     for _ in range(_REMOVALS):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -132,23 +132,24 @@ def _remove(folder: Path) -> None:
 
 
 def _shut_down() -> None:
-    """Disconnects from Ray, and stops the node where it is our own, unless that hangs."""
+    """Disconnects from Ray, and stops the node if this process started it. Gives up if that
+    hangs."""
     import ray
 
-    # Serve knows one cluster from the next by the number of its job; in each of our own it is 1.
+    # Serve distinguishes clusters by job number, which is 1 in each cluster started here.
     forget_client = ray_private.FORGET_CLIENT.get()
     if forget_client is not None:
         forget_client(None)
-    # Serve's threads lose Ray meanwhile; their errors mean nothing.
+    # Serve's threads lose the connection to Ray meanwhile; their errors mean nothing.
     logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
     end_s = time.monotonic() + _SHUTDOWN_S
     if not finished(ray.shutdown, unless=lambda: time.monotonic() > end_s):
-        atexit.unregister(ray.shutdown)  # Which would hang as well.
+        atexit.unregister(ray.shutdown)  # It would hang as well.
 
 
 def _others_cluster() -> OthersCluster:
     node = ray_private.GLOBAL_NODE.get()
-    if node is None:  # Through a proxy, which knows.
+    if node is None:  # Connected through a proxy, so the addresses are unknown.
         return OthersCluster(gcs=None, raylet=None)
     logs = Path(node.get_logs_dir_path()) / "serve"
     return OthersCluster(gcs=node.gcs_address, raylet=node.raylet_socket_name, logs=logs)
@@ -184,7 +185,7 @@ def _connect(address: str) -> None:
 
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError) as error:  # ValueError: it is no address.
+    except (ConnectionError, ValueError) as error:  # ValueError: the address is malformed.
         raise ConfigError(
             f"ray_address={address!r}: no Ray cluster is there, or it wants a token "
             f"({error}); `ray start --head` starts one, RAY_AUTH_MODE=token and RAY_AUTH_TOKEN "
@@ -193,10 +194,10 @@ def _connect(address: str) -> None:
 
 
 def _start_node(folder: Path, *, without_gcs_s: int) -> None:
-    """Starts a Ray node that keeps its files in ``folder``.
+    """Starts a Ray node that keeps its files in ``folder``. Retries if the raylet does not start.
 
-    A raylet has half a minute in which to say that it is there, and some never do, as when another
-    process has taken a port that was found free for it. Ray then leaves what it had started behind.
+    A raylet must report within half a minute that it runs, and some never do, for example because
+    another process took its port. Ray then leaves the processes that it has started behind.
     """
     import psutil  # Ray brings it.
     import ray
@@ -214,13 +215,13 @@ def _start_node(folder: Path, *, without_gcs_s: int) -> None:
                 _system_config={"gcs_rpc_server_reconnect_timeout_s": without_gcs_s},
             )
         except BaseException as error:
-            # Also after a signal. A process that outlives the folder would create it again.
+            # Also after a signal: a process that outlives the folder would create it again.
             started = [child for child in us.children() if child not in before]
-            ray.shutdown()  # In order, where all of it was there already.
+            ray.shutdown()  # An orderly end, if all processes had started.
             kill(started)
             node = _half_started(error)
             if node is not None:
-                node.kill_all_processes(check_alive=False)  # Sees that they are gone.
+                node.kill_all_processes(check_alive=False)  # Notices that they are gone.
             if node is None or not isinstance(error, Exception):
                 raise
             if attempt == _START_ATTEMPTS - 1:
@@ -235,7 +236,7 @@ def _start_node(folder: Path, *, without_gcs_s: int) -> None:
 
 
 def _half_started(error: BaseException) -> Any:
-    """The node whose start ended with ``error``, of which its traceback alone still knows."""
+    """The node whose start ended with ``error``, which only the error's traceback refers to."""
     node_type = ray_private.NODE.get()
     for frame, _ in traceback.walk_tb(error.__traceback__):
         node = frame.f_locals.get("self")
@@ -256,19 +257,19 @@ def _last_words(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _on_the_loopback() -> Iterator[None]:
-    """Nothing of a cluster of this machine's own is for the network.
+    """Makes Ray listen only on 127.0.0.1 while the block runs.
 
-    Ray takes any name of the loopback for a wish to be reached, and puts the machine's address in
-    its place; it listens on 127.0.0.1 alone where it is told, as on a laptop's system, that there
-    are no clusters of several machines.
+    Ray replaces any name of the loopback by the machine's address. It listens on 127.0.0.1 alone if
+    its setting for clusters of several machines is off, as on a laptop's system.
     """
     with ray_private.HAS_CLUSTERS.replaced(False):
         yield
 
 
 def found_address(given: str) -> str:
-    """Where the Ray cluster is that ``given`` means: "auto" is that of ``RAY_ADDRESS``, else of the
-    newest `quire serve` on this machine, else the one that this machine is a node of.
+    """The address of the Ray cluster that ``given`` stands for. "auto" is the cluster of
+    ``RAY_ADDRESS``, else of the newest `quire serve` on this machine, else the one of which this
+    machine is a node.
 
     Raises:
         ConfigError: There is none.
@@ -290,10 +291,10 @@ def found_address(given: str) -> str:
 
 
 def _check_address(address: str) -> None:
-    """Ray itself tries for minutes, and says so in its own words."""
+    """Raises ConfigError: nothing answers at ``address``. Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit()) or "/" in host:
-        return  # "auto", or a kind of address that only Ray understands.
+        return  # "auto", or another form of address that only Ray understands.
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
     except (OSError, OverflowError) as error:
@@ -304,19 +305,20 @@ def _check_address(address: str) -> None:
 
 
 def is_only_node() -> bool:
-    """Whether the Ray cluster that this process is connected to has this machine alone."""
+    """Whether this machine is the only node of the Ray cluster that this process is connected
+    to."""
     import ray
 
-    if ray_private.GLOBAL_NODE.get() is None:  # Connected through a proxy, from anywhere.
+    if ray_private.GLOBAL_NODE.get() is None:  # Connected through a proxy, from any machine.
         return False
     nodes = [each["NodeID"] for each in ray.nodes() if each["Alive"]]
     return nodes == [ray.get_runtime_context().get_node_id()]
 
 
 def check_ports(config: ClusterConfig) -> None:
-    """Raises ConfigError where something else listens on a port that a gateway is to have.
+    """Raises ConfigError: another process listens on a port of the gateways.
 
-    Gateways share their ports through SO_REUSEPORT, which would let two servers share one too.
+    Gateways share their ports through SO_REUSEPORT, which would also let two servers share one.
     """
     for name in ("grpc_port", "http_port"):
         port = getattr(config, name)

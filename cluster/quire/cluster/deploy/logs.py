@@ -1,11 +1,11 @@
-"""Logs of groups and gateways, written into Ray Serve's log of each replica.
+"""Writes the logs of groups and gateways into Ray Serve's log of each replica.
 
 Serve keeps a log for each replica, ``logs/serve/replica_quire_…`` in Ray's session folder, and
-writes the same to standard error. It knows its own logger alone: without this, our warnings come
-without time or origin, and the rest nowhere.
+writes the same to standard error. It only handles its own logger: without this module, Quire's
+warnings would have no time or origin, and lower levels would be lost.
 
-A thread writes the lines, so that a slow disk or pipe holds up no request. Where the lines come
-faster than it writes them, some are left out, and the log says how many.
+A thread writes the lines, so that a slow disk or pipe delays no request. If lines arrive faster
+than it can write them, some are dropped, and the log says how many.
 """
 
 import atexit
@@ -18,13 +18,13 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.telemetry.timeline import in_call
 
 _MAX_LINES = 10_000
-"""Lines that may wait to be written."""
+"""Most lines that may wait to be written."""
 _CLOSE_S = 5.0
 
 
 def log_beside_serve(config: ClusterConfig) -> None:
-    """Has Quire's loggers write where Serve's does, as ``config`` says. To be called in a Serve
-    replica, once."""
+    """Makes Quire's loggers write where Serve's logger does, with the level and format of
+    ``config``. Call it once in a Serve replica."""
     ours = logging.getLogger("quire")
     ours.setLevel(config.log_level.upper())
     theirs = logging.getLogger("ray.serve").handlers
@@ -38,7 +38,7 @@ def log_beside_serve(config: ClusterConfig) -> None:
 
 
 class LogWriter(QueueHandler):
-    """Hands records to ``handlers`` from a thread. Each record of a call has its ids."""
+    """Passes records to ``handlers`` in a thread. It adds the ids of the call to each record."""
 
     def __init__(self, handlers: list[logging.Handler], *, max_lines: int = _MAX_LINES) -> None:
         self.num_dropped = 0
@@ -68,7 +68,7 @@ class LogWriter(QueueHandler):
             logging.getLogger("quire").warning("%d lines are missing here: too many came", num)
 
     def close(self) -> None:
-        """Writes what waits, if that can be done in time, and ends the thread."""
+        """Writes the waiting lines, if that can be done in time, and ends the thread."""
         if self._is_open:
             self._is_open = False
             with contextlib.suppress(queue.Full):
@@ -77,7 +77,7 @@ class LogWriter(QueueHandler):
 
 
 class _Writer(QueueListener):
-    """Can be stopped when its queue is full."""
+    """A `QueueListener` that can be stopped when its queue is full."""
 
     queue: "queue.Queue[logging.LogRecord | None]"
 

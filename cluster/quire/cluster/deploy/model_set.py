@@ -1,8 +1,8 @@
-"""Brings a gateway's models to the list that it is told, while it serves.
+"""Updates a running gateway's models to a new list of models.
 
 A model that is replaced, or whose settings change, gets a new service beside the old one. New
-requests go to the new one once it has a group, or at once where the old one cannot serve; those of
-the old one end there.
+requests go to the new service once it has a group, or at once if the old one cannot serve; requests
+of the old service end there.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ _log = logging.getLogger(__name__)
 
 _AGAIN_S = 10.0
 _LOOK_S = 1.0
-_MARGIN_S = 5.0  # Groups that stop cut off what is left; their own word comes first.
+_MARGIN_S = 5.0  # Stopping groups end the remaining requests themselves, before this has passed.
 
 Follow = Callable[[Listed, ServedModel], Callable[[], None]]
-"""Keeps a model told of its groups; returns how to stop that."""
+"""Keeps a model's groups up to date; returns a function that stops that."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -41,17 +41,17 @@ class _Followed:
 
 @dataclass(kw_only=True, eq=False)
 class _Place:
-    """What one name stands for."""
+    """The services for one model name."""
 
     listed: Listed
     now: _Followed | None = None
     next: _Followed | None = None
-    """It takes over when it can serve."""
+    """The new service, which replaces ``now`` when it can serve."""
     taking_over: asyncio.Task[None] | None = None
 
 
 class ModelSet:
-    """Made and used inside one event loop."""
+    """The models of one gateway. It is made and used inside one event loop."""
 
     def __init__(
         self,
@@ -67,12 +67,13 @@ class ModelSet:
         self._follow = follow
         self._places: dict[str, _Place] = {}
         self._unread: dict[str, Exception] = {}
-        """Models whose files could not be read, and why."""
+        """Errors of models whose files could not be read, by name."""
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def set(self, listed: Sequence[Listed]) -> None:
-        """Returns when all models have been read; one that cannot be is tried again later."""
+        """Replaces the list of models; returns when all have been read. Models that cannot be read
+        are tried again later."""
         async with self._lock:
             for name in self._places.keys() - {each.name for each in listed}:
                 self._remove(name)
@@ -87,7 +88,7 @@ class ModelSet:
 
     @property
     def followed(self) -> list[tuple[Listed, ServedModel]]:
-        """Those that serve under their names."""
+        """The models that serve under their names."""
         nows = [place.now for place in self._places.values()]
         return [(each.listed, each.served) for each in nows if each is not None]
 
@@ -103,13 +104,13 @@ class ModelSet:
         return found
 
     def check(self) -> None:
-        """Raises why a model cannot be read, where there is no other."""
+        """Raises the error of a model that cannot be read, if no model could be read."""
         if self._unread and not self.followed:
             raise next(iter(self._unread.values()))
 
     async def close(self) -> None:
-        """Follows no groups any more. The services are for `Models.close`, but those that have not
-        taken over."""
+        """Stops following groups, and closes the services that have not taken over. `Models.close`
+        closes the others."""
         async with self._lock:
             for task in self._tasks:
                 task.cancel()
@@ -130,14 +131,14 @@ class ModelSet:
         await self._drop(place)
         if place.now is not None and _same(place.now.listed, listed):
             self._unread.pop(name, None)
-            return  # A change that was taken back.
+            return  # The change was undone.
         if listed.trouble:
             self._unread.pop(name, None)
             self._models.troubles[name] = listed.trouble
             return
         try:
             read = await asyncio.to_thread(read_model, self._config.serving(listed.settings))
-        except Exception as error:  # Of many kinds, as the libraries that read have their own.
+        except Exception as error:  # The libraries that read the files raise many kinds.
             _log.exception("the model %s cannot be read", name)
             self._unread[name] = error
             if place.now is None:
@@ -197,7 +198,7 @@ class ModelSet:
             old.stop()
 
     async def _drop(self, place: _Place) -> None:
-        """Gives up the one that has not taken over."""
+        """Closes the new service, which has not taken over."""
         new, place.next = place.next, None
         if place.taking_over is not None:
             place.taking_over.cancel()
@@ -221,7 +222,7 @@ class ModelSet:
 
 
 def _same(one: Listed, other: Listed) -> bool:
-    """Whether they differ in nothing but further names and numbers of groups."""
+    """Whether two models differ only in aliases, configured adapters and number of groups."""
     return _plain(one) == _plain(other)
 
 

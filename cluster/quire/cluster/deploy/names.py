@@ -1,11 +1,11 @@
-"""Names of Serve applications: several clusters run side by side on one Ray cluster.
+"""Names of Serve applications, with which several clusters can run on one Ray cluster.
 
-    NAME          the gateways; its user chose the name
-    NAME:MODEL    the groups of one model
+    NAME          the gateways; the user chose the name
+    NAME:MODEL    the groups of one model; MODEL is their *part* of the name
     NAME:MODEL:2  its groups of the second generation, which replace the first
 
-Serve knows an application by its name alone: one that is deployed under a name in use replaces the
-one that has it.
+Serve identifies an application by its name alone: one that is deployed under a name in use replaces
+the application of that name.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from quire.worker.api.errors import ConfigError
 if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
     from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview
 
-# Serve puts it into names of log files, and parts it from a deployment's by '#'.
+# Serve uses the name in names of log files, and separates it from a deployment's by '#'.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _OTHERS = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_CHARS = 63
@@ -26,8 +26,8 @@ _DIGEST_CHARS = 8
 
 
 def part_of(model: str, generation: int = 1) -> str:
-    """What the name of the application of a model's groups has behind the cluster's: the model's
-    own name with ``--`` for ``/``, or, where that is too long or could be another's, a digest."""
+    """The part of an application's name for a model's groups: the model's name with ``--`` for
+    ``/``. If that is too long or ambiguous, it is cut to fit and a digest is appended."""
     plain = _OTHERS.sub("-", model.replace("/", "--"))
     if plain.replace("--", "/") != model or len(plain) > _MAX_CHARS:
         digest = hashlib.sha256(model.encode()).hexdigest()[:_DIGEST_CHARS]
@@ -42,18 +42,18 @@ def next_part(part: str) -> str:
 
 
 def application_of(name: str, part: str) -> str:
-    """The application of a model's groups, of the cluster ``name``."""
+    """The name of the application of a model's groups in the cluster ``name``."""
     return f"{name}:{part}"
 
 
 def parts_among(name: str, applications: Iterable[str]) -> list[str]:
-    """The parts that the cluster ``name`` has among ``applications``."""
+    """The parts of the cluster ``name`` among ``applications``."""
     return [each[len(name) + 1 :] for each in applications if each.startswith(f"{name}:")]
 
 
 def known_parts(name: str, models: Iterable[str], applications: Iterable[str]) -> dict[str, str]:
-    """The part of each of ``models`` that the cluster ``name`` has among ``applications``, of the
-    last generation."""
+    """The newest part of each of ``models`` in the cluster ``name``, among ``applications``. Models
+    without one are left out."""
     newest: dict[str, int] = {}
     for part in parts_among(name, applications):
         plain, _, generation = part.partition(":")
@@ -69,7 +69,7 @@ def deployments_of(
     name: str, applications: "Mapping[str, ApplicationStatusOverview]"
 ) -> "dict[str, DeploymentStatusOverview]":
     """All deployments of the cluster ``name``: its gateways, and its groups as
-    ``ReplicaGroup-PART``, or ``ReplicaGroup`` where there is one part only."""
+    ``ReplicaGroup-PART``, or ``ReplicaGroup`` if there is only one part."""
     found = dict(applications[name].deployments) if name in applications else {}
     parts = parts_among(name, applications)
     for part in parts:
@@ -79,10 +79,10 @@ def deployments_of(
 
 
 def name_of_application(model_name: str, given: str | None = None) -> str:
-    """The name that was ``given``, or one made from what clients call the model.
+    """The name of an application: ``given``, or one made from the model's name.
 
     Raises:
-        ConfigError: It cannot be a name.
+        ConfigError: ``given`` is not a valid name.
     """
     if given is None:
         made = _OTHERS.sub("-", model_name).lstrip("._-")[:_MAX_CHARS]
@@ -96,8 +96,8 @@ def name_of_application(model_name: str, given: str | None = None) -> str:
 
 
 def check_free(name: str) -> None:
-    """Raises ConfigError where the Ray cluster that this process is connected to has an application
-    of this name."""
+    """Raises ConfigError: the Ray cluster that this process is connected to has an application of
+    this name."""
     known = _applications()
     if name in known:
         raise ConfigError(
@@ -108,7 +108,8 @@ def check_free(name: str) -> None:
 
 
 def check_known(name: str) -> None:
-    """Raises ConfigError where it has none."""
+    """Raises ConfigError: the Ray cluster that this process is connected to has no application of
+    this name."""
     known = _applications()
     if name not in known:
         listed = ", ".join(sorted(known)) or "none"
@@ -118,8 +119,8 @@ def check_known(name: str) -> None:
 
 
 def _applications() -> dict[str, str]:
-    """The state of each cluster's gateways, in words; of groups, where they are all that is
-    left."""
+    """The state of each cluster in words, by name: that of its gateways, or of its groups if no
+    gateways are left."""
     from ray import serve
 
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What runs on the Ray cluster that this process is connected to."""
+"""Lists the applications on the Ray cluster that this process is connected to."""
 
 import contextlib
 import time
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
 
 _TIMEOUT_S = 10.0
-"""For all gateways together, which are asked at once."""
+"""Timeout for the answers of all gateways, which are asked at the same time."""
 
 
 def overview(only: str | None = None) -> list[dict[str, Any]]:
-    """One entry for each application, or for ``only`` one, by name, as values of JSON: its state in
-    Serve's words, whether it ``is_whole`` and what is ``missing``, and its ``deployments``,
-    ``models`` and ``addresses``, as far as a gateway answers."""
+    """One entry of JSON values for each application, or for the application ``only``: its state as
+    in Serve, whether it ``is_whole`` and what is ``missing``, and its ``deployments``, ``models``
+    and ``addresses``, as far as a gateway answers."""
     from ray import serve
 
     applications = serve.status().applications
@@ -54,8 +54,8 @@ def _entry(name: str, applications: "Mapping[str, ApplicationStatusOverview]") -
 
 
 def _ask(name: str) -> list[Any]:
-    """Asks a gateway for its models and one for its addresses; does not wait."""
-    # Many kinds of error are possible if no gateway runs. The rest is still reported.
+    """Calls a gateway for its models and one for its addresses, without waiting."""
+    # Ray raises many kinds of error if no gateway runs. The rest is still reported.
     with contextlib.suppress(Exception):
         handle = gateways_of(name)
         return [handle.models.remote(), handle.addresses.remote()]

@@ -1,6 +1,6 @@
-"""Ends what may hang: calls into Ray after their time, and processes without asking them.
+"""Abandons calls into Ray that hang, and kills processes.
 
-Ray brings psutil: it can be imported once Ray has been.
+psutil comes with Ray, and can only be imported after it.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     import psutil
 
 _LOOK_EVERY_S = 0.2
-_LAST_WISH_S = 2.0  # For a process to remove its temporary files.
-_KILLED_S = 10.0  # Until a killed process is gone, unless it hangs in the kernel.
+_LAST_WISH_S = 2.0  # Time for a process to remove its temporary files.
+_KILLED_S = 10.0  # Time for a killed process to be gone, unless it hangs in the kernel.
 
 
 def finished(call: Callable[[], object], *, unless: Callable[[], bool]) -> bool:
-    """Whether ``call``, which may hang, returned before ``unless`` was true; it is then abandoned.
-    Raises what ``call`` raises."""
+    """Runs ``call``, which may hang, in a thread; returns whether it ended. It is abandoned once
+    ``unless`` is true. Raises what ``call`` raises."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -43,14 +43,15 @@ def finished(call: Callable[[], object], *, unless: Callable[[], bool]) -> bool:
 
 
 def kill(started: "Iterable[psutil.Process]") -> None:
-    """Kills also what they started, which would notice a minute later that they are gone."""
+    """Kills processes and their descendants, which would only notice a minute later that they are
+    gone."""
     import psutil
 
     found, unseen = [], list(started)
     while unseen:
         process = unseen.pop()
         with contextlib.suppress(psutil.NoSuchProcess):
-            process.suspend()  # It starts nothing more behind our back.
+            process.suspend()  # So that it starts no further processes.
             unseen += process.children()
             found.append(process)
     for process in found:
@@ -69,16 +70,15 @@ def descendants(pid: int) -> "list[psutil.Process]":
 
 
 def end_all_with(setting: str, also: "Sequence[psutil.Process]") -> None:
-    """Ends ``also``, and each process that was started with ``setting`` in its environment: those
-    that lost their parent are found by nothing else. (On Linux; elsewhere they are not found, nor
-    are those that wrote their title over it.)
+    """Ends ``also``, and each process with ``setting`` in its environment: orphans cannot be found
+    otherwise. (They are found on Linux only, and not if their title has overwritten it.)
 
-    They are asked first, for Python then removes its temporary files.
+    They get SIGINT first, at which Python removes its temporary files, and then SIGKILL.
     """
     for number, limit_s in ((signal.SIGINT, _LAST_WISH_S), (signal.SIGKILL, _KILLED_S)):
         told: set[int] = set()
         end_s = time.monotonic() + limit_s
-        # Looked for again, as they may start others.
+        # Repeated, because they may start others.
         while pids := _pids_with(setting.encode()) | {each.pid for each in also if _runs(each)}:
             if time.monotonic() > end_s:
                 break
@@ -92,7 +92,7 @@ def end_all_with(setting: str, also: "Sequence[psutil.Process]") -> None:
 def _pids_with(setting: bytes) -> set[int]:
     pids = set()
     for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # It has ended, or is somebody else's.
+        with contextlib.suppress(OSError):  # It has ended, or belongs to another user.
             if setting in file.read_bytes().split(b"\0"):
                 pids.add(int(file.parent.name))
     return pids - {os.getpid()}

@@ -1,9 +1,9 @@
-"""What a start does, step by step, so that nobody watches it in silence.
+"""Prints the steps of a start, so that there are no long silences.
 
-A step that has ended is a line with its time. What is pending is told at least every two seconds:
-on a terminal in one line that changes, elsewhere by a line each time.
+Each finished step is a line with its duration. The pending step is printed at least every two
+seconds: on a terminal in one line that changes, elsewhere as a new line each time.
 
-Only the standard library is needed: the first step is to import the rest.
+This module imports only the standard library, because the first step is to import the rest.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from quire.cluster.deploy import ticker
 
 _NAME_CHARS = 12
 _BETWEEN = "starting"
-"""What is pending between two steps."""
+"""The pending step's name between two steps."""
 _END_S = 5.0
 
 
 class Progress:
-    """Tells it on ``stream``; without one, nobody. What is pending is told inside the block alone,
-    until `end`, and only where ``stream`` is a file."""
+    """Prints progress to ``stream``; without one, nothing. The pending step is printed only inside
+    the block, until `end`, and only if ``stream`` is a file."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
@@ -34,7 +34,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         if self._stream is not None:
-            with contextlib.suppress(OSError):  # No file, or no process to be had.
+            with contextlib.suppress(OSError):  # The stream is no file, or no process starts.
                 self._ticker = subprocess.Popen(
                     [sys.executable, "-I", "-S", ticker.__file__],
                     stdin=subprocess.PIPE,
@@ -48,7 +48,7 @@ class Progress:
         self.end()
 
     def end(self) -> None:
-        """Nothing is pending any more."""
+        """Stops printing the pending step."""
         child, self._ticker = self._ticker, None
         if child is not None:
             with contextlib.suppress(OSError):
@@ -61,14 +61,14 @@ class Progress:
 
     @property
     def elapsed_s(self) -> float:
-        """Since it was made."""
+        """Seconds since this object was made."""
         return time.monotonic() - self._start_s
 
     def say(self, line: str) -> None:
         if self._stream is None:
             return
         self._tell_ticker(was_said=True)
-        with contextlib.suppress(OSError):  # Nobody reads any more: no failure of the start.
+        with contextlib.suppress(OSError):  # A closed stream must not fail the start.
             self._stream.write(f"{ticker.ERASE if self._is_live else ''}{line}\n")
             self._stream.flush()
 
@@ -76,8 +76,8 @@ class Progress:
     def step(
         self, name: str, *, told_from_s: float = 0.0, has_bars: bool = False
     ) -> Iterator[None]:
-        """The block is the step. It is told when it ends, unless it fails, and if it took as long
-        as that. With ``has_bars`` the block itself draws on a terminal how far it is."""
+        """Reports the block as a step. Its line is printed at the end, unless it fails or took less
+        than ``told_from_s``. With ``has_bars``, the block draws its own progress on a terminal."""
         begin_s = time.monotonic()
         self.pending("" if has_bars and self._is_live else name)
         try:
@@ -88,7 +88,7 @@ class Progress:
             self.done(name, duration_s)
 
     def pending(self, name: str, detail: str = "") -> None:
-        """From now on this is pending; ``detail`` says how far it is."""
+        """Sets the pending step; ``detail`` is its progress."""
         if (name, detail) != self._pending:
             self._pending = (name, detail)
             self._tell_ticker()
@@ -99,7 +99,7 @@ class Progress:
     def _tell_ticker(self, *, was_said: bool = False) -> None:
         if self._ticker is not None and self._ticker.stdin is not None:
             line = "\t".join([*self._pending, "1" if was_said else ""]).replace("\n", " ")
-            with contextlib.suppress(OSError):  # It has ended.
+            with contextlib.suppress(OSError):  # The ticker has ended.
                 self._ticker.stdin.write(f"{line}\n".encode())
                 self._ticker.stdin.flush()
 

@@ -1,7 +1,7 @@
-"""The parts of Ray that are private to it and that Quire uses, each with what is lost without it.
+"""The private parts of Ray that Quire uses, each with the function that is lost without it.
 
-A part without a loss is needed: where it is missing, nothing is started (`check_ray`). Without one
-of the others, `Part.get` is ``None``, and a warning says once what does not work.
+A part without a ``loss`` is required: if it is missing, nothing is started (`check_ray`). If one of
+the others is missing, `Part.get` is ``None``, and a warning says once what does not work.
 """
 
 import contextlib
@@ -19,30 +19,30 @@ from quire.cluster.private import known_loss, unknown_version
 _log = logging.getLogger(__name__)
 
 TESTED = ("2.60.0", "2.60.0")
-"""The lowest and the highest version of Ray that Quire's tests ran with. Before 2.60 Serve has no
-``max_surge_percent``, by which groups are replaced."""
+"""The lowest and the highest version of Ray that Quire was tested with. Before 2.60 Serve has no
+``max_surge_percent``, with which groups are replaced."""
 _INSTALL = "ray[serve]>=2.60,<2.61"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One name of a module of Ray's, with dots where it is of a class in there."""
+    """A name in one of Ray's modules, with dots for an attribute of a class."""
 
     module: str
     name: str
     loss: str | None = None
-    """What does not work without it. ``None``: Quire needs it."""
+    """What does not work without the part. ``None``: Quire requires it."""
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
 
     def owner(self) -> ModuleType | None:
-        """The module, if it is there and has the name."""
+        """The module, if it exists and has the name; else ``None``."""
         try:
             module = importlib.import_module(self.module)
         except ModuleNotFoundError as error:
             if self.module.startswith(f"{error.name}."):
-                return None  # A package above it is gone.
+                return None  # A parent package is missing.
             if error.name != self.module:
                 raise
             return None
@@ -53,7 +53,8 @@ class Part:
         return module
 
     def get(self) -> Any:
-        """Its value. Where it is missing, ``None`` if Quire can do without, else ConfigError."""
+        """The part's value. If it is missing: ``None`` if Quire can do without it, else raises
+        ConfigError."""
         owner = self.owner()
         if owner is not None:
             return attrgetter(self.name)(owner)
@@ -63,14 +64,14 @@ class Part:
         return None
 
     def put(self, value: Any) -> None:
-        """Has ``value`` instead from now on. No effect where `get` is None."""
+        """Replaces the value from now on. Has no effect if `get` is None."""
         self.get()
         if (owner := self.owner()) is not None:
             setattr(owner, self.name, value)
 
     @contextlib.contextmanager
     def replaced(self, value: Any) -> Iterator[None]:
-        """Has ``value`` instead, for the length of the block. No effect where `get` is None."""
+        """Replaces the value while the block runs. Has no effect if `get` is None."""
         previous = self.get()
         owner = self.owner()
         if owner is None:
@@ -84,11 +85,11 @@ class Part:
 
 
 HAS_CLUSTERS = Part("ray._private.ray_constants", "ENABLE_RAY_CLUSTER")
-"""Whether Ray is for several machines; else it listens on 127.0.0.1 alone."""
+"""Whether Ray supports several machines; if not, it listens on 127.0.0.1 alone."""
 GLOBAL_NODE = Part("ray._private.worker", "_global_node")
 """The node that this process is connected to; ``None`` through a proxy."""
 SET_SIGTERM_HANDLER = Part("ray._private.utils", "set_sigterm_handler")
-"""Called as Ray starts; its handler would end Ray's processes alone, and exit."""
+"""Called when Ray starts; its handler would end only Ray's processes, and exit."""
 
 NODE = Part("ray._private.node", "Node")
 _OF_NODES = tuple(
@@ -117,7 +118,7 @@ CONNECTS_BY_ITSELF = Part(
     "enable_auto_connect",
     "a thread of Serve's may start another Ray cluster after the end, where gateways are scaled",
 )
-"""Whether a call to Ray without a connection makes one."""
+"""Whether a call to Ray without a connection connects first."""
 FORGET_CLIENT = Part(
     "ray.serve.context", "_set_global_client", "a process can start one cluster only"
 )

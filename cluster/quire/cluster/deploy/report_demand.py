@@ -1,4 +1,4 @@
-"""A gateway tells a replica group of requests that wait for a group."""
+"""Reports a gateway's requests that wait for a group to a replica group, for autoscaling."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ _DEMAND_REPORT_S = 0.5
 
 
 async def report_demand(demand: Demand, groups: "DeploymentHandle[Any]") -> None:
-    """Reports the requests that wait here for a group, as long as there are any."""
+    """Reports ``demand`` to one of ``groups`` repeatedly while requests wait."""
     note = groups.options(method_name="note_demand")
     name = serve.get_replica_context().replica_id.unique_id
     was_told = True
@@ -26,7 +26,7 @@ async def report_demand(demand: Demand, groups: "DeploymentHandle[Any]") -> None
         try:
             await _tell(note, name, demand)
             was_told = True
-        # Many kinds of error are possible, some while Serve replaces groups; the next try may work.
+        # Ray raises many kinds of error, some while Serve replaces groups; the next try may work.
         except Exception as error:
             end_if_cancelled()
             if was_told:
@@ -39,11 +39,11 @@ async def _tell(note: "DeploymentHandle[Any]", gateway: str, demand: Demand) -> 
     call = cast("DeploymentResponse[None]", note.remote(gateway, demand.num_tokens))
     answer = asyncio.ensure_future(_answer(call))
     try:
-        # The call may wait for a group; nobody needs one any more when all clients are gone.
+        # The call may wait for a group, which is no longer needed when no request waits.
         await demand.wait_while_some(until=answer)
     finally:
         if not answer.done():
-            # It raises what went wrong with the call, which the answer says as well.
+            # This raises the call's error, which `_answer` logs.
             with contextlib.suppress(Exception):
                 call.cancel()
     await asyncio.wait([answer])
@@ -52,5 +52,5 @@ async def _tell(note: "DeploymentHandle[Any]", gateway: str, demand: Demand) -> 
 async def _answer(call: DeploymentResponse[None]) -> None:
     try:
         await call
-    except Exception as error:  # Ray's own, of many kinds: a group died, or the call was cancelled.
+    except Exception as error:  # Ray raises many kinds: a group died, or the call was cancelled.
         _log.debug("demand was not heard: %r", error)

@@ -1,7 +1,7 @@
-"""What Serve is told of the deployments of an application: names, numbers and versions.
+"""Options of an application's deployments for Serve: settings, numbers of replicas and versions.
 
-An upgrade replaces the replicas of those deployments whose version is another one. Serve makes a
-new version for each, each time, unless a deployment has one.
+An upgrade replaces the replicas of deployments whose version has changed. Without a version of
+ours, Serve makes a new one for each deployment at each upgrade.
 """
 
 import functools
@@ -29,7 +29,7 @@ from quire.worker.api.errors import ConfigError
 from quire.worker.model.hub import is_hub_name
 
 _OF_SERVE = ("autoscaling", "num_groups", "start_first")
-"""Settings that tell Serve how to run groups, and change nothing within one."""
+"""Settings of how Serve runs groups, which change nothing within a group."""
 _OF_GATEWAYS = (
     *("aliases", "gateway_autoscaling", "lora_modules", "more_models", "num_gateways"),
     *("allow_origins", "api_keys_file", "gateway_resource", "grpc_port", "host", "http_port"),
@@ -39,21 +39,22 @@ _OF_GATEWAYS = (
     *("chat_template", "reasoning_parser", "tool_call_parser", "routing", "max_inflight"),
     *("max_queued_bytes", "max_queued_requests", "max_queue_wait_s"),
 )
-"""Settings that gateways alone use."""
+"""Settings that only gateways use."""
 
 
 def group_config(config: ClusterConfig) -> ClusterConfig:
-    """What each group of the only model of ``config`` is given: that which it uses. All other
-    settings have their defaults."""
+    """The configuration of each group of the only model of ``config``: settings that groups do not
+    use have their defaults."""
     plain = ClusterConfig(engine=config.engine)
     others = {name: getattr(plain, name) for name in (*_OF_SERVE, *_OF_GATEWAYS)}
-    # The number of groups decides it, unless it is set.
+    # `kv_transfer` depends on the number of groups unless it is set.
     engine = replace(config.engine, kv_transfer=config.transfers_kv)
     return replace(config, **others, engine=engine)
 
 
 def check_of_groups(names: Iterable[str]) -> None:
-    """Raises ConfigError: settings in the ``args`` of groups are gateways' alone."""
+    """Raises ConfigError: ``names``, the ``args`` of groups, have settings that only gateways
+    use."""
     if others := [name for name in names if name in _OF_GATEWAYS]:
         raise ConfigError(
             f"{', '.join(others)}: only gateways use {'this' if len(others) == 1 else 'these'}; "
@@ -62,14 +63,14 @@ def check_of_groups(names: Iterable[str]) -> None:
 
 
 def group_count(config: ClusterConfig) -> dict[str, Any]:
-    """How many groups there are, or what Serve asks for that."""
+    """Serve's options for the number of groups: a number, or an autoscaling policy."""
     if (settings := config.autoscaling) is None:
         return {"num_replicas": config.num_groups}
     return _scaled(settings, ServePolicy, settings.min_groups, settings.max_groups)
 
 
 def gateway_count(config: ClusterConfig) -> dict[str, Any]:
-    """How many gateways there are, or what Serve asks for that."""
+    """Serve's options for the number of gateways: a number, or an autoscaling policy."""
     if (settings := config.gateway_autoscaling) is None:
         return {"num_replicas": config.num_gateways}
     return _scaled(settings, GatewayPolicy, settings.min_gateways, settings.max_gateways)
@@ -92,7 +93,7 @@ def _scaled(
             max_replicas=most,
             metrics_interval_s=METRICS_INTERVAL_S,
             look_back_period_s=LOOK_BACK_S,
-            # The policy's delays are its own.
+            # The policy has delays of its own.
             upscale_delay_s=0,
             downscale_delay_s=0,
             policy=AutoscalingPolicy(
@@ -104,15 +105,16 @@ def _scaled(
 
 
 def group_version(config: ClusterConfig) -> str:
-    """The version of a model's groups covers the settings that they use, the model's files and this
-    software. ``config`` is that of the model alone."""
-    # More groups are no reason to replace the ones that run.
+    """The version of a model's groups: a digest of the settings that they use, the model's files
+    and this software. ``config`` is that of the model alone."""
+    # Another number of groups must not replace the running ones.
     used = replace(group_config(config), engine=config.engine)
     return _digest(used, *_files(config.engine.model))
 
 
 def gateway_version(config: ClusterConfig) -> str:
-    """The version of the gateways covers the settings that are no model's, and this software."""
+    """The version of the gateways: a digest of the settings that are not a model's, and of this
+    software."""
     others = {"gateway_autoscaling", "more_models", "num_gateways"}
     of_models = {field.name for field in fields(ModelConfig)} | others
     settings = [
@@ -124,16 +126,16 @@ def gateway_version(config: ClusterConfig) -> str:
 
 
 def with_version(deployment: Any, version: str) -> Any:
-    """``deployment``, a `ray.serve.Deployment`, under ``version``. Where Ray has no place for one,
-    each upgrade replaces everything."""
+    """``deployment``, a `ray.serve.Deployment`, with ``version``. If Ray's deployments have no
+    version, each upgrade replaces everything."""
     if hasattr(deployment, "_version"):
         deployment._version = version
     return deployment
 
 
 def _files(model: Path) -> Iterator[tuple[str, int, int]]:
-    """A local model's files, but for hidden ones, such as the digests that we keep beside weights.
-    A model of the hub is named with its commit."""
+    """A local model's files, without hidden ones, such as the digests that Quire keeps beside
+    weights. A model of the hub is identified by its commit instead."""
     if is_hub_name(model):
         return
     for file in sorted(model.rglob("*")) if model.is_dir() else [model]:

@@ -1,10 +1,10 @@
-"""Keeps a server of Ray Serve's own to the address of its node.
+"""Restricts a server of Ray Serve to the address of its node.
 
 Every Serve replica has a gRPC server for calls between deployments. It listens on all interfaces,
-authenticates nobody, and unpickles its input: anyone who reaches it can run code here. Ours is
-not called over it (handles go through Ray), and Ray can neither leave it out nor be told an address
-for it; so where it asks for all interfaces it is given the node's own, which is the loopback for
-a cluster that `quire serve` started.
+authenticates nobody, and unpickles its input: anyone who reaches it can run code here. Quire does
+not use it (handles go through Ray), and Ray has no option to disable it or to set its address. So
+where it asks for all interfaces it gets the node's address, which is the loopback in a cluster that
+`quire serve` started.
 """
 
 from quire.cluster.deploy.ray_private import ADD_PORT
@@ -13,8 +13,8 @@ _EVERYWHERE = "[::]:"
 
 
 def keep_to_node_address() -> None:
-    """Has Serve listen on the node's address only. Call it as a replica's constructor begins: Serve
-    opens the port when that has ended."""
+    """Makes Serve listen on the node's address only. Call it at the begin of a replica's
+    constructor: Serve opens the port when that has ended."""
     import ray
 
     add_port, replica = ADD_PORT.get(), ADD_PORT.owner()

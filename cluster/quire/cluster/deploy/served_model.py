@@ -23,7 +23,7 @@ from quire.worker.text.tokenizer import Tokenizer
 def new_table(
     config: ClusterConfig, make: Callable[..., RoutingTable] = RoutingTable
 ) -> RoutingTable:
-    """A routing table whose policies draw other random numbers than those of other gateways."""
+    """A routing table whose policies draw different random numbers than those of other gateways."""
     return make(
         block_size=config.engine.block_size,
         config=config.routing,
@@ -33,7 +33,7 @@ def new_table(
 
 @dataclass(frozen=True, kw_only=True)
 class ReadModel:
-    """What a gateway reads of a model's files."""
+    """The data that a gateway reads from a model's files."""
 
     config: ClusterConfig
     """The settings of this model alone."""
@@ -42,15 +42,16 @@ class ReadModel:
 
 
 def read_model(config: ClusterConfig) -> ReadModel:
-    """May take seconds. Raises CheckpointError: the files cannot be fetched or read."""
+    """Reads a model's files, which may take seconds. Raises CheckpointError: they cannot be fetched
+    or read."""
     folder = fetch_text_files(config.engine.model)
     tokenizer = Tokenizer.load(folder, chat_template=config.chat_template)
     return ReadModel(config=config, tokenizer=tokenizer, scoring=read_scoring(folder))
 
 
 class ServedModel:
-    """Made inside the event loop; its service is for `quire.cluster.serving.models.Models` to
-    close."""
+    """A model's service with its groups. It is made inside the event loop;
+    `quire.cluster.serving.models.Models` closes the service."""
 
     def __init__(self, read: ReadModel, *, table: RoutingTable) -> None:
         config = read.config
@@ -79,11 +80,11 @@ class ServedModel:
         )
 
     def set_groups(self, contacts: Iterable[GroupContact]) -> None:
-        """Makes the groups that run known, in place of the former ones."""
+        """Replaces the model's running groups."""
         running = {contact.address: contact for contact in contacts}
         self._contacts.update(running)
         self.service.groups.set_addresses(running)
-        # Those that leave still lend blocks to those that take over their requests.
+        # Groups that leave still lend blocks to the groups that take over their requests.
         known = {client.address for client in self.service.groups.clients}
         for address in self._contacts.keys() - known:
             del self._contacts[address]
@@ -96,7 +97,7 @@ def _gateway_config(config: ClusterConfig) -> GatewayConfig:
     )
     wakes_groups = settings is not None and not settings.min_groups
     if settings is not None and wakes_groups:
-        # The first group's start may be what a request waits for.
+        # A request may have to wait for the first group to start.
         completion = replace(completion, group_wait_s=settings.start_wait_s)
     return GatewayConfig(
         wakes_groups=wakes_groups,

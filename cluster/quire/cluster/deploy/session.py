@@ -1,7 +1,8 @@
-"""A connection to Ray: whether what it needs is still there, and how its gateways are drained.
+"""A connection to Ray: tells whether Ray has died, and drains the gateways without it.
 
-Ray itself cannot be asked: a call that needs a dead raylet or GCS waits, for minutes or for ever.
-So a cluster of our own is judged by its processes, and another one by who answers at its addresses.
+Ray itself cannot tell: a call that needs a dead raylet or GCS blocks, for minutes or forever. So a
+cluster that this process started is judged by its processes, and another one by whether its
+addresses answer.
 """
 
 import os
@@ -14,29 +15,30 @@ from pathlib import Path
 from quire.cluster.deploy.line import Line
 
 _SILENCE_S = 30.0
-"""A GCS that keeps its state elsewhere may be restarted; Ray ends this process after a minute."""
+"""Silence after which a GCS counts as dead. One with external state may be restarted before; Ray
+ends this process after a minute."""
 _LOOK_EVERY_S = 1.0
 _CONNECT_S = 5.0
 
 
 class RaySession:
-    """What `quire.cluster.deploy.local.ray_session` yields; by itself, one of which nothing is
-    known."""
+    """The result of `quire.cluster.deploy.local.ray_session`. This base class is a session of which
+    nothing is known."""
 
     logs: Path | None = None
-    """The folder in which the processes that Serve runs on this node log."""
+    """The folder with the logs of the processes that Serve runs on this node."""
     kept_logs: Path | None = None
-    """The folder in which these logs stay after the end of a cluster of our own."""
+    """The folder that keeps these logs after the end of a cluster that this process started."""
 
     def lost(self) -> str | None:
-        """The supervising process that has died, in words for a user; None if all live."""
+        """The process of Ray that has died, in words for a user; ``None`` if all live."""
         return None
 
     can_drain = False
     """Whether gateways can be drained without Ray."""
 
     def drain(self, *, timeout_s: float) -> bool:
-        """Drains them; whether all their streams ended within ``timeout_s``."""
+        """Drains the gateways; returns whether all streams ended within ``timeout_s``."""
         return False
 
 
@@ -45,10 +47,10 @@ UNKNOWN = RaySession()
 
 @dataclass(frozen=True, kw_only=True)
 class OwnNode(RaySession):
-    """A node that this process started.
+    """A Ray node that this process started.
 
-    Its dead raylet must stay a zombie until the end: groups and gateways look for its process once
-    a second, and exit when it is gone for good.
+    A dead raylet must stay a zombie until the end: groups and gateways check for its process once a
+    second, and exit when it is gone.
     """
 
     logs: Path | None
@@ -75,7 +77,7 @@ class OwnNode(RaySession):
 
 
 class OthersCluster(RaySession):
-    """A cluster that was there before, at these addresses; None where Ray does not tell."""
+    """A Ray cluster that ran before, with these addresses; ``None`` if they are unknown."""
 
     def __init__(self, *, gcs: str | None, raylet: str | None, logs: Path | None = None) -> None:
         self.logs = logs

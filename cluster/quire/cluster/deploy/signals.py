@@ -1,7 +1,7 @@
-"""Signals end blocks in their order, as Ctrl-C does, whatever Ray would do about them itself.
+"""Makes signals end `with` blocks in order, as Ctrl-C does, in spite of Ray's own handling.
 
-Ray has a handler for SIGTERM in Python and one below it, in its core, and its processes are in our
-process group. Each of them alone would leave something of a cluster behind.
+Ray has a SIGTERM handler in Python and another one in its C++ core, and its processes are in this
+process's group. Each of these alone would leave parts of a cluster behind.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from quire.cluster.deploy import ray_private
 @contextlib.contextmanager
 def ended_by_signal() -> Iterator[None]:
     """Turns SIGINT, SIGTERM and SIGHUP into KeyboardInterrupt, so that `with` blocks end as they do
-    on Ctrl-C. A process that is to survive a closing terminal (``nohup``) still does; SIGINT counts
-    also where it was ignored, as shells have it for what a script starts in the background. Only a
-    process's main thread can: in others nothing changes."""
+    on Ctrl-C. SIGHUP stays ignored if it was (``nohup``). SIGINT is handled even if it was ignored,
+    as shells do for background processes of scripts. In threads other than the main one this does
+    nothing, because only that one can set handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -35,19 +35,20 @@ def ended_by_signal() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ray_leaves_signals_alone() -> Iterator[None]:
-    """While Ray starts or connects, which is when it takes signals for itself."""
-    # It would end its processes, but not what those started, and exit.
+    """Prevents Ray from taking over signals while it starts or connects in the block."""
+    # Ray's SIGTERM handler would end Ray's processes, but not their children, and exit.
     with (
         ray_private.SET_SIGTERM_HANDLER.replaced(_do_nothing),
         contextlib.ExitStack() as stack,
     ):
-        # Half a connection crashes the process when that ends.
+        # An interrupted connect would crash the process at its end.
         connect = ray_private.CONNECT
         if connect.get() is not None:
             stack.enter_context(connect.replaced(_in_one_piece(connect.get())))
-        # A terminal that closes and ``timeout`` signal the whole group of ours. Ray's head would be
-        # gone at once, with nothing drained, and we would look for it for a minute. Where no
-        # process can be bound to the life of another, Ray ends them by their group.
+        # A closing terminal and ``timeout`` signal the whole process group. Ray's head would be
+        # gone at once, with nothing drained, and this process would look for it for a minute. On
+        # systems where a process cannot be bound to the life of another, Ray needs the group to end
+        # its processes.
         binds, popen = ray_private.BINDS_LIVES.get(), ray_private.POPEN.get()
         if sys.platform == "linux" and binds is not None and popen is not None and binds():
             apart = functools.partial(popen, process_group=0)
@@ -56,8 +57,8 @@ def ray_leaves_signals_alone() -> Iterator[None]:
 
 
 def _in_one_piece(function: Any) -> Any:
-    """``function``, after which a signal raises KeyboardInterrupt that came while it ran; a second
-    one does not wait."""
+    """Wraps ``function``: a signal that arrives while it runs raises KeyboardInterrupt after it; a
+    second signal raises at once."""
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> Any:
@@ -66,7 +67,7 @@ def _in_one_piece(function: Any) -> Any:
         came: list[int] = []
 
         def note(number: int, frame: object) -> None:
-            # Ray's core, where it heard of it first, would abort us three seconds from now.
+            # Cancels the alarm of Ray's core, which would abort this process in three seconds.
             signal.alarm(0)
             came.append(number)
             if len(came) > 1:
@@ -77,7 +78,7 @@ def _in_one_piece(function: Any) -> Any:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
             if callable(signal.getsignal(number))
         }
-        # At its end our handlers are in the place again that Ray's core has taken below Python's.
+        # Its end also replaces the handlers that Ray's core has installed below Python's.
         with _handled(handlers):
             result = function(*args, **options)
         if came:

@@ -1,7 +1,7 @@
 """Waits until an application serves, and reports what delays it.
 
-Ray Serve waits without end: for a GPU that no node has, or for groups that no gateway can reach.
-The user should read why.
+Ray Serve waits without limit, for a GPU that no node has or for groups that no gateway can reach.
+This module tells the user why.
 """
 
 import itertools
@@ -30,31 +30,33 @@ _STEPS_EVERY_S = 0.5
 _STARTING = "groups and gateways start"
 _LABELS = {"ReplicaGroup": "groups", "Gateway": "gateways"}
 _OTHERS_S = 30.0
-"""How long models may start after the first one serves, until the cluster counts as started."""
+"""How long other models may still start after the first one serves, before the cluster counts as
+started."""
 _GROUPS_TOLD_AFTER_S = 10.0
 _MAX_SHOWN_CHARS = 600
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# Steps of starts are told anyway; and of a replica that gets new settings, Serve says so at once.
+# Serve's message is not shown: the steps of a start are reported anyway, and Serve says this at
+# once of a replica that gets new settings.
 _SLOW = re.compile(r"replicas that have taken more than \d+s to initialize")
 _AGAIN = "failed as it started, and is started again"
 _OUR_ERRORS = "quire.worker.api.errors."
-# Which a second attempt would raise again.
+# Errors that a second attempt would raise again.
 _HOPELESS = (f"{_OUR_ERRORS}ConfigError: ", f"{_OUR_ERRORS}CheckpointError: ")
 
 
 def start_serve() -> None:
-    """Starts Serve's controller on the Ray cluster, or finds the one that it has."""
+    """Starts Serve's controller on the Ray cluster, or connects to the running one."""
     from ray import serve
 
     try:
         serve.start(proxy_location="Disabled")
-    except ValueError:  # Another process has started it since this one looked.
+    except ValueError:  # Another process has started it meanwhile.
         serve.start(proxy_location="Disabled")
 
 
 @dataclass(frozen=True)
 class Started:
-    """A cluster's gateways, which serve, and the parts that do not yet."""
+    """A cluster's gateways, which serve, and the parts whose groups do not yet."""
 
     gateways: "DeploymentHandle[Gateway]"
     late: tuple[str, ...]
@@ -69,14 +71,15 @@ def start_apps(
     on_failed: Callable[[str, QuireError], None],
     progress: Progress,
 ) -> Started:
-    """Runs the gateways of the cluster ``name`` and ``parts``, each an application, until they can
-    route to the groups of one part at least and no other is about to come up. ``models`` are the
-    parts by model; ``on_failed`` hears of a part that fails while others may serve, and
-    ``progress`` how far it is.
+    """Starts the gateways of the cluster ``name`` and the groups in ``parts``. Returns once
+    gateways can route to the groups of at least one part, and the others serve, have failed or are
+    `_OTHERS_S` late. ``models`` are the parts by model. ``on_failed`` is called for a part that
+    fails while others may serve; ``progress`` shows the state.
 
     Raises:
         ConfigError: The gateways, or the groups of every part, cannot start with these settings.
-        StartFailed: They failed as they started; its notes have the tracebacks.
+        StartFailed: The gateways, or the groups of every part, failed as they started. The error's
+            notes have the tracebacks.
     """
     start = _Start(name, progress)
     apps = {application_of(name, part): app for part, app in parts.items()}
@@ -114,7 +117,8 @@ def start_apps(
 
 
 def start_part(name: str, part: str, app: "serve.Application", *, progress: Progress) -> None:
-    """Runs ``app``, the groups of a model, until all of them serve. Raises as `start_apps`."""
+    """Starts ``app``, the groups of a model; returns once all of them serve. Raises as
+    `start_apps`."""
     start = _Start(name, progress)
     with forgotten_at_end(f"{name}:{part}"):
         _run({application_of(name, part): app})
@@ -127,7 +131,8 @@ def start_part(name: str, part: str, app: "serve.Application", *, progress: Prog
 
 
 def start_gateways(name: str, gateways: "serve.Application") -> "DeploymentHandle[Gateway]":
-    """Has the gateways that run take up what is new in ``gateways``. Raises as `start_apps`."""
+    """Updates the running gateways to ``gateways``; returns once they serve. Raises as
+    `start_apps`."""
     (handle,) = _run({name: gateways})
     while (status := _applications()[name]).status != "RUNNING":
         if error := _given_up(status):
@@ -137,7 +142,7 @@ def start_gateways(name: str, gateways: "serve.Application") -> "DeploymentHandl
 
 
 def given_up(name: str) -> dict[str, str]:
-    """The parts of the cluster ``name`` whose groups Serve starts no more, and why."""
+    """The parts of the cluster ``name`` whose groups Serve has given up starting, and why."""
     found = _applications()
     errors = {
         part: _given_up(found[application_of(name, part)]) for part in parts_among(name, found)
@@ -161,7 +166,7 @@ def _applications() -> "dict[str, ApplicationStatusOverview]":
 
 
 def _given_up(app: "ApplicationStatusOverview") -> QuireError | None:
-    """What is wrong with an application that will not come up."""
+    """The error of an application that will not start; ``None`` if it may."""
     if is_hopeless(app.deployments):
         return ConfigError(obstacles(app.deployments))
     if app.status == "DEPLOY_FAILED":
@@ -170,7 +175,7 @@ def _given_up(app: "ApplicationStatusOverview") -> QuireError | None:
 
 
 class _Start:
-    """What `start_apps` has seen and told."""
+    """What a start has seen and reported so far."""
 
     def __init__(self, name: str, progress: Progress) -> None:
         self._name = name
@@ -210,7 +215,7 @@ class _Start:
             self._progress.say(f"  waiting: {reasons}")
 
     def _durations(self) -> str:
-        """How long each step of the group took that was seen last."""
+        """The duration of each step of the group that was seen last."""
         last = max(self._steps.values(), key=lambda steps: steps[-1][1])
         return ", ".join(
             f"{name} {max(0.0, end_s - begin_s):.1f} s"
@@ -231,8 +236,8 @@ def num_running(deployment: "DeploymentStatusOverview") -> int:
 def failure(
     deployments: "Mapping[str, DeploymentStatusOverview]", *, otherwise: str
 ) -> StartFailed:
-    """What to raise for a start that Serve gave up, with the tracebacks in its notes; its message
-    is ``otherwise`` where deployments say nothing."""
+    """The error for a start that Serve has given up, with the tracebacks in its notes. Its message
+    is ``otherwise`` if the deployments have none."""
     error = StartFailed(obstacles(deployments) or otherwise)
     for name, message in _messages(deployments).items():
         if _raised(message):
@@ -243,9 +248,9 @@ def failure(
 def obstacles(
     deployments: "Mapping[str, DeploymentStatusOverview]", *, is_over: bool = True
 ) -> str:
-    """Why deployments do not run yet, as far as Serve has noticed. Unless the start ``is_over``,
-    an attempt that failed is told without its reason: Serve makes another, and the last one's will
-    be told."""
+    """Why deployments do not run yet, as far as Serve knows. Unless the start ``is_over``, a failed
+    attempt is reported without its reason, because Serve makes another; the reason of the last
+    attempt is reported at the end."""
     return "; ".join(
         f"{name}: {_in_short(message) if is_over or not _raised(message) else _AGAIN}"
         for name, message in _messages(deployments).items()
@@ -253,12 +258,12 @@ def obstacles(
 
 
 def is_hopeless(deployments: "Mapping[str, DeploymentStatusOverview]") -> bool:
-    """Whether one of them cannot start with its settings, however often Serve tries."""
+    """Whether a deployment cannot start with its settings, however often Serve tries."""
     return any(_raised(each).startswith(_HOPELESS) for each in _messages(deployments).values())
 
 
 def check_nodes(config: ClusterConfig) -> None:
-    """Raises ConfigError if groups need more nodes than the one that the cluster has."""
+    """Raises ConfigError: groups span several nodes, and the cluster has only this machine."""
     if (num_nodes := max(each.nodes_per_group for each in config.models.values())) > 1:
         raise ConfigError(
             f"nodes_per_group={num_nodes}: a cluster of this machine's own has one "
@@ -269,8 +274,8 @@ def check_nodes(config: ClusterConfig) -> None:
 def check_room(
     config: ClusterConfig, *, on_gpu: bool, machine: Mapping[str, float]
 ) -> dict[str, float]:
-    """Checks that a cluster that cannot grow has room for a model's groups: a start without room
-    would wait without end. Returns what the groups leave of ``machine``.
+    """Checks that a cluster of one node has room for a model's groups; without room, their start
+    would wait without limit. Returns the rest of ``machine`` that the groups leave.
 
     Raises:
         ConfigError: ``machine``, the resources of the only node, are less than the groups reserve.
@@ -303,14 +308,14 @@ def _messages(deployments: "Mapping[str, DeploymentStatusOverview]") -> dict[str
 
 
 def _raised(message: str) -> str:
-    """The last line of the traceback in ``message``; empty where there is none."""
+    """The last line of the traceback in ``message``; empty if there is none."""
     if "Traceback" in message or "ray::" in message:
         return message.strip().splitlines()[-1]
     return ""
 
 
 def _in_short(message: str) -> str:
-    """The message in one line; for a traceback, the exception only."""
+    """The message in one line; for a traceback, only the exception."""
     if raised := _raised(message):
         return raised.removeprefix(_OUR_ERRORS)
     text = " ".join(message.split())

@@ -1,7 +1,7 @@
-"""How far each replica has come with its start, told to the process that waits for it.
+"""Reports the steps of each starting replica to the process that waits for it.
 
-Replicas may run on any node, and Serve tells nothing of one that starts. So each keeps its steps
-under a key of its own in Ray's key-value store, until it has started or failed.
+Replicas may run on any node, and Serve reports nothing about starting ones. So each writes its
+steps to its own key in Ray's key-value store, until it has started or failed.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ _log = logging.getLogger(__name__)
 _NAMESPACE = b"quire-starts"
 
 Steps = list[tuple[str, float]]
-"""The steps of one start, with when each began, by the wall clock."""
+"""The steps of one start, each with its begin on the wall clock."""
 
 
 class StartSteps:
-    """The steps of this process's replica ``replica`` of the application ``app``. They are told
-    while the block runs, and logged."""
+    """Reports and logs the steps of this process's replica ``replica`` of the application ``app``
+    while the block runs."""
 
     def __init__(self, app: str, replica: str) -> None:
         self._key = f"{app}#{replica}".encode()
         self._steps: Steps = []
 
     def begin(self, name: str) -> None:
-        """The one before has ended."""
+        """Notes that the step ``name`` begins and the last one has ended."""
         _log.info("start: %s", name)
         self._steps.append((name, time.time()))
         self._put(json.dumps(self._steps).encode())
@@ -49,23 +49,23 @@ class StartSteps:
         import ray
         from ray.experimental import internal_kv
 
-        if not ray.is_initialized():  # Ray would start a cluster to ask.
+        if not ray.is_initialized():  # The call would start a Ray cluster.
             return
         try:
             if value is None:
                 internal_kv._internal_kv_del(self._key, namespace=_NAMESPACE)
             else:
                 internal_kv._internal_kv_put(self._key, value, namespace=_NAMESPACE)
-        except Exception as error:  # Ray's own, of many kinds: a start does not fail by its report.
+        except Exception as error:  # Ray raises many kinds. A start must not fail by its report.
             _log.debug("the start's steps cannot be told: %r", error)
 
 
 def steps_of(name: str) -> dict[str, Steps]:
-    """The steps of each replica of the cluster ``name`` that is starting now, by its id."""
+    """The steps of each replica of the cluster ``name`` that starts now, by replica id."""
     from ray.experimental import internal_kv
 
     found: dict[str, Steps] = {}
-    with contextlib.suppress(Exception):  # As above.
+    with contextlib.suppress(Exception):  # Ray raises many kinds, and the steps are optional.
         for prefix in _prefixes(name):
             for key in internal_kv._internal_kv_list(prefix, namespace=_NAMESPACE):
                 value = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
@@ -77,8 +77,8 @@ def steps_of(name: str) -> dict[str, Steps]:
 
 @contextlib.contextmanager
 def forgotten_at_end(name: str) -> Iterator[None]:
-    """Removes, after the block, what replicas of the cluster ``name`` left that were killed as they
-    started."""
+    """Removes, after the block, the steps of replicas of the cluster ``name`` that were killed
+    during their start."""
     from ray.experimental import internal_kv
 
     try:
@@ -90,5 +90,5 @@ def forgotten_at_end(name: str) -> Iterator[None]:
 
 
 def _prefixes(name: str) -> tuple[bytes, bytes]:
-    """How the keys of a cluster's gateways and groups begin."""
+    """The prefixes of the keys of a cluster's gateways and groups."""
     return f"{name}#".encode(), f"{name}:".encode()

@@ -1,6 +1,6 @@
-"""What a cluster does, told every few seconds while it is served.
+"""Prints a running cluster's status every few seconds.
 
-On a terminal it is one line that changes; elsewhere a line now and then, while something runs.
+On a terminal it is one line that changes; elsewhere a new line each time, while requests run.
 """
 
 import contextlib
@@ -24,18 +24,18 @@ _COLUMNS = 80
 
 
 def look_at(app: str) -> pb.ListGroupsResponse:
-    """What a gateway of the application knows of the groups."""
+    """Asks a gateway of the application for the state of its groups."""
     answer = gateways_of(app).list_groups.remote().result(timeout_s=_TIMEOUT_S)
     return pb.ListGroupsResponse.FromString(answer)
 
 
 class StatusLine:
-    """Tells it from a thread while the block runs: a question to a Ray that has died may never
-    return."""
+    """Prints the status while the block runs. It uses a thread, because a call to a Ray that has
+    died may never return."""
 
     def __init__(self, look: Callable[[], pb.ListGroupsResponse], *, every_s: float | None) -> None:
-        """``look`` asks a gateway. ``every_s``: 0 tells nothing; ``None`` is 2 s on a terminal,
-        and elsewhere 10 s."""
+        """``look`` asks a gateway for the state. ``every_s`` is the interval: 0 prints nothing;
+        ``None`` is 2 s on a terminal and 10 s elsewhere."""
         self._look = look
         self._is_live = sys.stdout.isatty()
         default_s = _LIVE_EVERY_S if self._is_live else _EVERY_S
@@ -57,7 +57,7 @@ class StatusLine:
         self.clear()
 
     def clear(self) -> None:
-        """Takes the line away, before something else is written."""
+        """Erases the line, before something else is printed."""
         with self._lock:
             if self._is_shown:
                 self._write(ERASE)
@@ -66,7 +66,7 @@ class StatusLine:
     def _repeat(self) -> None:
         former: tuple[float, pb.ListGroupsResponse] | None = None
         while not self._ended.wait(self._every_s if former else 0.0):
-            # Many kinds of error come while Ray or the gateway is being replaced.
+            # Ray raises many kinds of error while it or the gateway is being replaced.
             with contextlib.suppress(Exception):
                 now = time.monotonic(), self._look()
                 if former is not None:
@@ -91,6 +91,6 @@ class StatusLine:
                 self._write(f"{time.strftime('%H:%M:%S')} {text}\n")
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # Nobody reads any more.
+        with contextlib.suppress(OSError, ValueError):  # Standard output is closed.
             sys.stdout.write(text)
             sys.stdout.flush()

@@ -1,6 +1,6 @@
-"""Stops a cluster's applications within a limit, whatever has become of Ray meanwhile.
+"""Stops a cluster's applications within a time limit, even if Ray has died.
 
-Serve's own calls wait without end for a controller that is gone.
+Serve's own calls would wait without limit for a controller that is gone.
 """
 
 import contextlib
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 STOP_MARGIN_S = 10.0
-"""Serve kills a replica that is not gone so long after its drain should have ended."""
-_SERVE_MARGIN_S = 15.0  # For what is not the drain: Serve's controller, processes that end.
+"""Serve kills a replica that still runs this long after its drain should have ended."""
+_SERVE_MARGIN_S = 15.0  # For everything but the drain: Serve's controller, processes that end.
 _LOOK_EVERY_S = 0.2
 _LET_GO_S = 2.0
 
 
 def stop_app(name: str, session: RaySession, *, drain_timeout_s: float) -> None:
-    """Has Serve drain and stop the cluster ``name``: its gateways first, while the groups run that
-    their streams need, then the groups. Drains it without Serve where Ray has died.
+    """Has Serve drain and stop the cluster ``name``: its gateways first, because their streams need
+    the groups, then the groups. If Ray has died, drains the gateways without it.
 
     Raises:
-        ClusterLost: Ray has died, or Serve takes longer than it may.
+        ClusterLost: Ray has died, or Serve takes longer than the limit.
     """
     limit_s = drain_timeout_s + STOP_MARGIN_S + _SERVE_MARGIN_S
     end_s = time.monotonic() + limit_s
@@ -55,16 +55,16 @@ def stop_app(name: str, session: RaySession, *, drain_timeout_s: float) -> None:
 
 
 def let_go(handle: "DeploymentHandle[Any]") -> None:
-    """Ends what a handle does by itself: where its deployment is scaled, a thread of this process
-    tells Serve's controller of calls, also of a later Ray."""
+    """Shuts a handle down. For an autoscaled deployment, its thread in this process would continue
+    to report calls to Serve's controller, even to that of a later Ray cluster."""
     end_s = time.monotonic() + _LET_GO_S
-    with contextlib.suppress(Exception):  # Of many kinds, where Ray has died.
+    with contextlib.suppress(Exception):  # Ray raises many kinds of error if it has died.
         finished(handle.shutdown, unless=lambda: time.monotonic() > end_s)
 
 
 def stop_parts(name: str, parts: Iterable[str], *, drain_timeout_s: float) -> None:
-    """Has Serve drain and stop the groups of some of the models. Raises ClusterLost: it takes
-    longer than it may."""
+    """Has Serve drain and stop the groups with these ``parts``. Raises ClusterLost: it takes longer
+    than the limit."""
     apps = [application_of(name, part) for part in parts]
     limit_s = drain_timeout_s + STOP_MARGIN_S + _SERVE_MARGIN_S
     end_s = time.monotonic() + limit_s
@@ -79,8 +79,8 @@ def _parts(name: str) -> list[str]:
 
 
 def _delete_apps(names: Sequence[str], is_over: Callable[[], bool]) -> bool:
-    """Whether Serve stopped the applications before it ``is_over``. Serve's own wait gives up after
-    a minute, whatever a replica may take."""
+    """Stops applications; returns whether Serve did so before ``is_over`` was true. Serve's own
+    wait ends after a minute, however long replicas may take."""
     from ray import serve
 
     apps = set(names)
@@ -99,7 +99,7 @@ def _delete_apps(names: Sequence[str], is_over: Callable[[], bool]) -> bool:
             if not apps:
                 return True
             time.sleep(_LOOK_EVERY_S)
-    except Exception:  # Ray's own, of many kinds; where it has died, that is what is told.
+    except Exception:  # Ray raises many kinds. If it has died, the caller reports that instead.
         if not is_over():
             raise
     return False

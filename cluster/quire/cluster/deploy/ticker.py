@@ -1,10 +1,10 @@
-"""Repeats on standard output what is pending, until standard input ends.
+"""Prints the pending step to standard output repeatedly, until standard input ends.
 
-A process of its own, run as a file: Ray connects in one call that holds the interpreter's lock, for
-seconds on a busy machine, and no thread of that process would come to write.
+This runs as a separate process, from this file: Ray connects in one call that holds the interpreter
+lock, for seconds on a busy machine, during which no thread of that process could print.
 
-Each line of input has three fields, parted by tabs: what is pending, empty for nothing; how far it
-is; and whether something was written beside this process, which need not speak so soon then.
+Each line of input has three tab-separated fields: the pending step, empty for none; its progress;
+and whether another process has just printed a line, which delays the next print of this one.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import signal
 import time
 
 _EVERY_S = 1.5
-"""A busy machine may delay it."""
+"""Interval of prints, below two seconds because a busy machine may delay them."""
 _LIVE_EVERY_S = 0.25
 _COLUMNS = 80
 ERASE = "\r\x1b[K"
@@ -22,7 +22,7 @@ ERASE = "\r\x1b[K"
 
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # It ends with its input.
+        signal.signal(number, signal.SIG_IGN)  # This process ends with its input.
     is_live = os.isatty(1)
     every_s = _LIVE_EVERY_S if is_live else _EVERY_S
     name = detail = ""
@@ -63,7 +63,7 @@ def _width() -> int:
 
 
 def _write(text: str) -> None:
-    with contextlib.suppress(OSError):  # Nobody reads any more.
+    with contextlib.suppress(OSError):  # Standard output is closed.
         os.write(1, text.encode())
 
 

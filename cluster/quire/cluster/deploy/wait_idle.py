@@ -1,7 +1,7 @@
 """Waits until a gateway has no request left: ``python -m quire.cluster.deploy.wait_idle URL``.
 
-For the hook that runs before a gateway's pod is stopped. The pod gets no new clients by then;
-those that it has are let finish.
+It is for the preStop hook of a gateway's pod. The pod gets no new clients by then; its current
+clients can finish.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _num_inflight(url: str) -> float:
-    """Infinite where the gateway is there and does not tell in time."""
+    """The gateway's requests in progress; infinite if it runs but does not answer in time."""
     # The certificate names the service and not this pod; nothing secret is sent.
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -50,7 +50,7 @@ def _num_inflight(url: str) -> float:
         with urllib.request.urlopen(
             f"{url}/metrics", timeout=_ANSWER_WITHIN_S, context=context
         ) as answer:
-            found = _INFLIGHT.findall(answer.read().decode())  # For each model.
+            found = _INFLIGHT.findall(answer.read().decode())  # One for each model.
     except (TimeoutError, urllib.error.HTTPError):
         return inf
     except (http.client.HTTPException, OSError) as error:

@@ -1,4 +1,4 @@
-"""A gateway's side of `quire.cluster.deploy.watcher`."""
+"""Starts a gateway's watcher process (`quire.cluster.deploy.watcher`) and sends it heartbeats."""
 
 import asyncio
 import contextlib
@@ -17,14 +17,14 @@ _log = logging.getLogger(__name__)
 
 _AGAIN_S = 5.0
 _BEATS = 16
-"""Heartbeats sent within the silence timeout, twice as many as are expected."""
+"""Heartbeats within the silence timeout, twice as many as the watcher expects."""
 
 
 async def be_watched(
     listeners: Callable[[], Iterator[socket.socket]], *, silence_timeout_s: float
 ) -> None:
     """Runs a watcher for this process and its event loop until cancelled. Returns once the watcher
-    has ended ``listeners``, of which it is given duplicates."""
+    has shut down the sockets of ``listeners``, of which it gets duplicates."""
     if not Path("/proc/self/schedstat").exists():
         _log.warning("the kernel does not tell what runs: a gateway that hangs is found by Serve")
         await asyncio.Event().wait()
@@ -36,7 +36,7 @@ async def be_watched(
 async def _be_watched_once(
     listeners: Callable[[], Iterator[socket.socket]], silence_timeout_s: float
 ) -> int:
-    """Returns the watcher's exit status."""
+    """Runs one watcher process; returns its exit status."""
     with contextlib.ExitStack() as stack:
         passed = [stack.enter_context(each).fileno() for each in listeners()]
         this = (os.getpid(), threading.get_native_id(), silence_timeout_s)
@@ -52,12 +52,11 @@ async def _be_watched_once(
         os.set_blocking(process.stdin.fileno(), False)
         try:
             while process.poll() is None:
-                process.stdin.write(
-                    b"."
-                )  # None where the pipe is full, as the watcher was stopped.
+                # Writes nothing if the pipe is full, as when the watcher is stopped.
+                process.stdin.write(b".")
                 await asyncio.sleep(silence_timeout_s / _BEATS)
         except BrokenPipeError:
             return await asyncio.to_thread(process.wait)
         finally:
-            process.kill()  # Unless it has ended. It may be stopped, and is waited for.
+            process.kill()  # Has no effect if it has ended. SIGKILL also ends a stopped one.
     return process.returncode

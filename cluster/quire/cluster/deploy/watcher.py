@@ -1,13 +1,13 @@
 """A process that watches its parent, a gateway: ``… PID THREAD SILENCE_S [LISTENER ...]``.
 
-A gateway that hangs still has its listening sockets, and the kernel deals new connections to them.
-So the watcher has duplicates of these sockets, and ends them once the gateway is silent; the kernel
-then deals to other gateways alone. Streams are kept, in case the gateway was only stopped for a
-while; after a longer silence it is killed.
+A gateway that hangs still has its listening sockets, and the kernel assigns new connections to
+them. So the watcher has duplicates of these sockets, and shuts them down once the gateway is
+silent; the kernel then assigns connections only to other gateways. Streams are kept, in case the
+gateway was only paused; after a longer silence it is killed.
 
-The gateway's event loop writes to the watcher's standard input in beats. It is silent if none comes
-*and* its thread neither ran nor waited for a processor or a disk meanwhile: on a busy machine a
-healthy gateway may be late for any time.
+The gateway's event loop sends heartbeats to the watcher's standard input. The gateway is silent if
+none arrives *and* its thread neither ran nor waited for a processor or a disk meanwhile: on a busy
+machine a healthy gateway may be late by any time.
 """
 
 import os
@@ -22,24 +22,24 @@ from pathlib import Path
 from quire.cluster.links.liveness import Liveness
 
 CUT_OFF = 3
-"""Exit status: the gateway went on after its listening sockets had been ended."""
+"""Exit status: the gateway continued after its listening sockets had been shut down."""
 _KILLED_AFTER = 5
-"""Times the silence timeout."""
+"""Silence after which the gateway is killed, as a multiple of the silence timeout."""
 _AT_WORK = ("R", "D")
-"""States of a thread that runs or could; and of one that waits for a disk, which a signal would not
-end either."""
+"""The kernel's states of a thread that runs or could run (R), or waits for a disk (D), which a
+signal would not end either."""
 
 
 class Pulse:
-    """Whether a thread of a process is scheduled, from what the kernel says of it."""
+    """Tells from the kernel's data whether a thread is scheduled."""
 
     def __init__(self, thread: Path) -> None:
         self._thread = thread
         self._times = ""
 
     def is_felt(self) -> bool:
-        """Whether it is at work, or has been since the last call. Raises OSError: it has ended."""
-        # Behind the name, which may have spaces.
+        """Whether the thread works, or has since the last call. Raises OSError: it has ended."""
+        # The state follows the name, which may have spaces.
         state = (self._thread / "stat").read_text().rpartition(")")[2].split()[0]
         before, self._times = self._times, (self._thread / "schedstat").read_text()
         return state in _AT_WORK or self._times != before
@@ -60,7 +60,7 @@ def main() -> int:
         killed_after_s = _KILLED_AFTER * silence_timeout_s
         if _wait_until_silent(pulse, timeout_s=killed_after_s, is_over_when_heard=True):
             return CUT_OFF
-        if os.getppid() == pid:  # Else it has ended, and another process may have its id.
+        if os.getppid() == pid:  # Otherwise it has ended, and another process may have its id.
             _say(f"it has not for another {killed_after_s:g} s: killed")
             os.kill(pid, signal.SIGKILL)
     except OSError:
@@ -69,7 +69,8 @@ def main() -> int:
 
 
 def _wait_until_silent(pulse: Pulse, *, timeout_s: float, is_over_when_heard: bool = False) -> bool:
-    """Returns whether the gateway was heard instead. Raises OSError: it has closed its end."""
+    """Waits until the gateway is silent for ``timeout_s`` (False), or until its next heartbeat if
+    ``is_over_when_heard`` (True). Raises OSError: the gateway has closed its end."""
     liveness = Liveness(silence_timeout_s=timeout_s, step_deadline_s=inf)
     while True:
         is_heard = _listen(liveness.beat_s)
@@ -82,7 +83,8 @@ def _wait_until_silent(pulse: Pulse, *, timeout_s: float, is_over_when_heard: bo
 
 
 def _listen(for_s: float) -> bool:
-    """Whether anything came. Raises OSError: the other end is closed, and at once."""
+    """Reads heartbeats for ``for_s``; returns whether there were any. Raises OSError at once if the
+    other end is closed."""
     end_s = time.monotonic() + for_s
     is_heard = False
     while (left_s := end_s - time.monotonic()) > 0:

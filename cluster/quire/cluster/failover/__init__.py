@@ -1,1 +1,1 @@
-"""One completion's life: routed, relayed, and resumed where its group is lost."""
+"""One completion's life at a gateway: routed, relayed, and resumed when its group is lost."""

@@ -1,8 +1,9 @@
-"""One completion's attempts: to which group it goes next, and whether it may go anywhere.
+"""The attempts of one completion: chooses a group for each, and decides whether there is another.
 
-An attempt is routed and submitted. It ends with the completion, or because its group was lost,
-drains or refuses it. The next attempt then begins where it ended, unless a limit of `resume` has
-been reached. Each attempt has its own number, by which group and gateway match messages to it.
+An attempt is routed and submitted to a group. It ends with the completion, or because its group was
+lost, drains or refuses it. The next attempt then continues after the tokens received so far, unless
+a limit of `resume` has been reached. Each attempt has a number, by which group and gateway match
+messages to it.
 """
 
 import asyncio
@@ -38,9 +39,9 @@ from quire.worker.api.errors import (
 from quire.worker.api.request import Prepared
 
 _MAX_REFUSALS = 3
-"""Groups with a full queue that a new completion is offered to."""
+"""A new completion fails after this number of groups with a full queue refused it."""
 _RETRY_PAUSE_S = 0.1
-"""Until a completion under way asks groups again that could not take it."""
+"""Pause before groups that could not take a completion are tried again."""
 
 
 class Attempts:
@@ -60,8 +61,8 @@ class Attempts:
         clock: Callable[[], float],
         record: CompletionRecord | None = None,
     ) -> None:
-        """``work`` is the request as groups get it. It and ``blame`` are shared by all completions
-        of the prompt. ``record`` gets each attempt that was sent."""
+        """``work`` is the encoded request for groups. It and ``blame`` are shared by all
+        completions of the prompt. ``record`` receives each attempt that was sent."""
         self._request = request
         self._work = work
         self._model = request.model
@@ -77,14 +78,14 @@ class Attempts:
         self._losses = Losses(config, blame)
         self._num_tokens = 0
         self._num_refusals = 0
-        self._full_since_s: float | None = None  # Since when nobody had room for it.
-        self._deadline_s: float | None = None  # Of the search for a group that begins it.
+        self._full_since_s: float | None = None  # When it was first refused for a full queue.
+        self._deadline_s: float | None = None  # The end of the search for a group.
         self._avoided: set[GroupId] = set()  # Groups that could not take it just now.
         self._decision: Decision | None = None
         self._stream: GroupStream | None = None
         self._error: QuireError | None = None
         self._is_isolated = False
-        self._end_turn: Callable[[], None] = _do_nothing  # Of isolated requests.
+        self._end_turn: Callable[[], None] = _do_nothing  # Ends the turn of an isolated request.
         resumes.budget.began()
 
     @property
@@ -94,12 +95,13 @@ class Attempts:
         return self._decision
 
     async def begin(self, token_ids: Sequence[int]) -> GroupStream:
-        """Routes the request, or what is left of it behind ``token_ids``, and sends it off.
+        """Begins the next attempt: routes the completion, of which ``token_ids`` were received
+        already, and submits it to a group.
 
         Raises:
             QueueFull: Every group that was asked has a full queue.
             Quarantined: Too many groups died under it, or under another completion of its prompt.
-            Unavailable: There is no group, or too many were lost on the way.
+            Unavailable: There is no group, or too many groups were lost.
         """
         self._num_tokens = len(token_ids)
         self._is_isolated = False
@@ -110,7 +112,7 @@ class Attempts:
             raise
 
     def end(self) -> None:
-        """Lets go of the last one, whatever became of it."""
+        """Aborts the last attempt, if it still runs, and frees what it held."""
         if self._stream is not None:
             self._stream.abort()
         self._end_turn()
@@ -119,10 +121,10 @@ class Attempts:
         """Counts that the last attempt ended with ``error``. Returns if there may be another.
 
         Raises:
-            InvalidRequest: The group refused the request as it is.
-            BrokenLogits: The model computes no numbers for it.
+            InvalidRequest: The group refused the request itself.
+            BrokenLogits: The model's logits for it are not finite.
             QueueFull: Every group that was asked has a full queue.
-            Unavailable: Too many were lost on the way.
+            Unavailable: Too many groups were lost.
         """
         self._error = error
         assert self._stream is not None
@@ -152,7 +154,7 @@ class Attempts:
             self._telemetry.handovers.inc()
             return
         if self.blame.isolated_death is not None:
-            return  # The verdict comes first.
+            return  # `_begin` judges this death before any limit applies.
         if self._losses.is_hopeless:
             raise self._unavailable()
         if not self._resumes.budget.take():
@@ -165,7 +167,7 @@ class Attempts:
             self._avoided.add(self.decision.group)
 
     def refusal(self, error: pb.GroupError) -> QuireError:
-        """The exception that a group's refusal means."""
+        """The exception for a group's refusal."""
         if error.code == pb.GroupError.CONSTRAINT_REFUSED:
             return ConstraintRefused(error.message)
         if error.code == pb.GroupError.INVALID_REQUEST:
@@ -189,11 +191,12 @@ class Attempts:
 
     @property
     def _is_new(self) -> bool:
-        """Whether it could be refused without losing tokens."""
+        """Whether the completion has no tokens and no lost attempt, so that it may be refused."""
         return not (self._num_tokens or self._losses.num_lost)
 
     def _lose_unbegun(self) -> None:
-        """The group was lost before it began this: that cost nothing, and this is not to blame."""
+        """Handles a group that was lost before it began the attempt: the request is not blamed, and
+        no limit counts the loss."""
         assert self._deadline_s is not None
         if self._clock() >= self._deadline_s:
             raise self._unavailable()
@@ -208,7 +211,7 @@ class Attempts:
         former = self._former(num_prompt_tokens)
         while True:
             if self._losses.must_be_isolated and not self._is_isolated:
-                # The others' turns do not count: a group is there, and the line moves.
+                # The wait for a turn does not count: groups exist, and the queue moves.
                 entered_s = self._clock()
                 self._end_turn = await self._resumes.isolation.enter()
                 self._is_isolated = True
@@ -223,7 +226,7 @@ class Attempts:
                 raise self._quarantined()
             card = self._groups.card
             if card is not None and not token_ids and card.differs_in_numerics_at_most(self._model):
-                # The former attempt brought no token, so a group with other numerics may continue.
+                # There are no tokens yet, so a group with other numerics may take it.
                 if card != self._model:
                     self._request = self._request.hashed_for(card)
                 self._model = card
@@ -264,7 +267,8 @@ class Attempts:
                 return self._stream
 
     async def _hold(self, deadline_s: float) -> None:
-        """Returns when it is time to look again for a group that holds the request's adapter."""
+        """Returns when it is time to look again for a group that holds the request's adapter.
+        Raises Unavailable: ``deadline_s`` has passed."""
         try:
             timeout_s = max(0.0, deadline_s - self._clock())
             await self._groups.hold(self._request.adapter, timeout_s=timeout_s)
@@ -276,15 +280,16 @@ class Attempts:
             self._avoided.clear()
 
     async def _wait_until_calm(self, unrest_s: float) -> None:
-        """Groups that die together convict no request, so all groups that are already dead must be
-        known before an isolated one is judged or sent to another group."""
+        """Waits until all groups that are already dead are known. Groups that die together convict
+        no request, so this comes before an isolated request is judged or sent to another group."""
         assert self._deadline_s is not None
         if self._clock() + unrest_s > self._deadline_s:
             raise self._unavailable()
         await asyncio.sleep(max(unrest_s, _RETRY_PAUSE_S))
 
     async def _wait(self, error: NoGroupAvailable, deadline_s: float) -> None:
-        """Returns when it is time to look for a group again."""
+        """Returns when it is time to look for a group again. Raises QueueFull or Unavailable: there
+        is no point in waiting, or ``deadline_s`` has passed."""
         full = self._error if isinstance(self._error, QueueFull) else None
         timeout_s = deadline_s - self._clock()
         is_over = timeout_s <= 0 or not self._groups.may_come
@@ -293,7 +298,7 @@ class Attempts:
         if self._avoided:
             timeout_s = min(timeout_s, _RETRY_PAUSE_S)
         else:
-            # There is no group. All isolated requests wait for one at the same time, not in turn.
+            # There is no group. Isolated requests wait for one all at once, and not in turn.
             self._end_turn()
             self._is_isolated = False
         with self._groups.demand.waiting(len(self._request.prompt_token_ids)):
@@ -301,7 +306,8 @@ class Attempts:
         self._avoided.clear()
 
     def _former(self, num_tokens: int) -> Source | None:
-        """The group of the last attempt, if it ran this, and so has all but the last token."""
+        """The group of the last attempt as a source of KV blocks, if it generated tokens: it then
+        has the KV of all ``num_tokens`` but the last."""
         if self._stream is None or not self._stream.num_tokens:
             return None
         return Source(self.decision.group, (num_tokens - 1) // self._table.block_size)
@@ -332,8 +338,8 @@ class Attempts:
 
     @property
     def hands_over(self) -> bool:
-        """Whether the group of the present attempt, its first, ends it after one token, and another
-        goes on."""
+        """Whether the current attempt is the first one, on a prefill-only group, which ends it
+        after one token so that another group continues."""
         request = self._request
         is_new = not (self._num_tokens or self._is_isolated) and request.task == "generate"
         return (

@@ -1,4 +1,4 @@
-"""A completion's output on its way to its client, in no protocol's words."""
+"""A completion's output between a gateway's core and its APIs, independent of any protocol."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from quire.worker.api.outputs import FinishReason, TokenLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What is known of a completion with its first token."""
+    """The facts of a completion that are known with its first token."""
 
     request_id: str
     model: str
@@ -18,14 +18,15 @@ class Start:
     """Prompt tokens whose KV the engine found in its cache."""
     decision: Decision
     explains_routing: bool
-    """The client wants to know of every group that it could have gone to."""
+    """Whether the client asked for the estimated cost of each group that it could have gone to."""
     seed: int
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Times are in seconds from the request's arrival."""
+    """Token counts and times of a finished completion. Times are seconds since the request's
+    arrival."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -39,19 +40,19 @@ class Chunk:
     """Tokens of one completion, in order."""
 
     index: int
-    """Which of the client's completions it is."""
+    """The number of the completion in the client's request."""
     token_offset: int
-    """Output tokens before these."""
+    """Number of output tokens before this chunk."""
     text: str = ""
-    """What these tokens complete."""
+    """The text that these tokens complete."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    """On the last one, as is ``usage``."""
+    """Set on the last chunk, as is ``usage``."""
     stop_reason: str | int | None = None
-    """The stop string or the stop token's id that ended it."""
+    """The stop string or the id of the stop token that ended the completion."""
     start: Start | None = None
-    """On the first one."""
+    """Set on the first chunk."""
     usage: Usage | None = None
     embedding: Floats | None = None
-    """On the only one of a request that embeds."""
+    """The embedding, on the only chunk of an embedding request."""

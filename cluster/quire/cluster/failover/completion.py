@@ -1,8 +1,8 @@
-"""One completion's life at the gateway: routed, relayed, and resumed where its group is lost.
+"""Streams one completion from groups to its client, and resumes it when its group is lost.
 
-The client sees one unbroken stream of tokens. When its group is lost, another group gets the prompt
-and the tokens received so far. That is exact, because a token depends on model, prompt, parameters,
-seed and position only.
+The client sees one unbroken stream of tokens. When a group is lost, another group receives the
+prompt and the tokens received so far. The result is exact, because a token depends only on model,
+prompt, parameters, seed and position.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ from quire.worker.text.tokenizer import Tokenizer
 _log = logging.getLogger(__name__)
 
 _ENDS: tuple[FinishReason, ...] = ("stop", "length")
-"""How a group may end a completion."""
+"""The finish reasons with which a group may end a completion."""
 
 
 Take = Callable[[Chunk], Awaitable[object]]
-"""What a completion's chunks are handed to. The next one comes when it has returned."""
+"""Consumes a completion's chunks. It is called with the next chunk when it has returned."""
 
 
 class Completion:
@@ -62,10 +62,10 @@ class Completion:
         blame: Blame | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``work``: the request as groups get it. ``model``: what the client calls the model, or
-        the adapter, that it is for. ``index``: which of the client's completions it
-        is. ``resumes``: what it shares with the gateway's other completions. ``ending``: what with
-        those of its client's request, and ``blame`` with those of its prompt."""
+        """``work``: the encoded request for groups. ``model``: the client's name of the model or
+        adapter. ``index``: the number of the completion in the client's request. ``resumes`` is
+        shared with the gateway's other completions, ``ending`` with those of the same client's
+        request, ``blame`` with those of the same prompt."""
         self._request = request
         self._model = model
         self._index = index
@@ -95,7 +95,7 @@ class Completion:
             shown_token_ids=request.shown_token_ids,
         )
         self._token_ids: list[int] = []
-        self._is_started = False  # This attempt's first delta has come.
+        self._is_started = False  # The attempt's first delta has arrived.
         self._error: QuireError | None = None
         self._num_cached_tokens: int | None = None
         self._first_token_s: float | None = None
@@ -104,16 +104,16 @@ class Completion:
     async def run(self, take: Take) -> None:
         """Hands chunks to ``take`` until one has a finish reason.
 
-        Cancelling the task that runs it aborts the group's work. The group may be ahead of ``take``
-        by a window of tokens, no more.
+        Cancelling the task that runs this aborts the group's work. The group sends at most
+        `GroupClientConfig.window_tokens` tokens ahead of ``take``.
 
         Raises:
-            InvalidRequest: The group refused the request as it is.
-            BrokenLogits: The model computes no numbers for it.
+            InvalidRequest: The group refused the request itself.
+            BrokenLogits: The model's logits for it are not finite.
             QueueFull: Every group that was asked has a full queue.
             Quarantined: Too many groups died under it.
-            Unavailable: There is no group, or too many were lost on the way.
-            And what ``take`` does.
+            Unavailable: There is no group, or too many groups were lost.
+            And whatever ``take`` raises.
         """
         outcome, detail = "error", ""
         try:
@@ -158,14 +158,14 @@ class Completion:
             self._record.end(outcome, num_output_tokens=len(self._token_ids))
 
     def _take(self, deltas: Sequence[group_pb.TokenDelta]) -> Chunk:
-        """Makes one chunk of deltas; where one is an error, of those before it."""
+        """Merges deltas into one chunk, up to the first error or finish reason."""
         chunk = Chunk(self._index, len(self._token_ids))
         for delta in deltas:
             reason = FINISH_REASON_OF.get(delta.finish_reason)
             if delta.HasField("error"):
                 self._error = self._attempts.refusal(delta.error)
             elif delta.finish_reason and reason not in _ENDS:
-                # Nobody reads any more what this gateway has aborted.
+                # This gateway did not abort it: nothing reads the stream of an aborted attempt.
                 told = f"the group ended the request with finish_reason={delta.finish_reason}"
                 self._error = GroupLost(f"{told}, which it was not asked to")
             else:
@@ -184,13 +184,13 @@ class Completion:
         self._finish_reason = reason
         token_ids = list(delta.token_ids)
         num_tokens = len(token_ids)
-        # As in vLLM, the token that ends the text is not part of it.
+        # As in vLLM, the text does not include the stop token.
         num_shown = num_tokens
         if reason == "stop":
             num_shown -= not self._request.sampling.include_stop_str_in_output
         shown = ""
         for position in range(num_shown):
-            # One at a time: tokens behind the stop string must not be part of the answer.
+            # One at a time, because tokens after the stop string are not part of the answer.
             text, stopped = self._text.push(token_ids[position])
             shown += text
             if stopped:
@@ -224,7 +224,7 @@ class Completion:
             self._request.request_id, num_cached_tokens=delta.num_cached_tokens, fetched=fetched
         )
         if self._num_cached_tokens is not None:
-            return  # Resumed: the client knows all this from the first attempt.
+            return  # A resumed completion: the client got its `Start` from the first attempt.
         self._num_cached_tokens = delta.num_cached_tokens
         self._telemetry.prompt_tokens.inc(len(self._request.prompt_token_ids))
         self._telemetry.cached_tokens.inc(delta.num_cached_tokens)

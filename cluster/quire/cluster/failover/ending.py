@@ -1,7 +1,7 @@
-"""The outcome, for metrics and explanations, of a completion that was closed from outside.
+"""Tells why a completion was cancelled, for metrics and explanations.
 
-A completion cannot see who closed it: its client, its deadline, or another failed completion of the
-same request. All three look alike from inside.
+A completion is cancelled by its client, by its deadline, or because another completion of the same
+request failed. It sees the same CancelledError in all three cases.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from math import inf
 
 from quire.worker.api.errors import QuireError
 
-# A client's own clock ends its call too, and often first: gRPC sends the time that is left rounded
-# up, by a hundredth at most, and what it sends is some milliseconds under way.
+# A client ends its call at the deadline too, and often first: gRPC sends the remaining time rounded
+# up, by a hundredth at most, and the message takes some milliseconds to arrive.
 _ROUNDING = 0.01
 _ON_THE_WAY_S = 0.02
 
@@ -21,14 +21,14 @@ class Ending:
 
     arrival_s: float = 0.0
     deadline_s: float = inf
-    """Both on the completions' clock."""
+    """Arrival and deadline of the request, on the completions' clock."""
     is_failed: bool = False
-    """One of them has failed, and so will all."""
+    """Whether one of the completions has failed, which cancels the others."""
 
     def of_closed(self, *, now_s: float, lost: QuireError | None) -> tuple[str, str]:
-        """The outcome of one that is closed now, and more about it, which may be nothing.
+        """The outcome of a completion that is cancelled now, and a detail, which may be empty.
 
-        ``lost`` is what became of its last attempt, where it waits for the next.
+        ``lost`` is the error of its last attempt, if it waits for the next one.
         """
         waiting = f"while it waited for another group ({lost})" if lost else ""
         if self.is_failed:

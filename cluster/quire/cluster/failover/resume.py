@@ -1,4 +1,4 @@
-"""How a completion may go on after its group was lost, and when it may not any more.
+"""Decides whether a completion may continue after its group was lost.
 
 No request is blamed for a group that drains, is full, is cut off briefly, or was lost before it
 began the attempt. A group that *dies* may have been killed by one of its requests, the poison
@@ -9,9 +9,9 @@ group without another isolated request. If that group dies too, and no other one
 time, the request is *convicted* and not run again. The completions of one prompt are one request.
 
 A poison request kills again at the same place: at the first token after those that were received,
-or a few later if the last ones were lost on the way. An isolated request that gets past that point
-is cleared, and the next one runs. So at most ``max_group_deaths`` groups die of one poison request,
-and innocent requests are resumed.
+or a few later if the last tokens were lost in transit. An isolated request that gets past that
+point is cleared, and the next one runs. So at most ``max_group_deaths`` groups die of one poison
+request, and innocent requests are resumed.
 """
 
 import asyncio
@@ -25,32 +25,33 @@ from quire.worker.api.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionConfig:
-    """How long a completion looks for a group, and how often completions may go on after losses,
-    each and all of a gateway together.
+    """How long a completion looks for a group, and how often completions may be resumed, each alone
+    and all of a gateway together.
 
     Raises:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
 
     group_wait_s: float = 60.0
-    """How long a completion waits for a group, where all were lost and others start; one that has
-    tokens, also where all are full, since its client would lose those tokens."""
+    """How long a completion waits for a group when all groups are lost. A completion with tokens
+    also waits for a full group, because its client would lose those tokens."""
     max_attempts: int = 5
     """Attempts of a completion that may be lost before it fails; attempts on draining groups do not
     count."""
     max_group_deaths: int = 3
     isolated_tokens: int = 8
     """Tokens after which an attempt clears its request. A group's death may lose the tokens of one
-    step, with steps ahead of two, and those in frames that a slow network held."""
+    step (of two, if steps are prepared ahead) and those in frames that a slow network held."""
     retry_burst: int = 4096
-    """Resumes that a gateway can do at once: as many as it has completions under way
-    (`AdmissionConfig.max_inflight`), so that one crash is survived by all, whatever it hit."""
+    """Most resumes that a gateway can do at once: as many as it may have completions in progress
+    (`AdmissionConfig.max_inflight`), so that all of them survive a crash."""
     retry_share: float = 0.2
-    """Resumes that each new completion adds, up to that maximum. In the long run resumes are at
-    most this share of the traffic: each costs a prefill, and resumes must not overload the
-    remaining groups."""
+    """Resumes that each new completion adds to the budget, up to ``retry_burst``. In the long run
+    resumes are at most this share of the traffic: each costs a prefill, and resumes must not
+    overload the remaining groups."""
     retry_per_s: float = 10.0
-    """Resumes that each second adds, for gateways with little traffic and long streams."""
+    """Resumes that each second adds to the budget, for gateways with little traffic and long
+    streams."""
 
     def __post_init__(self) -> None:
         for name, least in (("max_attempts", 1), ("max_group_deaths", 2), ("isolated_tokens", 1)):
@@ -66,14 +67,14 @@ class Blame:
 
     def __init__(self) -> None:
         self.isolated_death: Death | None = None
-        """The last one under one of them that was isolated, until it is judged."""
+        """The last death under an isolated completion of the prompt, until `judge` is called."""
         self.is_convicted = False
-        """From then on none of them is run again."""
+        """Whether the request is convicted: no completion of the prompt runs again."""
         self._deaths: list[list[Death]] = []
 
     @property
     def num_deaths(self) -> int:
-        """Groups that died, each counted once, however many of the completions it ran."""
+        """Number of groups that died, each counted once, however many completions it ran."""
         return len(
             {
                 (death.group, death.epoch)
@@ -84,14 +85,15 @@ class Blame:
         )
 
     def completion(self) -> list[Death]:
-        """A list for the deaths of one more completion, for it to keep."""
+        """Adds a completion; returns the list to which it adds the deaths under it."""
         self._deaths.append([])
         return self._deaths[-1]
 
     def judge(self, deaths: Deaths) -> bool:
-        """Whether its last death while isolated convicts it now. If not, that counts no more.
+        """Whether the last death under the isolated request convicts it. If not, that death is no
+        longer counted.
 
-        To be called when no group has died for a while: those that died together are then known.
+        Call it when no group has died for a while: all groups that died together are then known.
         """
         death, self.isolated_death = self.isolated_death, None
         if death is None:
@@ -108,16 +110,16 @@ class Losses:
     """The history of one completion's attempts."""
 
     def __init__(self, config: CompletionConfig, blame: Blame | None = None) -> None:
-        """``blame`` is that of its prompt."""
+        """``blame`` is shared by the completions of the prompt."""
         self.num_lost = 0
-        """Attempts lost, but for those handed over."""
+        """Number of lost attempts, without those that were handed over."""
         self.blame = blame or Blame()
         self._config = config
         self._deaths = self.blame.completion()
 
     @property
     def num_deaths(self) -> int:
-        """Groups that died in a row under it, or under others of its prompt."""
+        """Number of groups that died in a row under the completions of the prompt."""
         return self.blame.num_deaths
 
     @property
@@ -129,14 +131,14 @@ class Losses:
         return self.num_lost >= self._config.max_attempts
 
     def add(self, error: GroupLost, *, num_tokens: int, is_isolated: bool) -> None:
-        """Counts a lost attempt, which had brought ``num_tokens``.
+        """Counts a lost attempt that had generated ``num_tokens``.
 
-        Only a death while it was isolated can convict it: the completions of one prompt may be on
-        several groups that die of something else.
+        Only a death while the completion was isolated can convict its request: the completions of
+        one prompt may be on several groups that die of something else.
         """
         is_past = num_tokens >= self._config.isolated_tokens
         if is_past:
-            # It got past the place where those groups died, so this attempt clears it.
+            # The attempt got past the token at which those groups died, which clears the request.
             self._deaths.clear()
         if isinstance(error, HandedOver):
             return
@@ -149,7 +151,7 @@ class Losses:
 
 
 class RetryBudget:
-    """A bucket of resumes, filled by traffic and time."""
+    """A token bucket of resumes, filled by new completions and by time."""
 
     def __init__(self, config: CompletionConfig, *, clock: Callable[[], float]) -> None:
         self._config = config
@@ -159,18 +161,18 @@ class RetryBudget:
 
     @property
     def level(self) -> float:
-        """Resumes that could be done now."""
+        """Number of resumes that are allowed now."""
         now_s = self._clock()
         self._add((now_s - self._filled_s) * self._config.retry_per_s)
         self._filled_s = now_s
         return self._level
 
     def began(self) -> None:
-        """A new completion began."""
+        """Counts a new completion, which adds `CompletionConfig.retry_share`."""
         self._add(self._config.retry_share)
 
     def take(self) -> bool:
-        """Whether there may be one more resume; if so, it counts."""
+        """Takes one resume from the budget; returns whether there was one."""
         if self.level < 1:
             return False
         self._level -= 1
@@ -181,15 +183,16 @@ class RetryBudget:
 
 
 class Isolation:
-    """The gateway's isolated requests, of which one at a time may be sent to a group."""
+    """The turns of a gateway's isolated completions: one at a time may be sent to a group."""
 
     def __init__(self) -> None:
         self.num_completions = 0
-        """Those that wait for their turn, and the one that has it."""
+        """Completions that wait for their turn or have it."""
         self._turn = asyncio.Lock()
 
     async def enter(self) -> Callable[[], None]:
-        """Waits for a turn, first come, first served; returns how to end it, also twice."""
+        """Waits for a turn, first come, first served; returns a function that ends it, which may be
+        called repeatedly."""
         self.num_completions += 1
         try:
             await self._turn.acquire()

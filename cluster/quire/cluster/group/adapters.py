@@ -1,4 +1,4 @@
-"""The LoRA adapters that a group can run: those in its node's store that the model takes.
+"""The LoRA adapters that a group can run: those in its node's store that fit the model.
 
 All groups of a node share the store. A group reads an adapter and checks it against the model
 before gateways send requests for it.
@@ -19,7 +19,7 @@ Check = Callable[[str], Awaitable[None]]
 
 
 class GroupAdapters:
-    """Belongs to one event loop."""
+    """A group's access to its node's adapter store. Belongs to one event loop."""
 
     def __init__(self, store: AdapterStore, check: Check) -> None:
         self._store = store
@@ -28,12 +28,12 @@ class GroupAdapters:
         self._writing = asyncio.Lock()
 
     def has(self, digest: str) -> bool:
-        """Whether the files are here."""
+        """Whether the node has the adapter's files."""
         return bool(_DIGEST.fullmatch(digest)) and self._store.folder(digest) is not None
 
     async def hold(self, digest: str) -> pb.HoldAdapterResponse:
-        """Reads and checks an adapter that is here, one at a time: a group that starts is asked for
-        all that gateways have requests for."""
+        """Reads and checks an adapter of the node. Only one at a time, because a new group is asked
+        for all adapters that gateways have requests for."""
         if not self.has(digest):
             return pb.HoldAdapterResponse()
         try:
@@ -44,12 +44,12 @@ class GroupAdapters:
         return pb.HoldAdapterResponse(is_held=True)
 
     async def write(self, pieces: AsyncIterator[pb.AdapterPiece]) -> None:
-        """Puts the adapter that ``pieces`` bring into the store, one at a time. Raises
+        """Puts the adapter whose files are in ``pieces`` into the store, one at a time. Raises
         AdapterError."""
         async with self._writing:
             await keep_pieces(pieces, self._store)
 
     def read(self, digest: str) -> AsyncIterator[pb.AdapterPiece] | None:
-        """Its files; ``None`` if they are not here."""
+        """The pieces of an adapter's files; ``None`` if the node does not have them."""
         folder = self._store.folder(digest) if self.has(digest) else None
         return None if folder is None else pieces_of(folder, digest)

@@ -1,4 +1,4 @@
-"""A group's part of a trace: what it did for one sampled attempt, as spans once that has ended.
+"""A group's part of a trace: the spans of one sampled attempt, made when it has ended.
 
 group         from the gateway's message to the end; below the gateway's span of the attempt
   queue       until its first step
@@ -14,16 +14,16 @@ from quire.worker.api.progress import Progress
 
 
 class AttemptSpans:
-    """One attempt, from now on. Used in the event loop."""
+    """Records one attempt from its arrival on. Used in the event loop."""
 
     def __init__(
         self, traceparent: str, *, trace_state: str, group_id: str, num_resumed_tokens: int
     ) -> None:
-        """``traceparent``: the gateway's span."""
+        """``traceparent``: the gateway's span, which becomes the parent."""
         self.progress = Progress()
         """The record that the engine writes to."""
         self.has_begun = False
-        """The engine has given its first output."""
+        """Whether the engine has produced the first output."""
         self._trace_id, self._parent_id = ids_in(traceparent)
         self._trace_state = trace_state
         self._group_id = group_id
@@ -36,8 +36,8 @@ class AttemptSpans:
         self._fetched = Fetched()
 
     def took(self, output: TokenDelta, *, num_steps: int) -> None:
-        """The engine has given its first or its last ``output``, after so many steps since its
-        start. Others need not be told, so that tokens cost nothing."""
+        """Records the first or last ``output`` of the engine, after ``num_steps`` steps since its
+        start. Outputs between them are not recorded, so that tokens cost nothing."""
         now_s = time.monotonic()
         if not self.has_begun:
             self.has_begun = True
@@ -50,8 +50,8 @@ class AttemptSpans:
     def ended(
         self, outcome: str, *, num_tokens: int, num_steps: int, error_type: str = ""
     ) -> list[Span]:
-        """``outcome`` is text of our own: a finish reason, or why there is none. ``num_tokens``: of
-        output, those of earlier attempts among them."""
+        """The spans of the attempt. ``outcome`` is a finish reason, or why there is none, without
+        text of the client. ``num_tokens``: output tokens, including those of earlier attempts."""
         end_s, progress = time.monotonic(), self.progress
         if self._last_s is None:
             self._last_s, self._last_step = end_s, num_steps
@@ -65,7 +65,7 @@ class AttemptSpans:
         }
         if error_type:
             told["error.type"] = error_type
-        # An abort may have come before anything else.
+        # The attempt may have been aborted before its first step.
         queued_s = end_s if scheduled_s is None else scheduled_s
         told["gen_ai.latency.time_in_queue"] = queued_s - self._begin_s
         parts = [self._span("queue", own_id, self._begin_s, queued_s, {})]

@@ -1,14 +1,13 @@
 """Fetches blocks from other groups into this group's host memory.
 
 Each pull has a thread, which waits for a slot, asks the other group over gRPC and then receives
-straight into granted slots: no byte is copied. A block lands only if its place, name and length are
-those that were asked for, and its bytes have the checksum that came with them. Whatever else
-happens ends the pull, with the peer, the block and the reason named; the request then computes what
-has not come. A thread that has ended a pull waits for the next one: to start one holds the engine's
-thread up.
+straight into granted slots, without a copy. A block is accepted only if its place, name and length
+are those requested, and its bytes have the checksum in its header. Anything else ends the pull with
+an error that names peer, block and reason; the request then computes the missing blocks. A thread
+that has finished a pull waits for the next one, because starting threads delays the engine's.
 
-A pull that is cancelled lets go of its connection within `_LOOK_S`. A peer that failed is not asked
-again for `_SHUNNED_S`.
+A cancelled pull closes its connection within `_LOOK_S`. A peer that failed is not asked again for
+`_SHUNNED_S`.
 """
 
 import asyncio
@@ -45,14 +44,14 @@ _log = logging.getLogger(__name__)
 
 _MAX_PULLS = 64
 _MAX_IDLE = 8
-"""Threads that wait for a pull."""
+"""Most threads that wait for a pull."""
 _ASK_S = 3.0
-"""Until a peer has said what it lends: a step of its engine, and more."""
+"""Timeout of a peer's answer, which may take more than a step of its engine."""
 _STALL_S = 2.0
 _SHUNNED_S = 5.0
 _MAX_SHUNNED = 64
 _UNHEARD_S = 1.0
-"""A peer that has sent nothing for so long, when its pull is given up, counts as failed."""
+"""A peer counts as failed if it has sent nothing for this long when its pull is cancelled."""
 _LOOK_S = 0.05
 _HASHED_BYTES = 512 << 10
 _JOIN_S = 1.0
@@ -64,14 +63,14 @@ class _Ended(Exception):
     def __init__(self, reason: str, *, is_fault: bool = True) -> None:
         super().__init__(reason)
         self.is_fault = is_fault
-        """The peer's, which is not asked again for a while."""
+        """Whether the peer is at fault; it is then not asked again for a while."""
 
 
 class Outcome(NamedTuple):
     """How a pull ended."""
 
     num_blocks: int
-    """That came."""
+    """Number of blocks that were received."""
     error: str
 
 
@@ -86,7 +85,7 @@ class _Expected:
 
 
 class Borrower:
-    """Brings the blocks of pulls whose source is a peer. Made inside an event loop."""
+    """Fetches the blocks of pulls whose source is a peer. It is made inside an event loop."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class Borrower:
         self._threads: set[threading.Thread] = set()
         self._num_pulls = 0  # Each has one of the threads; the others are idle.
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._shunned: dict[str, float] = {}  # By address, until when.
+        self._shunned: dict[str, float] = {}  # End of the time without requests, by address.
         self._expected: dict[PeerSource, _Expected] = {}
         self._is_closing = False
 
@@ -113,7 +112,7 @@ class Borrower:
         return self._num_pulls
 
     def fetch(self, pull: Pull) -> None:
-        """`quire.worker.cache.pull.Fetch`: begins, and returns at once. In any thread."""
+        """Starts a pull and returns at once, in any thread (`quire.worker.cache.pull.Fetch`)."""
         source = pull.source
         assert source is not None, "a pull from another group has a source"
         with self._lock:
@@ -129,13 +128,13 @@ class Borrower:
     async def most_useful(
         self, source: PeerSource, max_bytes: int, *, format: KvFormat
     ) -> pb.BlocksLoan:
-        """What ``source`` lends of its most useful blocks. Raises AioRpcError."""
+        """Asks ``source`` for its most useful blocks, ``max_bytes`` at most. Raises AioRpcError."""
         request = pb.BlocksRequest(format=format_to_proto(format), most_useful_bytes=max_bytes)
         return await self._links.blocks(source, request, timeout_s=self._ask_s)
 
     def expect(self, source: PeerSource, loan: pb.BlocksLoan) -> "asyncio.Future[Outcome]":
-        """The next pull from ``source`` takes the blocks of ``loan``, if these are what it wants.
-        Done when it has ended; cancelling it ends the expectation."""
+        """Makes the next pull from ``source`` use ``loan``, if that has the blocks that the pull
+        wants. The future is done when the pull has ended; cancelling it ends the expectation."""
         outcome: asyncio.Future[Outcome] = self._loop.create_future()
         with self._lock:
             self._expected[source] = _Expected(loan, outcome)
@@ -155,7 +154,7 @@ class Borrower:
         await self._links.close()
 
     def _why_not(self, source: PeerSource) -> str:
-        """Why nothing is fetched from there now; empty where it may be."""
+        """Why nothing may be fetched from ``source`` now; empty if it may."""
         if self._is_closing:
             return "this group is stopping"
         if self._num_pulls >= _MAX_PULLS:
@@ -165,14 +164,14 @@ class Borrower:
         return ""
 
     def _provide_thread(self) -> str:
-        """Starts a thread where none is idle. Returns why it cannot; empty where there is one."""
+        """Starts a thread if none is idle. Returns why it cannot; empty if there is one."""
         if len(self._threads) > self._num_pulls:
             return ""
         thread = threading.Thread(target=self._run_all, name="quire-kv-pull", daemon=True)
         self._threads.add(thread)
         try:
             thread.start()
-        except RuntimeError as error:  # The process may have no more of them.
+        except RuntimeError as error:  # The process cannot start more threads.
             self._threads.discard(thread)
             return str(error)
         return ""
@@ -180,7 +179,7 @@ class Borrower:
     # In the thread of a pull.
 
     def _run_all(self) -> None:
-        """One pull after another, until too many threads are idle."""
+        """Runs one pull after another, until too many threads are idle."""
         while (job := self._jobs.get()) is not None:
             self._run(*job)
             with self._lock:
@@ -217,7 +216,7 @@ class Borrower:
         pull.end(error)
         if expected is not None:
             outcome = Outcome(pull.num_bytes // pull.format.block_bytes, error)
-            with contextlib.suppress(RuntimeError):  # The loop is closed.
+            with contextlib.suppress(RuntimeError):  # The event loop is closed.
                 self._loop.call_soon_threadsafe(expected.tell, outcome)
 
     def _shun(self, address: str) -> None:
@@ -241,7 +240,7 @@ Ask = Callable[[PeerSource, pb.BlocksRequest], "concurrent.futures.Future[pb.Blo
 
 
 class _Borrowing:
-    """One pull from one peer, in a thread of its own."""
+    """One pull from one peer, run in a thread."""
 
     def __init__(
         self,
@@ -259,15 +258,16 @@ class _Borrowing:
         self._stall_s = stall_s
         self._begin_s = time.monotonic()
         self._until_s = inf
-        self._is_heard = False  # The peer has sent anything.
+        self._is_heard = False  # Whether the peer has answered.
         self._doing = "asking"
         self._next: int | None = None
-        """A slot for the next block."""
+        """A slot that was granted for the next block."""
 
     def run(self, loan: pb.BlocksLoan | None = None) -> None:
-        """``loan``: what the peer has answered already. Raises _Ended: not all blocks have come."""
+        """Receives all blocks. ``loan``: the peer's answer, if there is one already. Raises _Ended:
+        not all blocks were received."""
         try:
-            self._next = self._slot()  # Before it asks: no loan waits for room here.
+            self._next = self._slot()  # Before it asks, so that no loan waits for room here.
             self._run(loan or self._ask())
         except _Ended as ended:
             raise _Ended(f"{self._doing}: {ended}", is_fault=ended.is_fault) from None
@@ -324,7 +324,7 @@ class _Borrowing:
                 raise _Ended(f"the call was ended: {error!r}", is_fault=False) from None
 
     def _receive(self, connection: KvConnection, index: int) -> None:
-        """Block ``index``, into a slot."""
+        """Receives block ``index`` into a slot."""
         pull = self._pull
         header = self._header(connection)
         if header.is_end:
@@ -343,8 +343,8 @@ class _Borrowing:
         num_bytes = 0
         while num_bytes < len(block):
             begin, num_bytes = num_bytes, num_bytes + connection.receive_into(block[num_bytes:])
-            # Now, while it is in the CPU's cache. Each part is so short that the interpreter is not
-            # let go of: to get it back would take far longer than the hash.
+            # Hashed now, while the bytes are in the CPU's cache. Each part is so short that the
+            # interpreter lock is kept: getting it back would take far longer than the hash.
             for part in range(begin, num_bytes, _HASHED_BYTES):
                 came.update(block[part : min(part + _HASHED_BYTES, num_bytes)])
         pull.num_bytes += num_bytes
@@ -383,7 +383,7 @@ class _Borrowing:
             self._check()
 
     def _check(self) -> None:
-        """Raises _Ended: there is no point in going on."""
+        """Raises _Ended: the pull was cancelled, the group stops, or the lease is over."""
         now_s = time.monotonic()
         if self._pull.is_cancelled:
             is_fault = not self._is_heard and now_s - self._begin_s > _UNHEARD_S

@@ -1,8 +1,8 @@
-"""What stored blocks hold, for those subscribers of a group's block events that want to know.
+"""Adds the contents of stored blocks to a group's block events, for subscribers that ask for them.
 
-A batch's contents follow it in messages of their own, so that neither is longer for the other, and
-no message is long. In each batch a block comes after its parent. Contents are looked up when they
-are sent: of a block that is gone by then they are left out, and its removal follows.
+The contents of a batch are split over several messages, so that none is long. In each batch a block
+follows its parent. Contents are looked up when they are sent: those of a block that is gone by then
+are left out, and its removal follows.
 """
 
 import asyncio
@@ -14,14 +14,14 @@ from quire.worker.api.events import BlockContent, BlocksStored, EventBatch
 from quire.worker.api.hashing import BlockHash
 
 PIECE_BLOCKS = 512
-"""Blocks in a message. Others have the event loop after so many."""
+"""Most blocks in a message. The event loop runs other work after as many blocks."""
 
 
 async def with_contents(
     batch: EventBatch, contents: Mapping[BlockHash, BlockContent]
 ) -> AsyncGenerator[pb.EventBatch, None]:
-    """The messages that tell of ``batch`` and of the blocks in it. ``contents`` may change at any
-    time."""
+    """Yields the messages for ``batch`` and the contents of its blocks. ``contents`` may change at
+    any time."""
     blocks = await _described(_stored_by(batch), contents)
     message = events_to_proto(batch)
     next_seq = batch.first_seq + len(batch.events)
@@ -47,7 +47,7 @@ def _stored_by(batch: EventBatch) -> Iterable[BlockHash]:
 async def _described(
     stored: Iterable[BlockHash], contents: Mapping[BlockHash, BlockContent]
 ) -> list[Described]:
-    """Those of which the contents are known, parents before children, each once."""
+    """The blocks whose contents are known, each once, parents before children."""
     left = dict.fromkeys(stored)
     found: list[Described] = []
     for number, name in enumerate(list(left)):

@@ -1,10 +1,10 @@
-"""An engine in a thread of its own, used from asyncio.
+"""Runs an engine in its own thread, for use from asyncio.
 
-Only its thread touches the engine: commands from asyncio go through an inbox that is emptied before
-each step, and a step's outputs come back in one `call_soon_threadsafe`, in order. Without work the
-thread sleeps on the inbox. When a rank fails the thread ends, every request gets the error, and
-`failed` is done; the group must then be replaced. The same happens when a step exceeds its deadline
-(`EngineLoop.watch`); later outputs of that thread are dropped.
+Only that thread touches the engine: commands from asyncio go through an inbox that is emptied
+before each step, and a step's outputs come back in one `call_soon_threadsafe`, in order. Without
+work the thread sleeps on the inbox. When a rank fails the thread ends, every request gets the
+error, and `failed` is done; the group must then be replaced. The same happens when a step exceeds
+its deadline (`EngineLoop.watch`); later outputs of that thread are dropped.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from quire.worker.engine import Engine
 _log = logging.getLogger(__name__)
 
 _MAX_INBOX = 65_536
-"""Commands that may wait for the engine's thread: many times the requests that gateways have under
-way."""
-_LOOKS_IN = 8  # Times in a step's deadline that its thread is looked at.
+"""Commands that may wait for the engine's thread: many times the number of requests that gateways
+may have in progress."""
+_LOOKS_IN = 8  # Checks of the thread within a step's deadline.
 
 ENGINE_THREAD = "quire-engine"
 """The name of the engine's thread and, on Linux, of the OpenMP threads that it starts."""
@@ -53,14 +53,15 @@ class StepResult:
     stats: EngineStats
     outputs: list[TokenDelta]
     refusals: list[tuple[str, QuireError]]
-    """Requests that the engine did not take, and why."""
+    """Ids of requests that the engine refused, and why."""
     events: EventBatch
     num_added: int
-    """Requests since the start that the engine was given before it stepped."""
+    """Requests added to the engine since the start, before this step."""
 
 
 class EngineLoop:
-    """Runs ``engine`` until `close`. Made and used inside the event loop that it reports to."""
+    """Runs ``engine`` until `close`. It is made and used inside the event loop that it reports
+    to."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -72,31 +73,31 @@ class EngineLoop:
         self._events: list[BlockEvent] = []
         self.num_steps = 0
         self._num_turns = 0
-        self._num_added = 0  # The engine's thread's.
+        self._num_added = 0  # Belongs to the engine's thread.
         self.num_submitted = self.num_added = 0
-        """Requests since the start, and how many of them, in order, `stats` counts."""
+        """Requests since the start; and how many of them, in order, `stats` counts."""
         self._is_closed = False
-        self._is_idle = False  # The thread waits for work.
+        self._is_idle = False  # Whether the thread waits for work.
         self._watchdog: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._hung: asyncio.Future[None] = self._loop.create_future()
         self.stats = engine.stats()
         """The engine's statistics after the last step."""
         self.contents = engine.events.contents
-        """What blocks hold, which other threads may look up; ``None`` where nobody remembers."""
+        """The contents of blocks, which other threads may read; ``None`` if they are not kept."""
         self.failed: asyncio.Future[RankFailure] = self._loop.create_future()
         engine.events.subscribe(lambda _seq, event: self._events.append(event))
         self._start()
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._sinks)
 
     def submit(self, request: Prepared, sink: Sink) -> None:
-        """Gives the engine a request; ``sink`` hears of it until it ends, however it ends.
+        """Gives the engine a request. ``sink`` gets its outputs, or the error that ended it.
 
-        At once, if the engine has failed or is closed, or too many commands wait for it.
+        It gets an error at once if the engine has failed or is closed, or too many commands wait.
         """
         if (error := self._why_not()) is not None:
             sink(error)
@@ -106,7 +107,7 @@ class EngineLoop:
         self._inbox.put(lambda: self._add(request))
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; its sink hears no more. Unknown and ended ones are ignored."""
+        """Ends a request; its sink gets nothing more. Unknown and ended requests are ignored."""
         if self._sinks.pop(request_id, None) is not None:
             self._inbox.put(lambda: self._engine.abort(request_id))
 
@@ -114,8 +115,8 @@ class EngineLoop:
         """Runs ``function`` in the engine's thread between two steps.
 
         Raises:
-            RankFailure: The engine failed, or was closed, before it came to that.
-            QueueFull: Too many commands wait for it.
+            RankFailure: The engine failed, or was closed, before ``function`` had run.
+            QueueFull: Too many commands wait for the engine.
         """
         if (error := self._why_not()) is not None:
             raise error
@@ -134,16 +135,17 @@ class EngineLoop:
         return future.result()
 
     def lend_kept(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | None:
-        """Lends ``hashes`` if host memory keeps them all, without waiting for a step."""
+        """Lends ``hashes`` without waiting for a step; ``None`` if host memory lacks any of
+        them."""
         if self._why_not() is not None:
             return None
         loan = self._engine.lend_kept(hashes, borrower_format=borrower_format)
         if loan is not None:
-            self._inbox.put(lambda: None)  # The engine takes its slots back, asleep or not.
+            self._inbox.put(lambda: None)  # Wakes the engine, which takes returned slots back.
         return loan
 
     def _why_not(self) -> QuireError | None:
-        """Why the engine takes no more commands; None if it does."""
+        """The error if the engine takes no more commands; ``None`` if it does."""
         if self.failed.done():
             return self.failed.result()
         if self._is_closed or self._ended.done():
@@ -154,12 +156,12 @@ class EngineLoop:
         return None
 
     def listen(self, on_step: Callable[[StepResult], None]) -> Callable[[], None]:
-        """Calls ``on_step`` after each step, once the sinks were told; returns how to stop."""
+        """Calls ``on_step`` after each step, after the sinks; returns a function that stops it."""
         self._listeners.append(on_step)
         return lambda: self._listeners.remove(on_step)
 
     def watch(self, *, step_deadline_s: float) -> None:
-        """From now on, a step that takes longer than ``step_deadline_s`` fails the group.
+        """Fails the group when a step takes longer than ``step_deadline_s``, from now on.
 
         Call it after the engine's slow first steps. The deadline is checked in parts, and a pause
         of this process counts as one missed part, so that a stopped process does not fail its own
@@ -170,10 +172,10 @@ class EngineLoop:
         self._watchdog = asyncio.create_task(keep_going(watch, name="the engine's watchdog"))
 
     async def close(self) -> None:
-        """Lets the step that runs end, then ends the thread. The engine stays the caller's.
+        """Waits for the current step, then ends the thread. The caller closes the engine.
 
-        What still runs or waits is told so. A thread that hangs is left behind: closing the engine
-        is what may still end it.
+        Requests that still run or wait get an error. A thread that hangs is left running; closing
+        the engine may still end it.
         """
         self._is_closed = True
         self._inbox.put(None)
@@ -196,7 +198,7 @@ class EngineLoop:
                 self._deliver_failure(RankFailure(message))
 
     def _start(self) -> None:
-        """Begins to run the engine; the simulation in ``tests/sim`` does it without a thread."""
+        """Starts the engine's thread; the simulation in ``tests/sim`` overrides it."""
         self._thread = threading.Thread(target=self._run, name=ENGINE_THREAD, daemon=True)
         self._thread.start()
 
@@ -219,7 +221,7 @@ class EngineLoop:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """An exception inside ends the engine."""
+        """Turns an exception in the block into the engine's failure."""
         try:
             yield
         except RankFailure as error:
@@ -232,7 +234,8 @@ class EngineLoop:
             self._post(lambda: self._ended.set_result(None))
 
     def _take_inbox(self) -> bool:
-        """Runs all that waits, and where the engine has no work, waits. False: time to end."""
+        """Runs all waiting commands; waits for one if the engine has no work. False: the thread
+        must end."""
         block = not self._engine.has_work
         while True:
             self._is_idle = block
@@ -281,7 +284,7 @@ class EngineLoop:
 
     def _deliver(self, result: StepResult) -> None:
         if self.failed.done():
-            return  # A step that had been given up came to an end after all.
+            return  # A step that had exceeded its deadline ended after all.
         self.stats = result.stats
         self.num_added = result.num_added
         for output in result.outputs:

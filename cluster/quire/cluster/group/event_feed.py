@@ -1,9 +1,9 @@
-"""Block events for any number of subscribers, each at its own pace.
+"""Feeds a group's block events to any number of subscribers, each at its own pace.
 
 A subscriber's batches are contiguous: no event is missing or repeated. A subscriber that falls
 behind by more than its buffer gets a snapshot instead.
 
-Once per heartbeat a batch has a digest, with or without events. So a subscriber detects any error
+Once per heartbeat a batch has a digest, with or without events. A subscriber thus detects any error
 within a heartbeat: missing events by the batch's first number, and everything else by the digest.
 """
 
@@ -33,7 +33,8 @@ class EventFeed:
     async def follow(
         self, *, epoch: int, next_seq: int, buckets: bytes = b""
     ) -> AsyncGenerator[EventBatch, None]:
-        """All events from ``next_seq`` of ``epoch`` on, or a snapshot and all behind it.
+        """Yields all events from ``next_seq`` of ``epoch`` on, or a snapshot and all events after
+        it.
 
         ``buckets`` are sent again in full. At most ``heartbeat_s`` pass between two batches with a
         digest, plus the time of an engine step and of the reader; such a batch may have no events.
@@ -57,8 +58,8 @@ class EventFeed:
                         await self._engine_loop.call(lambda engine: engine.events.snapshot())
                     ]
                 elif loop.time() >= heartbeat_at_s:
-                    # Told by the engine's thread, in which digest and events are of one moment.
-                    # Its events are in the buffer too, now or soon, and are skipped there.
+                    # Read in the engine's thread, so that digest and events are of one moment. The
+                    # events are in the buffer too, now or soon, and are skipped there.
                     batches = [await self._engine_loop.call(_since(next_seq))]
                 else:
                     events = buffer.take(next_seq)
@@ -71,13 +72,13 @@ class EventFeed:
 
 
 class _Buffer:
-    """Events that one subscriber has not taken yet."""
+    """The events that one subscriber has not taken yet."""
 
     def __init__(self, capacity: int) -> None:
         self.overflowed = False
         self._capacity = capacity
         self._events: deque[BlockEvent] = deque()
-        self._next_seq = 0  # Behind the newest event in the buffer.
+        self._next_seq = 0  # The number after that of the newest event in the buffer.
         self._changed = asyncio.Event()
 
     def add(self, result: StepResult) -> None:
@@ -92,7 +93,7 @@ class _Buffer:
             self._events.clear()
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns when there is something to take, or after ``timeout_s``."""
+        """Returns when there are events to take, or after ``timeout_s``."""
         if not self._changed.is_set():
             try:
                 async with asyncio.timeout(timeout_s):
@@ -101,7 +102,7 @@ class _Buffer:
                 return
 
     def take(self, next_seq: int) -> tuple[BlockEvent, ...]:
-        """The events from ``next_seq`` on; earlier ones came with the replay already."""
+        """Removes and returns the events from ``next_seq`` on; earlier ones were in the replay."""
         num_new = min(max(self._next_seq - next_seq, 0), len(self._events))
         events = tuple(self._events)[len(self._events) - num_new :]
         self.clear()

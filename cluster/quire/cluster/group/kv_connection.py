@@ -1,7 +1,7 @@
-"""A borrower's connection to a lender, which can be given up at any moment.
+"""A borrower's connection to a lender, which can be abandoned at any moment.
 
-No call on the socket takes longer than `_LOOK_S`. Then it is asked whether the connection is still
-wanted, so that a peer which was stopped, or is slow, holds nothing that is wanted elsewhere.
+No call on the socket takes longer than `_LOOK_S`. After each, the connection checks whether it is
+still wanted, so that a stopped or slow peer does not block resources of this group.
 """
 
 import errno
@@ -19,10 +19,10 @@ _LOOK_S = 0.05
 
 
 class KvConnection:
-    """To ``host:port``. ``check`` raises when the connection is not wanted any more.
+    """A connection to ``host:port``. ``check`` raises when it is no longer wanted.
 
-    ``certificate`` is the only one that may be there, PEM; empty is without TLS. ``stall_s`` is how
-    long nothing may come. Every call may raise OSError, TimeoutError among them.
+    ``certificate`` is the only certificate to accept, PEM; empty is without TLS. ``stall_s`` is the
+    most time without data. Every call may raise OSError, including TimeoutError.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class KvConnection:
             if certificate:
                 self._greet(certificate)
             else:
-                # One system call receives a block, if it comes in time. For each part of it that
-                # woke this thread, it would wait for the interpreter, which the engine keeps busy.
+                # One system call receives a block, if it arrives in time. If each part of it woke
+                # this thread, it would wait for the interpreter lock, which the engine often holds.
                 self._socket.setblocking(True)
                 wait_s = struct.pack("ll", 0, int(_LOOK_S * 1e6))
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait_s)
@@ -63,12 +63,12 @@ class KvConnection:
         self._socket.close()
 
     def send(self, data: bytes) -> None:
-        """A few bytes, for which there is room in the kernel."""
+        """Sends a few bytes, for which the kernel's buffer has room."""
         self._socket.sendall(data)
 
     def receive_into(self, view: memoryview) -> int:
-        """Waits until ``view`` is full, or for a moment, and returns how many bytes it has put
-        there: at least one. Raises EOFError: no more come."""
+        """Receives into ``view`` until it is full or `_LOOK_S` has passed; returns the number of
+        bytes, at least one. Raises EOFError: the peer has closed the connection."""
         until_s = time.monotonic() + self._stall_s
         while True:
             try:
@@ -104,7 +104,8 @@ class KvConnection:
                 self._wait(select.POLLOUT, "no TLS handshake")
 
     def _wait(self, event: int, what: str) -> None:
-        """Returns once the socket is ready. Raises TimeoutError: ``what``, for ``stall_s``."""
+        """Returns once the socket is ready for ``event``. Raises TimeoutError after ``stall_s``,
+        with ``what`` in its message."""
         poll = select.poll()
         poll.register(self._socket, event)
         until_s = time.monotonic() + self._stall_s

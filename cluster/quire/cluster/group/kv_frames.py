@@ -1,11 +1,11 @@
-"""How blocks of KV travel from one group to another, over a TCP connection of their own.
+"""The protocol for KV blocks between two groups, on a TCP connection per loan.
 
     borrower to lender   the loan's ticket
     lender to borrower   for each block a header and its bytes; then a last header and a reason
 
-A header is 64 bytes: what follows, which of the loan's blocks it is, how many bytes follow, the
-block's name and the XXH3 of the bytes. The name and its place are known to the borrower before, so
-that nothing which arrives is taken on trust.
+A header is 64 bytes: the kind of what follows, the block's place in the loan, the number of bytes
+that follow, the block's name and the XXH3 of the bytes. The borrower knows each block's name and
+place before, and can check both.
 """
 
 import struct
@@ -23,20 +23,20 @@ HEADER_BYTES = _HEADER.size
 
 class Header(NamedTuple):
     is_end: bool
-    """A reason follows, not a block."""
+    """Whether a reason follows instead of a block."""
     place: int
-    """Which of the loan's blocks it is; with the end, how many blocks were sent."""
+    """The block's place in the loan; for the end, the number of blocks that were sent."""
     num_bytes: int
-    """What follows."""
+    """Number of bytes that follow."""
     name: bytes
     checksum: bytes
     """XXH3 of the bytes that follow."""
 
 
 checksum = xxh3_128_digest
-"""XXH3 of some bytes, 128 bits."""
+"""XXH3 of bytes, 128 bits."""
 Checksum = xxh3_128
-"""The same of bytes that come in parts."""
+"""The incremental form of `checksum`."""
 
 
 def block_header(place: int, *, name: bytes, num_bytes: int, checksum: bytes) -> bytes:
@@ -44,13 +44,13 @@ def block_header(place: int, *, name: bytes, num_bytes: int, checksum: bytes) ->
 
 
 def end_frame(num_sent: int, reason: str) -> bytes:
-    """The last header, and why no more blocks come; empty where all came while the lease lived."""
+    """The last header and the reason why no more blocks follow; empty if all were sent."""
     data = reason.encode()[:MAX_REASON_BYTES]
     return _HEADER.pack(_END, num_sent, len(data), b"", checksum(data)) + data
 
 
 def parse_header(data: bytes | bytearray | memoryview) -> Header:
-    """Raises ValueError: these are no header."""
+    """Decodes a header. Raises ValueError: ``data`` is not a header."""
     kind, place, num_bytes, name, said = _HEADER.unpack(data)
     if kind not in (_BLOCK, _END):
         raise ValueError(f"a header begins with {kind.hex()}: not one of a block or an end")

@@ -1,8 +1,8 @@
-"""Where borrowers connect to be sent blocks: one port of a group, and a thread for those who come.
+"""The port at which borrowers connect to receive blocks, and the thread that accepts them.
 
-A visitor gets nothing until it has shown a ticket. It has `_TICKET_S` for that, the TLS handshake
-included; visitors beyond `_MAX_VISITORS` are hung up on. None of them can stop another: the thread
-only ever reads what is there.
+A new connection gets nothing until it has sent a ticket. It has `_TICKET_S` for that, including the
+TLS handshake; connections beyond `_MAX_VISITORS` are closed. No connection can block another,
+because the thread never waits for data of one.
 """
 
 import contextlib
@@ -22,10 +22,11 @@ _log = logging.getLogger(__name__)
 _MAX_VISITORS = 32
 _TICKET_S = 1.0
 _PAUSE_S = 0.1
-"""After an `accept` that failed, as it does where the process has too many files open."""
+"""Pause after a failed `accept`, which happens when the process has too many files open."""
 
 Take = Callable[[bytes, socket.socket], bool]
-"""Takes a connection, if its ticket is good. Called in the listener's thread."""
+"""Takes over a connection if its ticket is valid; returns whether it did. Called in the listener's
+thread."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +34,7 @@ class _Visitor:
     connection: socket.socket
     late_s: float
     is_greeted: bool
-    """The TLS handshake is done, if there is one."""
+    """Whether the TLS handshake is done; true without TLS."""
     ticket: bytearray = field(default_factory=bytearray)
 
 
@@ -57,9 +58,9 @@ class KvListener:
         self._thread.start()
 
     def close(self) -> None:
-        """Hangs up on all who have shown no ticket, and returns once the thread has ended."""
+        """Closes all connections without a ticket, and returns once the thread has ended."""
         self._is_closed.set()
-        self._wake.close()  # Which the thread reads as the end.
+        self._wake.close()  # Wakes the thread.
         self._thread.join()
 
     # In the thread.
@@ -83,7 +84,7 @@ class KvListener:
             self._selector.close()
 
     def _patience_s(self) -> float | None:
-        """Until the first visitor is late; ``None`` where there are none."""
+        """Seconds until the first connection is late; ``None`` if there are none."""
         late_s = min((each.late_s for each in self._visitors), default=None)
         return None if late_s is None else max(0.0, late_s - time.monotonic())
 
@@ -91,7 +92,7 @@ class KvListener:
         try:
             connection, _ = self._listening.accept()
         except BlockingIOError:
-            return  # It has hung up since.
+            return  # It has disconnected already.
         except OSError as error:
             _log.warning("no borrower can connect: %s", error)
             self._is_closed.wait(_PAUSE_S)

@@ -1,12 +1,12 @@
 """Lends a group's blocks to other groups.
 
-A borrower asks for blocks over gRPC, shows a one-time ticket on a TCP connection of its own, and
-gets their bytes there: straight from host memory, without a copy. Where the group has TLS, that
-connection has the same certificate.
+A borrower asks for blocks over gRPC, opens a TCP connection, sends a one-time ticket on it, and
+receives the blocks' bytes there: straight from host memory, without a copy. If the group has TLS,
+that connection uses the same certificate.
 
-Everything that a borrower can cost is bounded. There are `_MAX_LOANS` loans and as many threads. A
-ticket that nobody shows, and a borrower that does not read, end their loans. Each host gets its
-bytes at a limited rate, which leaves the memory's bandwidth to the group's own requests.
+The cost of borrowers is bounded. There are at most `_MAX_LOANS` loans and as many threads. A loan
+ends if its ticket is not used in time, or if the borrower does not read. Each host gets its bytes
+at a limited rate, which leaves memory bandwidth to the group's own requests.
 """
 
 import asyncio
@@ -38,15 +38,15 @@ _log = logging.getLogger(__name__)
 
 _MAX_LOANS = 16
 _MAX_BLOCKS = 65_536
-"""That one request may name."""
+"""Most blocks of one request."""
 _CLAIM_S = 2.0
-"""From the answer with a ticket until it must have been shown."""
+"""Time from the answer with a ticket until the ticket must be used."""
 _LEASE_S = 20.0
-"""From the answer until the last block must have been sent."""
+"""Time from the answer until the last block must be sent."""
 _STALL_S = 5.0
-"""How long a borrower may take for one block: it, too, may wait for room."""
+"""How long a borrower may take for one block, because it may have to wait for room."""
 BYTES_PER_S = 3e9
-"""To one host: what a link of 25 Gb/s carries."""
+"""Rate to one host: what a link of 25 Gb/s carries."""
 _LOOK_S = 0.05
 _JOIN_S = 1.0
 _NO_PARENT = bytes(HASH_BYTES)
@@ -55,13 +55,13 @@ T = TypeVar("T")
 
 
 class Call(Protocol):
-    """`EngineLoop.call`."""
+    """The type of `EngineLoop.call`."""
 
     def __call__(self, function: Callable[[Engine], T]) -> Awaitable[T]: ...
 
 
 class LendKept(Protocol):
-    """`EngineLoop.lend_kept`."""
+    """The type of `EngineLoop.lend_kept`."""
 
     def __call__(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | None: ...
 
@@ -70,14 +70,14 @@ class LendKept(Protocol):
 class _Offer:
     loan: Loan
     until_s: float
-    """The end of its lease."""
+    """The end of the lease, on the monotonic clock."""
 
 
 class Lender:
-    """Answers `Blocks` calls, in the event loop that it was made in, and sends what they ask for.
+    """Answers `Blocks` calls, in the event loop that it was made in, and sends the blocks.
 
-    ``call`` runs a function in the engine's thread; ``lend_kept`` need not wait for that. ``tls``
-    is that of the group's gRPC port.
+    ``call`` runs a function in the engine's thread; ``lend_kept`` lends without waiting for it.
+    ``tls`` is the context of the group's gRPC port.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Lender:
         self._lease_s, self._stall_s, self._claim_s = lease_s, stall_s, claim_s
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._places: set[bytes] = set()  # Tickets of all loans, asked for, offered and running.
+        self._places: set[bytes] = set()  # Tickets of all loans: requested, offered and running.
         self._offers: dict[bytes, _Offer] = {}
         self._senders: dict[socket.socket, threading.Thread] = {}
         self._paces: WeakValueDictionary[str, Pace] = WeakValueDictionary()
@@ -109,7 +109,7 @@ class Lender:
 
     @property
     def port(self) -> int:
-        """Where the bytes are sent from."""
+        """The port for borrowers' connections."""
         return self._listener.port
 
     @property
@@ -117,8 +117,8 @@ class Lender:
         return len(self._places)
 
     async def lend(self, request: pb.BlocksRequest) -> pb.BlocksLoan:
-        """The answer to one `Blocks` call, a refusal among others. Raises ValueError: its hashes
-        are none."""
+        """The answer to a `Blocks` call: a loan or a refusal. Raises ValueError: its hashes are
+        malformed."""
         borrowers = format_from_proto(request.format)
         if difference := borrowers.difference(self._format):
             return _refusal(f"formats differ: the borrower's blocks have {difference}")
@@ -136,7 +136,7 @@ class Lender:
                 loan = engine.lend_most_useful(request.most_useful_bytes)
             else:
                 loan = engine.lend(hashes, borrower_format=borrowers)
-            # Here and not behind the call: its caller may have gone by then.
+            # Here and not after the call, because that may be cancelled meanwhile.
             if isinstance(loan, str) or not loan.hashes:
                 self._end(ticket)
             else:
@@ -183,7 +183,7 @@ class Lender:
     # In the engine's thread or the event loop.
 
     def _offer(self, ticket: bytes, loan: Loan) -> None:
-        """Lets a borrower come for ``loan``, for a while."""
+        """Makes ``loan`` available to the borrower with ``ticket`` for `_CLAIM_S`."""
         with self._lock:
             is_late = self._is_closing.is_set()
             if not is_late:
@@ -192,13 +192,13 @@ class Lender:
             loan.close()
             self._end(ticket)
             return
-        with contextlib.suppress(RuntimeError):  # The loop is closed, as the lender soon will be.
+        with contextlib.suppress(RuntimeError):  # The event loop is closed; the lender soon is.
             self._loop.call_soon_threadsafe(
                 lambda: self._loop.call_later(self._claim_s, self._withdraw, ticket)
             )
 
     def _withdraw(self, ticket: bytes) -> None:
-        """Ends a loan that nobody has come for."""
+        """Ends a loan whose ticket was not used in time."""
         with self._lock:
             offer = self._offers.pop(ticket, None)
         if offer is not None:
@@ -215,7 +215,7 @@ class Lender:
         try:
             host = connection.getpeername()[0]
         except OSError:
-            return False  # It has gone.
+            return False  # The borrower has disconnected.
         with self._lock:
             if self._is_closing.is_set() or ticket not in self._offers:
                 return False
@@ -230,14 +230,14 @@ class Lender:
             self._senders[connection] = thread
             try:
                 thread.start()
-            except RuntimeError as error:  # The process may have no more of them.
+            except RuntimeError as error:  # The process cannot start more threads.
                 _log.warning("a loan cannot be sent: %s", error)
                 del self._senders[connection]
                 self._offers[ticket] = offer  # It is withdrawn soon.
                 return False
         return True
 
-    # In a thread of each loan.
+    # In a thread per loan.
 
     def _serve(self, ticket: bytes, offer: _Offer, connection: socket.socket, pace: Pace) -> None:
         try:
@@ -246,7 +246,7 @@ class Lender:
                 _bound_sends(connection, self._stall_s)
                 self._send(offer, connection, pace)
         except OSError as error:
-            # The borrower has gone, or does not read; it knows what it has.
+            # The borrower has disconnected or does not read; it knows which blocks it has.
             _log.debug("a loan of %d blocks ended early: %s", len(offer.loan.hashes), error)
         finally:
             offer.loan.close()
@@ -255,7 +255,8 @@ class Lender:
             self._end(ticket)
 
     def _send(self, offer: _Offer, connection: socket.socket, pace: Pace) -> None:
-        """Raises OSError: the connection broke, or the borrower took too long."""
+        """Sends the loan's blocks. Raises OSError: the connection broke, or the borrower took too
+        long."""
         loan, reason = offer.loan, ""
         num_sent = 0
         while num_sent < len(loan.hashes):
@@ -278,7 +279,7 @@ class Lender:
         _send_all(connection, time.monotonic() + self._stall_s, end_frame(num_sent, reason))
 
     def _next(self, offer: _Offer) -> Lent | None:
-        """The loan's next block; ``None`` where no more come within the lease."""
+        """The loan's next block; ``None`` if no more come within the lease."""
         loan = offer.loan
         while not self._is_closing.is_set() and time.monotonic() < offer.until_s:
             lent = loan.next(_LOOK_S)
@@ -288,10 +289,10 @@ class Lender:
 
 
 def _bound_sends(connection: socket.socket, timeout_s: float) -> None:
-    """Has one system call send as much as fits within ``timeout_s``, where TLS does not prevent it.
+    """Limits sends to ``timeout_s``. Without TLS, one system call then sends as much as possible.
 
-    With a timeout of Python's, each part that fits would wake the thread, which then waits for the
-    interpreter whenever the engine's thread is busy.
+    With Python's own timeout, each part that fits would wake the thread, which then waits for the
+    interpreter lock whenever the engine's thread is busy.
     """
     connection.settimeout(timeout_s)
     if not isinstance(connection, ssl.SSLSocket):
@@ -302,7 +303,7 @@ def _bound_sends(connection: socket.socket, timeout_s: float) -> None:
 
 
 def _send_all(connection: socket.socket, until_s: float, *parts: bytes | memoryview) -> None:
-    """Raises OSError: the connection broke, or there was no room for long."""
+    """Sends all ``parts``. Raises OSError: the connection broke, or the borrower does not read."""
     if isinstance(connection, ssl.SSLSocket):
         for part in parts:
             connection.sendall(part)

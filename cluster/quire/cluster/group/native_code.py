@@ -1,6 +1,6 @@
-"""Compiles our C++ libraries ahead of their first use, so that a start can say what it waits for.
+"""Compiles Quire's C++ libraries before their first use, so that a start can report this step.
 
-Where a wheel brought them or they were compiled before, this is done at once.
+It returns at once if the libraries came with a wheel or were compiled before.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ _NVIDIA = Path("/dev/nvidiactl")
 
 
 def compile_native_code(*, device: str, is_logged: bool = True) -> None:
-    """Compiles the native libraries for ``device``, a value of `EngineConfig.device`. Failures are
-    logged by each process that does without a library."""
+    """Compiles the native libraries for ``device``, a value of `EngineConfig.device`. After a
+    failure each process runs without the library, and logs that."""
     if os.environ.get("QUIRE_NATIVE", "1") == "0":
         return
     builds = [native_hashing.build, native_index.build]

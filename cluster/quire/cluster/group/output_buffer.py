@@ -12,11 +12,11 @@ from quire.v1 import group_pb2 as pb
 from quire.worker.api.outputs import TokenDelta
 
 Key = tuple[str, int]
-"""Request and attempt."""
+"""A request's id and the number of its attempt."""
 
 
 class OutputBuffer:
-    """One request, and those of its tokens that were not sent."""
+    """One attempt's unsent tokens, and its credit."""
 
     __slots__ = (
         *("_unsent", "cleared_at", "engine_id", "is_cleared", "num_output", "spans"),
@@ -27,12 +27,12 @@ class OutputBuffer:
         self.engine_id = engine_id
         self.token_limit = token_limit
         self.num_output = 0
-        """Output tokens so far, resumed ones counted."""
+        """Number of output tokens so far, including resumed ones."""
         self.cleared_at = 0
         self.is_cleared = False
-        """It has had the tokens that clear an isolated request, or has ended."""
+        """Whether it has generated the tokens that clear an isolated request, or has ended."""
         self.spans: AttemptSpans | None = None
-        """What its trace will have of it, where it is sampled."""
+        """The attempt's part of its trace; ``None`` if it is not sampled."""
         self._unsent: pb.TokenDelta | None = None
 
     @property
@@ -41,20 +41,21 @@ class OutputBuffer:
 
     @property
     def can_send(self) -> bool:
-        """Whether `take` has anything to give: tokens within the limit, or an end without."""
+        """Whether `take` has anything to return: tokens within the limit, or an end without
+        tokens."""
         delta = self._unsent
         if delta is None:
             return False
         return (
             not self.token_limit
             or delta.token_offset < self.token_limit
-            or not delta.token_ids  # An end that brings none.
+            or not delta.token_ids  # An end without tokens.
         )
 
     def add(self, key: Key, output: TokenDelta) -> None:
         delta = self._unsent
         if delta is None:
-            # Only what is not empty: this is done for every token.
+            # Sets only fields that are not empty, because this runs for every token.
             self._unsent = delta = pb.TokenDelta(
                 request_id=key[0], attempt=key[1], token_offset=output.token_offset
             )
@@ -75,7 +76,8 @@ class OutputBuffer:
         self.is_cleared = self.num_output >= self.cleared_at or output.finish_reason is not None
 
     def take(self) -> pb.TokenDelta:
-        """The tokens that may be sent now. The finish reason comes with the last token."""
+        """Removes and returns the tokens that may be sent now. The last one has the finish
+        reason."""
         delta = self._unsent
         assert delta is not None
         room = max(0, self.token_limit - delta.token_offset)

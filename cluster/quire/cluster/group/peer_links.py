@@ -1,6 +1,6 @@
-"""A group's gRPC connections to other groups, from which it borrows blocks.
+"""A group's gRPC connections to the groups from which it borrows blocks.
 
-Each is opened for the first call, kept while it is used, and closed `_KEPT_S` later.
+Each connection is opened for the first call, and closed `_KEPT_S` after the last one.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class _Open:
 
 
 class PeerLinks:
-    """Made and used inside one event loop."""
+    """The open connections. They are made and used inside one event loop."""
 
     def __init__(self, *, kept_s: float = _KEPT_S) -> None:
         self._kept_s = kept_s
@@ -47,7 +47,7 @@ class PeerLinks:
             contacts = {source.address: contact}
             link = await stack.enter_async_context(grpc_connect(source.address, contacts=contacts))
             opened = self._open.setdefault(key, _Open(link, stack))
-            if opened.stack is not stack:  # Another call was sooner.
+            if opened.stack is not stack:  # Another call has opened one meanwhile.
                 await stack.aclose()
         opened.num_calls += 1
         try:
@@ -68,7 +68,7 @@ class PeerLinks:
             task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Ends every call."""
+        """Closes all connections, which ends every call."""
         while self._open:
             _, opened = self._open.popitem()
             await opened.stack.aclose()

@@ -1,4 +1,4 @@
-"""What a group does with the other groups of its model: it lends them blocks and borrows theirs."""
+"""A group's exchange of blocks with the other groups of its model: it lends and borrows them."""
 
 import asyncio
 import ssl
@@ -11,10 +11,10 @@ from quire.worker.api.kv_format import KvFormat
 
 
 class Peers:
-    """Made inside an event loop, as ``borrower`` was, whose pulls the engine behind ``call`` and
-    ``lend_kept`` makes.
+    """Combines lending, borrowing and warming. It is made inside an event loop.
 
-    ``tls`` is that of the group's gRPC port on ``host``.
+    ``borrower`` serves the pulls of the engine behind ``call`` and ``lend_kept``. ``tls`` is the
+    context of the group's gRPC port on ``host``.
     """
 
     def __init__(
@@ -33,15 +33,15 @@ class Peers:
 
     @property
     def num_loans(self) -> int:
-        """That were asked for and have not ended."""
+        """Number of loans that were requested and have not ended."""
         return self._lender.num_loans
 
     async def lend(self, request: pb.BlocksRequest) -> pb.BlocksLoan:
-        """Answers a call of `Blocks`. Raises ValueError: its hashes are none."""
+        """Answers a `Blocks` call. Raises ValueError: its hashes are malformed."""
         return await self._lender.lend(request)
 
     async def warm(self, request: pb.WarmRequest) -> pb.WarmResponse:
-        """Answers a call of `Warm`."""
+        """Answers a `Warm` call."""
         return await self._warming.warm(request)
 
     async def close(self) -> None:

@@ -1,9 +1,9 @@
-"""Where Ray puts the parts of a replica group, and what starts its ranks there.
+"""Reserves Ray resources for a replica group, and starts its ranks there.
 
-A group on one node is one actor that reserves for its child processes too. A group on several is a
-placement group, one bundle for each node and no two on one; the replica is in the first, without
-resources of its own, beside as many ranks as in each of the others. Serve makes the placement
-group, and when it removes it with its replica, Ray ends what ran there.
+A group on one node is one actor, which also reserves resources for its child processes. A group on
+several nodes is a placement group with one bundle for each node, on different nodes. The replica is
+in the first bundle, without resources of its own, with as many ranks as each other bundle has.
+Serve makes the placement group, and removes it with the replica; Ray then ends all processes in it.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ OnStep = Callable[[str], object]
 
 
 def placement_options(config: ClusterConfig, *, on_gpu: bool) -> dict[str, Any]:
-    """Options of the groups' deployment.
+    """The options for Ray of the groups' deployment.
 
     Raises:
         ConfigError: There is nothing to reserve on the nodes of a group.
@@ -58,24 +58,24 @@ def placement_options(config: ClusterConfig, *, on_gpu: bool) -> dict[str, Any]:
 
 
 def transfers_kv(config: ClusterConfig, facts: ModelFacts) -> bool:
-    """Whether the groups of this model take blocks from each other."""
+    """Whether the groups of this model fetch blocks from each other."""
     return config.transfers_kv and not facts.is_encoder
 
 
 def start_ranks(
     config: ClusterConfig, on_step: OnStep = lambda _: None
 ) -> tuple[Executor, ModelFacts]:
-    """Starts the ranks of one group, in the replica that is to have them. ``on_step`` hears of each
-    part of it as it begins.
+    """Starts the ranks of one group, from its replica. ``on_step`` is called with the name of each
+    step as it begins.
 
-    Meanwhile a thread hashes the weights, which gateways tell models apart by.
+    Meanwhile a thread hashes the weights, by which gateways identify the model.
 
     Raises:
         ConfigError, CheckpointError, RankFailure: As `make_executor`.
     """
     on_step("model files")
     engine = replace(config.engine, model=fetch_checkpoint(config.engine.model))
-    # Bad settings are refused at once, before the weights are hashed.
+    # Bad settings are refused before the weights are hashed.
     facts = model_facts(engine, with_fingerprint=False)
     engine = replace(engine, kv_transfer=transfers_kv(config, facts))
     spec = read_model_spec(engine.model, model_impl=engine.model_impl)
@@ -94,10 +94,11 @@ def start_ranks(
 
 
 def _start_executor(config: ClusterConfig, engine: EngineConfig) -> Executor:
-    """``engine`` has the model's directory on this node; each other node has its own."""
+    """Starts the ranks. ``engine`` has the model's directory on this node; other nodes have their
+    own."""
     if config.nodes_per_group == 1:
         return make_executor(engine)[0]
-    # Here and not above: groups on one node need nothing of Ray.
+    # Imported here, because groups on one node need nothing of Ray.
     import ray
 
     from quire.cluster.group.rank_actors import ActorStarter

@@ -1,8 +1,8 @@
-"""Ranks as Ray actors, pinned to the bundles of a placement group.
+"""Runs ranks as Ray actors, pinned to the bundles of a placement group.
 
-Ray places and starts them, and ends what hangs when the placement group is removed. Steps do not
-pass through it (an actor call takes 1.6 ms), nor does anything else once a group has started: it
-goes on while Ray's head is lost.
+Ray places and starts them, and ends hung ones when the placement group is removed. Steps do not
+pass through Ray (an actor call takes 1.6 ms), nor does anything else once a group has started, so a
+group continues while Ray's head node is lost.
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ from quire.worker.model.hub import fetch_checkpoint
 
 
 class RankActor:
-    """Its process becomes the rank."""
+    """A Ray actor whose process becomes a rank."""
 
     def fetch(self, model: Path) -> None:
-        """Has this node fetch a model of the hub."""
+        """Fetches a model of the hub to this node."""
         fetch_checkpoint(model)
 
     def run(self, task: RemoteRankTask) -> None:
@@ -29,7 +29,8 @@ class RankActor:
 
 
 class ActorStarter:
-    """One bundle for each node; a rank takes a GPU where its bundle has any."""
+    """Starts ranks in a placement group with one bundle per node. A rank takes a GPU if its bundle
+    has any."""
 
     def __init__(self, placement_group: PlacementGroup, *, model: Path) -> None:
         self._placement_group = placement_group
@@ -49,7 +50,7 @@ class ActorStarter:
             )
             actor: Any = actor_class.remote()
             self._actors.append(actor)
-        # Before any rank is waited for: a download may take longer than a rank may to start.
+        # Before waiting for ranks, because a download may take longer than their start timeout.
         ray.get([actor.fetch.remote(self._model) for actor in self._actors])
         self._calls = [
             actor.run.remote(task) for actor, task in zip(self._actors, tasks, strict=True)
@@ -66,6 +67,6 @@ class ActorStarter:
         return "its process ended"
 
     def release(self) -> None:
-        """Ray ends an actor that nobody refers to."""
+        """Drops all references to the actors, at which Ray ends them."""
         self._actors.clear()
         self._calls.clear()

@@ -1,9 +1,9 @@
 """The sockets between an executor and its ranks on other nodes.
 
-The executor listens on its node's address until all its ranks have come. Nothing that was
-received is looked into before the other side has shown that it has the group's key, which Ray
-hands to the ranks; the executor shows it too. After that, messages are neither encrypted nor
-signed, like those of gloo and NCCL: the network between a group's nodes must be private.
+The executor listens on its node's address until all its ranks have connected. Both sides prove that
+they have the group's key, which Ray passes to the ranks, before anything received is parsed. After
+that, messages are neither encrypted nor signed, like those of gloo and NCCL: the network between a
+group's nodes must be private.
 """
 
 import logging
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 _HANDSHAKE_S = 10.0
 _CONNECT_S = 60.0
 
-# A node that is gone without a word is found out after 25 s, with or without something to send.
+# A node that vanishes is noticed after 25 s, with or without data to send.
 _LIVENESS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -38,9 +38,9 @@ class Hello:
     rank: int
     pid: int
     host: str
-    """Its node's address."""
+    """The address of the rank's node."""
     store_port: int | None
-    """Set on rank 0: the port of the store through which ranks find each other."""
+    """On rank 0, the port of the store through which ranks find each other; else ``None``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,8 @@ class RemoteRank(Rank):
     store_port: int | None
 
     def state(self) -> str:
-        """A hung rank's kernel goes on acknowledging; one that was cut off does not."""
+        """Whether the rank's kernel acknowledges data, in words. That of a hung rank does; that of
+        a rank that was cut off does not."""
         try:
             with socket.socket(fileno=socket.dup(self.connection.fileno())) as raw:
                 info = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
@@ -59,7 +60,7 @@ class RemoteRank(Rank):
         return "does not acknowledge" if num_retransmits else "acknowledges"
 
     def how_it_died(self) -> str | None:
-        """How the connection ended, or ``None`` while it holds. Only the rank's node knows more."""
+        """How the connection ended; ``None`` while it is open. Only the rank's node knows more."""
         try:
             with socket.socket(fileno=socket.dup(self.connection.fileno())) as raw:
                 said = raw.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -71,7 +72,7 @@ class RemoteRank(Rank):
 
 
 class Reception:
-    """The socket at which the ranks of one group arrive, on a free port of ``host``."""
+    """The socket to which the ranks of one group connect, on a free port of ``host``."""
 
     def __init__(self, host: str) -> None:
         self.key = secrets.token_bytes(32)
@@ -79,7 +80,7 @@ class Reception:
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
 
     def accept(self, *, wait_s: float) -> RemoteRank | None:
-        """The next that comes and has the key; ``None`` if nobody has come within ``wait_s``."""
+        """The next rank that connects and has the key; ``None`` if none does within ``wait_s``."""
         self._listener.settimeout(wait_s)
         try:
             accepted, peer = self._listener.accept()
@@ -87,7 +88,7 @@ class Reception:
             return None
         try:
             connection = _wrap(accepted, _HANDSHAKE_S)
-        except OSError:  # It has hung up already.
+        except OSError:  # It has disconnected already.
             accepted.close()
             return None
         try:
@@ -112,16 +113,17 @@ class Reception:
 
 
 def listen(host: str) -> socket.socket:
-    """On a free port of one address, and no other."""
+    """A socket that listens on a free port of the address ``host`` only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family)
 
 
 def connect(address: tuple[str, int], key: bytes, hello: Hello) -> Connection:
-    """A rank's end. Receiving on it waits for ever, or until the executor's node is gone.
+    """Connects a rank to its executor. Receiving waits without limit, or until the executor's node
+    is gone.
 
     Raises:
-        OSError, EOFError, AuthenticationError: Nobody is there, or not the one who has the key.
+        OSError, EOFError, AuthenticationError: Nothing listens there, or it does not have the key.
     """
     connection = _wrap(socket.create_connection(address, timeout=_CONNECT_S), _CONNECT_S)
     try:

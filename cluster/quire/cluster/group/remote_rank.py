@@ -15,7 +15,7 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteRankTask:
-    """Everything that the process needs to become a rank."""
+    """Everything that a process needs to become a rank."""
 
     rank: int
     node: int
@@ -24,9 +24,9 @@ class RemoteRankTask:
 
 
 def become_rank(task: RemoteRankTask, *, host: str) -> NoReturn:
-    """Is rank ``task.rank`` until its executor leaves, then ends the process. ``host`` is the
-    address of this node."""
-    # Listens on the one address where torch's own store would listen on all.
+    """Runs rank ``task.rank`` until its executor disconnects, then ends the process. ``host`` is
+    the address of this node."""
+    # Listens on one address only; torch's own store would listen on all.
     listener = listen(host) if task.rank == 0 else None
     hello = Hello(
         rank=task.rank,
@@ -43,13 +43,13 @@ def become_rank(task: RemoteRankTask, *, host: str) -> NoReturn:
 
 
 def _interface_of(address: str) -> str | None:
-    """The network interface that has an IPv4 address, for libraries that want a name."""
+    """The name of the network interface with an IPv4 address, for libraries that need the name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:  # It has none.
+            except OSError:  # The interface has no IPv4 address.
                 continue
             if socket.inet_ntoa(reply[20:24]) == address:
                 return name

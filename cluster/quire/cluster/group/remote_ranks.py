@@ -1,8 +1,8 @@
-"""The ranks of one group as processes on several nodes.
+"""Runs the ranks of one group as processes on several nodes.
 
-Ray starts them (`quire.cluster.group.rank_actors`) and has no further part. Each rank connects back
-to its executor, and the group depends on these connections only: a rank that ends, hangs or is cut
-off fails the group at once, and ranks end when their connections do.
+Ray only starts them (`quire.cluster.group.rank_actors`). Each rank connects back to its executor,
+and the group depends on these connections alone: a rank that ends, hangs or is cut off fails the
+group at once, and ranks end when their connections do.
 """
 
 import time
@@ -16,29 +16,29 @@ from quire.worker.api.errors import RankFailure
 from quire.worker.ranks.lockstep import START_TIMEOUT_S
 
 _LOOK_S = 0.5
-"""How often it is asked whether a rank that has not come will not come."""
+"""Interval of the checks whether a rank that has not connected has failed."""
 
 
 class ProcessStarter(Protocol):
     """Starts the ranks of one group."""
 
     def start(self, tasks: Sequence[RemoteRankTask]) -> None:
-        """Starts all: on rank r's node, a process that calls `become_rank` with task r."""
+        """Starts, on each rank's node, a process that calls `become_rank` with the rank's task."""
 
     def why_not(self, rank: int) -> str | None:
-        """Why a rank will never come; ``None`` while it may."""
+        """Why a rank will never connect; ``None`` while it may."""
 
     def release(self) -> None:
-        """The group has ended: nobody wants the ranks any more, hung ones among them."""
+        """Releases all ranks, including hung ones, because the group has ended."""
 
 
 class RemoteRanks:
-    """Has ranks started, and waits for them. Rank r is on node ``r // (ranks / nodes)``."""
+    """Starts ranks and waits for them. Rank r is on node ``r // (ranks / nodes)``."""
 
     shared_fd = None
 
     def __init__(self, starter: ProcessStarter, *, num_nodes: int, host: str) -> None:
-        """``host`` is the address of this node, at which the others reach it."""
+        """``host`` is the address at which other nodes reach this one."""
         self.num_nodes = num_nodes
         self._starter = starter
         self._host = host
@@ -69,13 +69,13 @@ class RemoteRanks:
         return self._ranks, (first.host, first.store_port)
 
     def stop(self) -> None:
-        """Hangs up, at which ranks end themselves."""
+        """Closes the connections, at which ranks end themselves."""
         for rank in self._ranks:
             rank.connection.close()
         self._starter.release()
 
     def _gather(self, reception: Reception, num_ranks: int) -> None:
-        """Fills ``_ranks``, by number."""
+        """Waits for all ranks to connect, and fills ``_ranks`` in order."""
         deadline = time.monotonic() + START_TIMEOUT_S
         missing = set(range(num_ranks))
         while missing:

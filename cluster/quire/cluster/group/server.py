@@ -1,6 +1,6 @@
-"""One replica group, ready to serve: ranks, engine, its thread, and the gRPC server over them.
+"""One replica group: its ranks, its engine, the engine's thread, and the gRPC server over them.
 
-It is ready when a request has gone through the model, not when a port is open.
+It counts as ready when a request has gone through the model, not when a port is open.
 """
 
 import asyncio
@@ -46,12 +46,12 @@ _log = logging.getLogger(__name__)
 _HEARTBEATS = 8
 """Heartbeats within a gateway's silence timeout."""
 _GATEWAY_PATIENCE = 3
-"""A silent gateway gets this many times a group's timeout: a false alarm costs all its streams
-here, a late one only the blocks that they hold."""
+"""A gateway's timeout as a multiple of a group's: a false alarm costs all its streams here, a late
+one only the blocks that they hold."""
 _CLOSE_S = 1.0
 """Seconds that a stopping server gives to streams without further output."""
 _MAX_UNREAD = 4096
-"""Steps that a reader in this process may be behind before its request is given up."""
+"""Outputs that a reader in this process may be behind before its request is aborted."""
 _WARM_UP = Prepared(
     request_id="warm-up",
     prompt_token_ids=np.zeros(1, dtype=np.uint32),
@@ -60,7 +60,7 @@ _WARM_UP = Prepared(
 
 
 class GroupServer:
-    """Made by `start`; belongs to the event loop that made it."""
+    """A running replica group. It is made by `start` and belongs to that event loop."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class GroupServer:
         borrower: Borrower | None,
         traces: "SpanExport | None",
     ) -> None:
-        """``borrower`` is the engine's; ``None`` where it has nothing to do with other groups.
-        ``traces`` is this one's to close."""
+        """``borrower`` fetches blocks for the engine; ``None`` without KV transfer. `stop` closes
+        ``traces``."""
         self._engine = engine
         self._traces = traces
         self._engine_loop = EngineLoop(engine)
@@ -110,22 +110,22 @@ class GroupServer:
         address = f"{config.group_host}:{port}"
         certificate = tls.certificate if tls else ""
         self.contact = GroupContact(address=address, token=token, certificate=certificate)
-        """Address, token and certificate for gateways."""
+        """The address, token and certificate for gateways."""
 
     @classmethod
     async def start(
         cls, config: ClusterConfig, *, group_id: str, on_step: OnStep = lambda _: None
     ) -> Self:
-        """Starts the ranks, lets them decode once, and listens on a free port. ``on_step`` hears
-        the name of each step as it begins.
+        """Starts the ranks, runs one request, and listens on a free port. ``on_step`` is called
+        with the name of each step of the start as it begins.
 
         Raises:
-            ConfigError, CheckpointError: The model cannot run like this, or spans cannot be sent as
-                is asked for.
-            RankFailure: A rank died on the way.
+            ConfigError, CheckpointError: The model cannot run with this configuration, or spans
+                cannot be sent as configured.
+            RankFailure: A rank died during the start.
         """
         traces = start_tracing(config.otlp_traces_endpoint, role="group", instance=group_id)
-        # The executor's own deadline first: it knows which rank it is that does not answer.
+        # The executor's own deadline must pass first: it can name the rank that does not answer.
         step_timeout_s = min(config.engine.step_timeout_s, config.step_deadline_s)
         config = replace(config, engine=replace(config.engine, step_timeout_s=step_timeout_s))
         executor, facts = await asyncio.to_thread(start_ranks, config, on_step)
@@ -152,7 +152,7 @@ class GroupServer:
             traces=traces,
         )
         try:
-            # This step reveals a broken model and pays for the slow first step.
+            # This request reveals a broken model, and takes the slow first step.
             task: Task = "generate" if facts.has_head else "embed"
             async for _ in self.generate(replace(_WARM_UP, task=task)):
                 pass
@@ -174,11 +174,11 @@ class GroupServer:
         return self
 
     async def generate(self, request: Prepared) -> AsyncGenerator[TokenDelta, None]:
-        """Yields what each step adds to one request. Closing the generator aborts it.
+        """Yields the output of each step for one request. Closing the generator aborts it.
 
         Raises:
-            InvalidRequest, QueueFull, RankFailure: As the engine says.
-            QueueFull: Also where the reader is `_MAX_UNREAD` outputs behind.
+            InvalidRequest, QueueFull, RankFailure: As the engine raises them.
+            QueueFull: Also if the reader is `_MAX_UNREAD` outputs behind.
         """
         deltas: asyncio.Queue[TokenDelta | QuireError] = asyncio.Queue(_MAX_UNREAD + 1)
 
@@ -211,8 +211,8 @@ class GroupServer:
             raise self._engine_loop.failed.result()
 
     async def stop(self, *, drain_timeout_s: float) -> None:
-        """Takes no new request, lets those at hand end or go on elsewhere, then ends everything
-        that it started."""
+        """Refuses new requests, lets running ones end or move to other groups within
+        ``drain_timeout_s``, then ends everything that `start` started."""
         if not self._engine_loop.failed.done():
             _log.info("stops; requests end within %g s or move", drain_timeout_s)
             num_left = await self._service.drain(

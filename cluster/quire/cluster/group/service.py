@@ -1,8 +1,8 @@
-"""A replica group's gRPC service over its `EngineLoop`: what gateways see of a group.
+"""A replica group's gRPC service, through which gateways use its `EngineLoop`.
 
-Each gateway has one `Attach` stream. The tokens of its requests in a step travel in one frame; a
-gateway that reads slowly gets fewer, larger frames. When the stream ends, however it
-ends, or the gateway falls silent, the engine no longer holds anything for it.
+Each gateway has one `Attach` stream. One frame per step carries the tokens of all its requests; a
+gateway that reads slowly gets fewer, larger frames. When the stream ends for any reason, or the
+gateway falls silent, its requests are aborted and their blocks freed.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ _log = logging.getLogger(__name__)
 _IDLE_CHECK_S = 0.02
 _LAST_WRITE_S = 1.0
 _LINGER_S = 1.0
-"""Behind the last request that was handed over, or the last loan: for who will ask for its blocks.
-"""
+"""How long a draining group stays after the last handed-over request or loan, because the next
+group may still ask for its blocks."""
 _OPTIONS = [
-    # Else a connection whose other end vanished would be kept, with a call that cannot be ended.
+    # Without keepalive, a connection whose other end vanished would keep its call forever.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # A message that is longer ends the stream, with all that is on it. A prompt of a million tokens
-    # is 4 MB, gRPC's default; what else a client can make long has bounds of its own.
+    # A longer message ends the stream with all its requests. A prompt of a million tokens is 4 MB,
+    # gRPC's default; everything else that a client can make long has its own limit.
     ("grpc.max_receive_message_length", 256 * 2**20),
 ]
 
@@ -57,9 +57,9 @@ Context = grpc.aio.ServicerContext[object, object]
 class GroupService(group_pb2_grpc.ReplicaGroupServicer):
     """Serves one engine to gateways.
 
-    ``gateway_timeout_s``: a gateway that says nothing for so long has its requests aborted.
-    ``adapters``: those that it can run; ``None`` where it takes none. ``peers``: the same of its
-    dealings with other groups. ``traces``: where spans go.
+    ``gateway_timeout_s``: silence after which a gateway's requests are aborted. ``adapters``: the
+    adapters that the group can run; ``None`` if it takes none. ``peers``: its exchange of blocks
+    with other groups; ``None`` without KV transfer. ``traces``: the receiver of spans.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
 
     @property
     def num_requests(self) -> int:
-        """Requests that run, or whose output gateways have not been sent to its end."""
+        """Number of requests that run, or whose output was not completely sent."""
         num_attached = sum([attachment.num_requests for attachment in self._attachments])
         return max(self._engine_loop.num_requests, num_attached)
 
     async def drain(self, *, timeout_s: float, handover_s: float = 0.0) -> int:
-        """Turns new requests away and lets the others end; returns how many did not.
+        """Refuses new requests and lets running ones end; returns how many did not.
 
-        In the last ``handover_s`` of ``timeout_s``, gateways are asked to go on with them on
-        other groups, if they have any; at the end, they are told to.
+        In the last ``handover_s`` of ``timeout_s``, gateways are asked to continue the requests on
+        other groups, if they have any; at the end, they must.
         """
         self._is_stopping = True
         self._enter(pb.StepFrame.DRAINING)
@@ -128,7 +128,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         self, request_iterator: AsyncIterator[pb.GroupCommand], context: Context
     ) -> None:
         failed = self._engine_loop.failed
-        if failed.done():  # Before any frame, which would tell the gateway that it may submit.
+        if failed.done():  # Before any frame, after which the gateway may submit.
             await self._abort_failed(context)
         if self._is_closing:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the group is stopping")
@@ -138,7 +138,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         self._attachments.append(attachment)
 
         def wake(_: object) -> None:
-            attachment.wake()  # A gateway with nothing here must not send anything here either.
+            attachment.wake()  # A gateway without requests here must learn of the failure too.
 
         failed.add_done_callback(wake)
         ear = asyncio.create_task(attachment.listen(self._gateway_timeout_s))
@@ -151,8 +151,8 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             failed.remove_done_callback(wake)
             self._attachments.remove(attachment)
             attachment.close()
-            # gRPC takes no status while a write is under way, and the gateway would wait for one. A
-            # write to a gateway that is gone may never return.
+            # gRPC takes no status during a write, and the gateway waits for the status. A write to
+            # a gateway that is gone may never return.
             try:
                 await asyncio.wait([writer], timeout=_LAST_WRITE_S)
             finally:
@@ -164,7 +164,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         for error in outcomes:
             if isinstance(error, Malformed):
                 raise error
-            # gRPC's own mean that the gateway is gone.
+            # gRPC's own errors mean that the gateway is gone.
             if isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):
                 _log.error("a gateway's stream failed", exc_info=error)
                 message = f"the group raised {type(error).__name__}; its log has more"
@@ -238,9 +238,8 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
         return await self._peers.warm(request)
 
     async def _write_frames(self, attachment: GatewaySession, context: Context) -> None:
-        """Sends frames until the session is closed, or the group fails or closes. Then there is a
-        last one: whatever happened during the write before it, the requests are told all the same.
-        """
+        """Sends frames until the session is closed, or the group fails or closes. In the latter
+        cases a last frame has all that happened during the write before it."""
         while not (self._engine_loop.failed.done() or self._is_closing):
             await context.write(self._frame(attachment))
             await attachment.wait(self._heartbeat_s)
@@ -251,7 +250,7 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
     def _frame(self, attachment: GatewaySession) -> pb.StepFrame:
         frame = attachment.take_frame()
         frame.load.num_unsent_tokens = sum([each.num_unsent_tokens for each in self._attachments])
-        # Each gateway alone cannot know, and a setting would be wrong whenever they are scaled.
+        # No gateway knows this alone, and a setting would be wrong when gateways are scaled.
         frame.load.num_gateways = sum([each.may_submit for each in self._attachments])
         frame.num_requests = self.num_requests
         return frame
@@ -274,8 +273,9 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
             attachment.wake()
 
     async def _wait_until_idle(self, timeout_s: float, *, lingers: bool = False) -> None:
-        """Waits for requests and for loans; where it ``lingers``, also for loans to those who take
-        over the requests, which have left before they are asked for."""
+        """Waits until there are no requests and no loans. With ``lingers``, also waits `_LINGER_S`
+        for loans to the groups that take over the requests, which ask only after these have left.
+        """
         loop = asyncio.get_running_loop()
         idle_s = loop.time()
         linger_s = _LINGER_S if lingers and self._peers is not None else 0.0
@@ -296,10 +296,10 @@ class GroupService(group_pb2_grpc.ReplicaGroupServicer):
 
 
 def build_group_server(service: GroupService, *, token: str = "") -> grpc.aio.Server:
-    """A server without ports, for the caller to add one, start it and stop it. ``token``: what
-    every call must show; empty lets everyone in."""
+    """A server without ports. The caller adds a port, and starts and stops the server. ``token``
+    must be in every call; an empty one accepts all calls."""
     interceptors: list[grpc.aio.ServerInterceptor] = [GrpcMessages()]
-    if token:  # First, so that a stranger is told nothing else.
+    if token:  # First, so that calls without the token learn nothing else.
         interceptors.insert(0, GrpcAuth(ApiKeys.of_token(token), why=_REFUSAL))
     server = grpc.aio.server(interceptors=interceptors, options=_OPTIONS)
     group_pb2_grpc.add_ReplicaGroupServicer_to_server(service, server)

@@ -1,4 +1,4 @@
-"""One gateway's requests at a group, and what it has not been sent of them yet.
+"""One gateway's requests at a group, and their output that was not sent yet.
 
 A request's tokens are sent up to its reader's credit; further tokens wait here. A stalled reader
 costs four bytes a token, but neither KV nor engine time, because the engine finishes the request
@@ -6,7 +6,7 @@ and frees its blocks. Waiting tokens are merged, so that a frame has at most one
 for each request, however long the last frame took to write.
 
 A resumed request is acknowledged first, and goes to the engine once the frame with the
-acknowledgement was written. If this group dies, too, the gateway then knows whether the request can
+acknowledgement was written. If this group dies too, the gateway then knows whether the request can
 have killed it.
 """
 
@@ -33,12 +33,12 @@ from quire.worker.api.errors import (
 from quire.worker.api.outputs import TokenDelta
 from quire.worker.api.request import Prepared
 
-_LISTENS_IN = 4  # Times in a gateway's timeout that it is listened for.
+_LISTENS_IN = 4  # Checks within a gateway's timeout.
 
 
 @dataclass(frozen=True, slots=True)
 class TracesTo:
-    """Takes the spans of a group."""
+    """Receives the spans of a group."""
 
     group_id: str
     add: Callable[[Iterable[Span]], None]
@@ -46,17 +46,17 @@ class TracesTo:
 
 @dataclass(slots=True, eq=False)
 class Door:
-    """State shared by a group's attachments."""
+    """State shared by a group's `GatewaySession`s."""
 
     phase: pb.StepFrame.Phase = pb.StepFrame.SERVING
     on_drain: Callable[[bool], None] = lambda is_wanted: None
     """Called when a gateway asks the group to drain, or to take requests again."""
     adapters: GroupAdapters | None = None
-    """Those that the group can run; ``None`` where it takes none."""
+    """The adapters that the group can run; ``None`` if it takes none."""
     traces: TracesTo | None = None
-    """Where spans of sampled attempts go; ``None`` where nobody wants them."""
+    """The receiver of the spans of sampled attempts; ``None`` if tracing is off."""
     isolated: OutputBuffer | None = None
-    """The one isolated request that is not cleared yet, of whichever gateway."""
+    """The isolated request that is not cleared yet, from any gateway; there is at most one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +67,16 @@ class _Submitted:
     work: OutputBuffer
     request: Prepared
     number: int
-    """Among the gateway's submits."""
+    """The number of the request among the gateway's submits, from 1."""
 
 
 class GatewaySession:
-    """Belongs to one `Attach` stream, and is closed with it."""
+    """The state of one `Attach` stream, and closed with it."""
 
     def __init__(self, engine_loop: EngineLoop, door: Door, *, name: str) -> None:
         self.is_closed = False
         self.num_unsent_tokens = 0
-        """Output that waits, for its reader or for the next frame."""
+        """Number of tokens that wait for credit or for the next frame."""
         self._engine_loop = engine_loop
         self._door = door
         self._name = name
@@ -84,21 +84,22 @@ class GatewaySession:
         self._works: dict[Key, OutputBuffer] = {}
         self._sendable: dict[Key, OutputBuffer] = {}
         self._refusals: list[pb.TokenDelta] = []
-        self._turned_away = False  # A request, since the last frame, as the group drained.
-        self._received: list[_Submitted] = []  # To be acknowledged in the next frame.
-        self._acknowledged: list[_Submitted] = []  # In the last one.
+        self._turned_away = False  # Whether a request was refused for a drain since the last frame.
+        self._received: list[_Submitted] = []  # Acknowledged in the next frame.
+        self._acknowledged: list[_Submitted] = []  # Acknowledged in the last frame.
         self._cleared: OutputBuffer | None = None
         self._changed = asyncio.Event()
         self._is_heard = True
-        self._num_silent = 0  # Parts of its timeout, in a row.
+        self._num_silent = 0  # Silent checks in a row.
         self._is_draining = False
         self._num_submits = 0
         self._unshown: deque[tuple[int, int]] = deque()
-        # Submits that the engine's load may not count yet: their numbers there and here.
+        # Submits that the engine's load may not count yet: their numbers in the engine loop and in
+        # this session.
 
     @property
     def num_requests(self) -> int:
-        """Requests whose end the gateway has not been sent."""
+        """Number of requests whose end was not sent to the gateway."""
         return len(self._works)
 
     @property
@@ -108,7 +109,7 @@ class GatewaySession:
         return not self._is_draining and (self._is_heard or not self._num_silent)
 
     async def read(self, commands: AsyncIterator[pb.GroupCommand]) -> None:
-        """Does what the gateway says, until it says no more."""
+        """Executes the gateway's commands until its stream ends."""
         async for command in commands:
             self._is_heard = True
             self._is_draining |= command.is_draining
@@ -124,9 +125,9 @@ class GatewaySession:
                 self._door.on_drain(command.drain)
 
     async def listen(self, timeout_s: float) -> None:
-        """Returns once the gateway has said nothing for ``timeout_s``.
+        """Returns once the gateway has sent nothing for ``timeout_s``.
 
-        Counted in parts: where this process itself was stopped, no time has passed.
+        Silence is counted in checks, so that a pause of this process counts as one check at most.
         """
         while self._num_silent < _LISTENS_IN:
             self._is_heard = False
@@ -134,7 +135,7 @@ class GatewaySession:
             self._num_silent = 0 if self._is_heard else self._num_silent + 1
 
     async def wait(self, timeout_s: float) -> None:
-        """Returns when there is something to send, or after ``timeout_s``, for a heartbeat."""
+        """Returns when there is something to send, or after ``timeout_s`` for a heartbeat."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._changed.wait()
@@ -142,7 +143,7 @@ class GatewaySession:
             return
 
     def wake(self) -> None:
-        """Has a frame sent, whether or not there is anything in it."""
+        """Makes `wait` return, so that a frame is sent even if it is empty."""
         self._changed.set()
 
     def take_frame(self) -> pb.StepFrame:
@@ -152,7 +153,7 @@ class GatewaySession:
         for submitted in acknowledged:
             self._begin(submitted)
         if self._acknowledged:
-            self._changed.set()  # They begin with the next frame: once this one was written.
+            self._changed.set()  # They begin with the next frame, when this one was written.
         if self._cleared is not None:
             # Only after its tokens were written: if the next isolated request kills the group at
             # once, the gateway must know that this one was cleared.
@@ -173,8 +174,8 @@ class GatewaySession:
         refusals, self._refusals = self._refusals, []
         phase = self._door.phase
         if self._turned_away and phase == pb.StepFrame.SERVING:
-            # The gateway sends nothing here from such a refusal on, until a phase of serving
-            # follows another one.
+            # After such a refusal the gateway sends no requests until it sees the phase change back
+            # to SERVING, so it must see another phase first.
             phase = pb.StepFrame.DRAINING
             self._changed.set()
         self._turned_away = False
@@ -187,7 +188,7 @@ class GatewaySession:
         )
 
     def hand_back(self, message: str) -> None:
-        """Ends every request here and asks the gateway to go on with it elsewhere."""
+        """Ends every request here and asks the gateway to continue it on another group."""
         for key in list(self._works):
             self._end(key, _draining(message))
 
@@ -209,7 +210,7 @@ class GatewaySession:
             self._refuse(key, self._failed_before())
             return
         if key in self._works:
-            return  # A duplicate of a running request. A refusal would look like the end of that.
+            return  # A duplicate of a running request. A refusal would look like its end.
         if submit.isolated_tokens and self._door.isolated is not None:
             message = "the group runs another isolated request"
             self._refuse(key, pb.GroupError(code=pb.GroupError.OTHER_ISOLATED, message=message))
@@ -292,11 +293,10 @@ class GatewaySession:
             self._changed.set()
 
     def _end(self, key: Key, error: pb.GroupError) -> None:
-        """Ends a request that the gateway has not ended, after sending the tokens within its
-        credit.
+        """Ends a request with ``error``, after sending the tokens within its credit.
 
-        If they were not sent, the request would compute them again elsewhere, and that would count
-        as having got past the cause of the group's death.
+        If these were not sent, another group would compute them again, and that would count as
+        having got past the cause of the group's death.
         """
         work = self._works.get(key)
         if work is not None and work.can_send:
@@ -306,7 +306,7 @@ class GatewaySession:
         name = _name_of(error)
         if error.code == pb.GroupError.DRAINING:
             self._forget(key, error.message)
-        else:  # Errors of a request may quote it.
+        else:  # Messages may quote the request, which spans must not have.
             is_ours = error.code == pb.GroupError.GROUP_FAILED
             self._forget(key, error.message if is_ours else name, error_type=name)
         self._refuse(key, error)
@@ -322,7 +322,7 @@ class GatewaySession:
         self._tell(work, why, error_type=error_type)
 
     def _tell(self, work: OutputBuffer, outcome: str, *, error_type: str = "") -> None:
-        """Sends the spans of one that has ended."""
+        """Sends the spans of an attempt that has ended."""
         if work.spans is not None and self._door.traces is not None:
             spans = work.spans.ended(
                 outcome,

@@ -1,6 +1,6 @@
-"""Fills a new group's cache with what other groups find most useful, before requests come.
+"""Fills a new group's cache with the most useful blocks of other groups, before requests arrive.
 
-It is done once, when the first gateway asks, and not at all where the group has blocks of its own.
+This happens once, when the first gateway asks, and not at all if the group has blocks of its own.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ _log = logging.getLogger(__name__)
 
 _MAX_SOURCES = 8
 _SOURCE_S = 30.0
-"""For one source: longer than a lease."""
+"""Timeout for one source, longer than a lease."""
 _NO_PARENT = bytes(HASH_BYTES)
 
 
 class Warming:
-    """Belongs to one event loop. ``call`` runs functions in the thread of the engine whose pulls
-    ``borrower`` serves."""
+    """Answers `Warm` calls. Belongs to one event loop. ``call`` runs functions in the thread of the
+    engine whose pulls ``borrower`` serves."""
 
     def __init__(self, borrower: Borrower, call: Call, *, format: KvFormat) -> None:
         self._borrower = borrower
@@ -36,7 +36,7 @@ class Warming:
         self._task: asyncio.Task[pb.WarmResponse] | None = None
 
     async def warm(self, request: pb.WarmRequest) -> pb.WarmResponse:
-        """Returns once it is done, also where another call has begun it."""
+        """Fetches blocks on the first call; all calls return its result once it is done."""
         if self._task is None:
             sources = [source_from_proto(each) for each in request.sources[:_MAX_SOURCES]]
             self._task = asyncio.create_task(self._warm(sources, request.max_bytes))
@@ -69,7 +69,8 @@ class Warming:
         return pb.WarmResponse(num_blocks=num_blocks, error="\n".join(errors))
 
     async def _take_from(self, source: PeerSource, max_bytes: int) -> Outcome:
-        """How many blocks have come, and why not more."""
+        """Fetches up to ``max_bytes`` from one source; returns the number of blocks, and why there
+        are not more."""
         loan = await self._borrower.most_useful(source, max_bytes, format=self._format)
         if loan.refusal:
             return Outcome(0, loan.refusal)

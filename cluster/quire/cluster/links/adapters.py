@@ -1,8 +1,8 @@
-"""Which groups of a model hold which LoRA adapters, and how the others get them.
+"""Tracks which groups of a model hold which LoRA adapters, and gives adapters to the others.
 
-A group that is not known to hold an adapter gets no request for it: it is asked, and where its node
-lacks the files they are sent, from this gateway's node or from another group's. Requests go to
-groups that hold the adapter meanwhile, and wait where there is none.
+A group that is not known to hold an adapter gets no request for it. It is first asked to hold it;
+if its node lacks the files, they are sent from this gateway's node or another group's. Meanwhile
+requests go to groups that hold the adapter, or wait if there is none.
 """
 
 import asyncio
@@ -22,28 +22,29 @@ from quire.worker.api.errors import InvalidRequest, QuireError
 _HOLD_TIMEOUT_S = 60.0
 _WRITE_TIMEOUT_S = 600.0
 _FAILED_FOR_S = 5.0
-"""After which a group that could not be given an adapter is asked again."""
+"""Time until a group that could not be given an adapter is asked again."""
 _MAX_WRITES = 2
-"""Adapters that are sent at a time."""
+"""Most adapters that are sent at a time."""
 
 
 class Holders:
-    """Used inside one event loop."""
+    """The holders of adapters among a model's groups. Belongs to one event loop."""
 
     def __init__(
         self,
         clients: Callable[[], Iterable[GroupClient]],
         folder: Callable[[str], Path | None],
     ) -> None:
-        """``clients``: those of the groups that are attached. ``folder``: where this node keeps
-        the adapter of a digest, if it does."""
+        """``clients`` returns the clients of the attached groups. ``folder`` returns this node's
+        folder of an adapter, by digest; ``None`` if there is none."""
         self._clients = clients
         self._folder = folder
         self._asking: dict[tuple[GroupClient, str], asyncio.Task[None]] = {}
         self._writes = asyncio.Semaphore(_MAX_WRITES)
 
     def ask(self, clients: Iterable[GroupClient], digest: str) -> list["asyncio.Task[None]"]:
-        """Has these clients' groups hold the adapter; one that just failed is not asked again."""
+        """Asks the clients' groups to hold the adapter, and returns a task for each. A group that
+        failed within `_FAILED_FOR_S` is not asked again; its failed task is returned."""
         tasks = []
         for client in clients:
             key = (client, digest)
@@ -56,12 +57,12 @@ class Holders:
     async def wait_for_one(
         self, clients: Iterable[GroupClient], digest: str, *, timeout_s: float = inf
     ) -> None:
-        """Returns once one of these clients' groups holds the adapter.
+        """Returns once one of the clients' groups holds the adapter.
 
         Raises:
-            InvalidRequest: The model cannot run it.
-            Unavailable: Its files are nowhere.
-            GroupLost: None could be given it in time.
+            InvalidRequest: The model cannot run the adapter.
+            Unavailable: No node has its files.
+            GroupLost: No group could be given it in time.
         """
         left: set[asyncio.Task[None]] = set(self.ask(clients, digest))
         error: QuireError = GroupLost(f"no group holds the adapter {digest} yet")
@@ -84,8 +85,8 @@ class Holders:
     async def wait_for_all(
         self, clients: Iterable[GroupClient], digest: str, *, timeout_s: float
     ) -> None:
-        """Returns once all of these clients' groups hold the adapter or could not be given it, or
-        after ``timeout_s``. Raises InvalidRequest: the model cannot run it."""
+        """Returns once each of the clients' groups holds the adapter or could not be given it, or
+        after ``timeout_s``. Raises InvalidRequest: the model cannot run the adapter."""
         tasks = self.ask(clients, digest)
         if not tasks:
             return

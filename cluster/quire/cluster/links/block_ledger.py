@@ -1,11 +1,11 @@
-"""What a group has cached, from its block events with contents, and what changes of it to tell.
+"""Tracks a group's cached blocks by its block events, and derives the changes for a subscriber.
 
-    known     the group has it, in the tier that is noted
-    told      the blocks before it are told too, and its contents have come
+    known     the group has the block, in the noted tier
+    told      the subscriber knows the block: its parents are told, and its contents have arrived
 
-A block is told with what it holds, once, in its fastest tier: one that moves is told as gone from
-the one tier before it is told of the other. A snapshot in place of events that were missed leads to
-what differs, and so does one that is asked for because a digest differs.
+A block is told once, with its contents, in its fastest tier. One that moves is told as gone from
+the old tier, and then told in the new one. A snapshot, sent instead of missed events or because a
+digest differs, yields only the differences.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,17 +28,17 @@ from quire.worker.api.events import (
 from quire.worker.api.hashing import BlockHash
 
 MAX_BLOCKS = 512
-"""Blocks whose move is one change. A ledger lets others run after so many."""
+"""Most blocks per change. A ledger yields after each change, so that other work can run."""
 
 
 class Block(NamedTuple):
     key: int
-    """64 bits of its hash, as a signed number."""
+    """64 bits of the block's hash, as a signed number."""
     content: BlockContent
 
 
 class Told(NamedTuple):
-    """Blocks of one tier, parents before children."""
+    """Blocks that are new in a tier, parents before children."""
 
     tier: int
     blocks: Sequence[Block]
@@ -49,7 +49,7 @@ class Told(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """Blocks that are not in a tier any more."""
+    """Blocks that are no longer in a tier, by key."""
 
     tier: int
     keys: Sequence[int]
@@ -63,18 +63,18 @@ Change = Told | Gone
 
 
 class Gap(Exception):
-    """Events before a batch are missing, or led to something else: begin again at the ledger's
-    position."""
+    """Events before a batch are missing, or the ledger differs from the group's digest. Read again
+    from the ledger's position."""
 
 
 class Keys:
-    """Keys that name the blocks of several groups to a subscriber that knows no hashes."""
+    """The keys by which a subscriber that knows no hashes identifies the blocks of all groups."""
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[BlockHash, int]] = {}  # With the number of groups.
+        self._names: dict[int, tuple[BlockHash, int]] = {}  # Block and its number of groups.
 
     def take(self, name: BlockHash) -> int | None:
-        """The block's key; ``None`` where another block has it."""
+        """The block's key, taken for one more group; ``None`` if another block has that key."""
         key = key_of(name)
         holder, num_groups = self._names.get(key, (name, 0))
         if holder != name:
@@ -95,32 +95,32 @@ def key_of(name: BlockHash) -> int:
 
 
 class Ledger:
-    """One group's. Changes must be told in the order in which they are returned."""
+    """The blocks of one group. Changes must be told in the order in which they are returned."""
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
         self._tiers: dict[BlockHash, int] = {}
         self._told: dict[BlockHash, int] = {}
-        """Keys, parents before children."""
+        """Keys of told blocks, parents before children."""
         self._digests = [[0] * NUM_BUCKETS for _ in range(MAX_TIERS)]
-        """By tier, the digest of the blocks whose fastest tier it is."""
+        """For each tier, the digest of the blocks whose fastest tier it is."""
         self._position = Position()
         self._num_more = 0
-        """Messages with contents that have not come yet."""
+        """Number of messages with contents that have not arrived yet."""
 
     @property
     def position(self) -> Position:
-        """From where on to ask the group: from the beginning where contents are missing."""
+        """The position from which to request events: the beginning if contents are missing."""
         return Position() if self._num_more else self._position
 
     def apply(
         self, batch: EventBatch, contents: Sequence[Described], *, num_more: int
     ) -> Iterator[Sequence[Change]]:
-        """Takes in a message of the group, of whose contents ``num_more`` messages are to follow.
-        To be run to its end; others may run between two of its steps.
+        """Applies a message of the group; ``num_more`` messages with contents follow it. Yields the
+        changes. Run the iterator to its end; other work may run between two steps.
 
         Raises:
-            Gap: It does not follow on, or what it leads to is wrong.
+            Gap: The batch does not follow the last one, or the digest differs after it.
         """
         is_next = (batch.epoch, batch.first_seq) == self._position[:2]
         if batch.snapshot is None and not is_next:
@@ -140,7 +140,7 @@ class Ledger:
         self._num_more = num_more
 
     def clear(self) -> Iterator[Sequence[Change]]:
-        """The group is gone."""
+        """Removes all blocks, when the group is gone. Yields the changes."""
         for names in _pieces(list(self._tiers)[::-1]):
             yield self._move(names, None)
 
@@ -156,7 +156,7 @@ class Ledger:
                 yield self._move(names, tier)
 
     def _move(self, names: Iterable[BlockHash], tier: int | None) -> Sequence[Change]:
-        """The blocks are in ``tier`` now, or nowhere."""
+        """Notes that the blocks are in ``tier`` now, or gone if it is ``None``."""
         gone: dict[int, list[int]] = {}
         for name in names:
             before = self._tiers.get(name)
@@ -188,7 +188,7 @@ class Ledger:
             if key is not None:
                 self._told[name] = key
                 told.setdefault(tier, []).append(Block(key, content))
-        # A slower tier's blocks come behind those of the faster ones that they follow.
+        # Faster tiers first, because blocks of a slower tier may follow blocks of a faster one.
         return [Told(tier, told[tier]) for tier in sorted(told)]
 
     def _agrees(self, digest: Digest) -> bool:

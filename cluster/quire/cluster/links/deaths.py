@@ -1,7 +1,7 @@
-"""The groups that died recently, as far as this gateway noticed.
+"""The groups that died recently, as noticed by this gateway.
 
-Groups can die together: of a power cut, a network fault, a bad rollout. Such a death convicts none
-of the requests that ran on them.
+Groups can die together of a power cut, a network fault or a bad rollout. Such deaths convict none
+of the requests that ran on the groups.
 """
 
 from collections import OrderedDict
@@ -10,14 +10,15 @@ from collections.abc import Callable
 from quire.cluster.errors import Death
 
 _MAX_DEATHS = 64
-"""Deaths that are remembered: far more than are asked about at a time."""
+"""Most deaths that are remembered, far more than are needed at a time."""
 
 Life = tuple[str, int]
-"""A group, and which life of it."""
+"""A group and its epoch."""
 
 
 class Deaths:
-    """Groups that died within ``window_s`` of each other may have died together."""
+    """Remembers deaths. Groups that died within ``window_s`` of each other may have died
+    together."""
 
     def __init__(self, *, window_s: float, clock: Callable[[], float]) -> None:
         self._window_s = window_s
@@ -25,7 +26,7 @@ class Deaths:
         self._deaths: OrderedDict[Life, tuple[float, Death]] = OrderedDict()
 
     def add(self, death: Death) -> None:
-        """Counts that a group has died now. A repeated report of one incarnation counts once."""
+        """Adds a death that happened now. Repeated reports of one incarnation count once."""
         life = (death.group, death.epoch)
         if life in self._deaths and not self._deaths[life][1].is_refuted:
             return
@@ -35,13 +36,14 @@ class Deaths:
 
     @property
     def unrest_s(self) -> float:
-        """How long a group that died together with the last one may still go unnoticed; 0: all
-        are known."""
+        """Seconds in which deaths together with the last one may still be noticed; 0 if all are
+        known."""
         times_s = [at_s for at_s, death in self._deaths.values() if not death.is_refuted]
         return max(0.0, max(times_s) + self._window_s - self._clock()) if times_s else 0.0
 
     def is_alone(self, death: Death) -> bool:
-        """Whether its group has died, and no other one within the window before or after it."""
+        """Whether the death is not refuted, and no other group died within the window before or
+        after it."""
         life = (death.group, death.epoch)
         at_s, known = self._deaths.get(life, (self._clock(), death))
         return not (death.is_refuted or known.is_refuted) and not any(

@@ -1,7 +1,7 @@
-"""A gateway's side of a group's block events; `quire.cluster.group.event_feed` is the group's.
+"""Reads a group's block events for a gateway; `quire.cluster.group.event_feed` sends them.
 
-Routing works without events, only worse, so an error ends at most one read. Each request costs time
-in the group's engine thread, so a group that keeps failing is asked less and less often.
+Routing works without events, only worse, so an error ends at most one read. Each request for events
+costs time in the group's engine thread, so a group that keeps failing is asked less often.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ _log = logging.getLogger(__name__)
 _PAUSE_S = 0.1
 _MAX_PAUSE_S = 5.0
 _MAX_PAUSE_AFTER_PROGRESS_S = 0.5
-"""The pause before the next request doubles until a digest agrees with the directory. Without it,
-an error or a digest that never agrees would make the engine send its blocks ten times a second.
-While answers move the directory's position, only messages were lost, and it is soon exact."""
+"""Limit of the pause while events still advance the directory, which is then soon exact again.
+Otherwise the pause before the next request doubles until a digest agrees with the directory; else a
+digest that never agrees would make the engine send its blocks ten times a second."""
 
 
 async def read_events(link: GroupLink, client: "GroupClient", listener: GroupListener) -> None:
-    """Feeds ``listener`` from its last position until it is cancelled.
+    """Passes the group's events to ``listener``, from its last position, until cancelled.
 
     A stream that breaks, is malformed, or has a gap is started again.
     """

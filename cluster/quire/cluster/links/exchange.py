@@ -1,4 +1,4 @@
-"""Which attached groups lend blocks to each other, and how one reaches another."""
+"""Decides which attached groups lend blocks to each other, and tells how to reach them."""
 
 from collections.abc import Mapping
 
@@ -9,9 +9,9 @@ from quire.v1 import group_pb2 as pb
 
 
 class Exchange:
-    """A view of what a gateway knows of its groups: the mappings may change.
+    """A view of a gateway's state of its groups: the mappings may change.
 
-    ``contacts``: each group's token and certificate by address. ``loads``: what each said last.
+    ``contacts``: each group's token and certificate by address. ``loads``: each group's last load.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class Exchange:
 
     def source(self, source: GroupId, *, taker: GroupId, num_blocks: int) -> pb.BlockSource | None:
         """How ``taker`` reaches ``source``, which has ``num_blocks`` blocks of a request; ``None``
-        where the two do not exchange blocks, or one is not attached any longer."""
+        if the two do not exchange blocks, or one of them is no longer attached."""
         both = [self._attached.get(group_id) for group_id in (source, taker)]
         lender, borrower = both
         if lender is None or borrower is None or not num_blocks:
@@ -37,7 +37,7 @@ class Exchange:
         return pb.BlockSource(group_id=source, num_blocks=num_blocks, **contact.metadata())
 
     def members(self) -> list[GroupId]:
-        """The groups that exchange blocks, those that drain among them."""
+        """The groups that exchange blocks, including draining ones."""
         attached = list(self._attached.items())
         able = [client for _, client in attached if client.description.HasField("kv_format")]
         return [
@@ -47,7 +47,8 @@ class Exchange:
         ]
 
     def fullest(self, taker: GroupId, *, limit: int) -> list[pb.BlockSource]:
-        """Groups that hold something which ``taker`` may take, first those that hold most."""
+        """Up to ``limit`` groups that have blocks which ``taker`` can fetch, those with most
+        first."""
         held = {
             group_id: load.num_cached_blocks + load.num_held_blocks
             for group_id, load in self._loads.items()

@@ -1,10 +1,10 @@
-"""A gateway's connection to one replica group: requests down, tokens, load and events up.
+"""A gateway's connection to one replica group: sends requests, receives tokens, load and events.
 
 One `Attach` stream carries all requests of this gateway to the group. The group gets requests while
 the stream is open. Every request on it fails with `GroupLost` when the stream breaks or ends, when
-the group is silent for longer than its heartbeat allows, or when it owes tokens and does not step.
-The client then starts again from `Describe`, with growing pauses, until `run` is cancelled. Late
-messages of the old stream are dropped, and the group aborts the requests that came over it.
+the group is silent for the silence timeout, or when it owes tokens and does not step. The client
+then starts again from `Describe`, with growing pauses, until `run` is cancelled. Late messages of
+the old stream are dropped, and the group aborts the requests that arrived on it.
 """
 
 import asyncio
@@ -34,29 +34,29 @@ _CLOSED = (pb.GroupError.GROUP_FAILED, pb.GroupError.DRAINING)
 @dataclass(frozen=True, kw_only=True)
 class GroupClientConfig:
     silence_timeout_s: float = 2.0
-    """A group that sends nothing for this long is lost. Its heartbeat must be well below."""
+    """A group that sends nothing for this long is lost. Groups' heartbeats must be much more
+    frequent."""
     step_deadline_s: float = 30.0
-    """A group that owes tokens and does not step for this long is lost, too, despite its
-    heartbeats."""
+    """A group that owes tokens and does not step for this long is lost despite its heartbeats."""
     window_tokens: int = 128
-    """Tokens of a request that the group may send ahead of its reader. It is far above the tokens
-    that one stream decodes while a credit travels, and keeps the deltas of 4096 stalled readers
+    """Tokens of a request that the group may send ahead of its reader. That is far more than one
+    stream decodes while a credit message travels, and keeps the deltas of 4096 stalled readers
     within some 100 MB at a gateway."""
     describe_timeout_s: float = 5.0
     """How long connecting and `Describe` may take together."""
     min_backoff_s: float = 0.1
     max_backoff_s: float = 5.0
-    """The pause before the next attempt doubles from the one to the other."""
+    """The pause before the next attempt doubles from ``min_backoff_s`` to this."""
     max_unsent_commands: int = 65_536
-    """Commands that may wait here for a group that does not read; with one more the group counts as
-    lost. It is more than 4096 requests cause that begin, get credit and end at the same time."""
+    """Commands that may wait for a group that does not read; with one more the group counts as
+    lost. 4096 requests that begin, get credit and end at the same time cause fewer."""
     follow_events: bool = True
-    """Off, the listener is told of no block events."""
+    """Whether to read the group's block events."""
 
     def __post_init__(self) -> None:
         times = ("silence_timeout_s", "step_deadline_s", "describe_timeout_s")
         for name in (*times, "min_backoff_s", "max_backoff_s"):
-            if not getattr(self, name) > 0:  # Nor is what is not a number.
+            if not getattr(self, name) > 0:  # Refuses NaN too.
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
         if self.max_unsent_commands < 1:
             value = self.max_unsent_commands
@@ -82,9 +82,9 @@ class GroupClient:
         self.last_error = ""
         """Why the group is not attached, for operators."""
         self.is_draining = False
-        """Whether this gateway is to take no more requests of clients, which groups are told."""
+        """Whether this gateway drains, which each heartbeat tells the group."""
         self.num_requests = 0
-        """Requests that the group has, of all gateways."""
+        """Requests that the group has from all gateways."""
         self.adapters: set[str] = set()
         """Digests of adapters that the group is known to hold, while attached."""
         self._listener = listener
@@ -97,10 +97,10 @@ class GroupClient:
         self._last_load: tuple[int, int, pb.Load] | None = None
         self._pulse = self._new_pulse()
         self._phase = pb.StepFrame.SERVING
-        self._trouble = Disconnect("")  # Why the watch ended the stream.
-        self._death: Death | None = None  # Ours to refute, should the same incarnation come back.
+        self._trouble = Disconnect("")  # Why `_end` ended the stream.
+        self._death: Death | None = None  # Refuted if the same incarnation comes back.
         self._commands: asyncio.Queue[pb.GroupCommand] = asyncio.Queue()
-        self._deadline: asyncio.Timeout | None = None  # Ends the stream that there is.
+        self._deadline: asyncio.Timeout | None = None  # Ends the current stream.
         self._streams: dict[tuple[str, int], GroupStream] = {}
 
     @property
@@ -115,7 +115,7 @@ class GroupClient:
 
     @property
     def link(self) -> GroupLink:
-        """The connection, for calls beside the stream. Raises GroupLost: the group is not
+        """The connection, for calls other than `Attach`. Raises GroupLost: the group is not
         attached."""
         if self._link is None or not self.is_attached:
             raise GroupLost(f"group at {self.address} is not attached: {self.last_error}")
@@ -128,7 +128,7 @@ class GroupClient:
 
     @property
     def num_streams(self) -> int:
-        """Requests under way."""
+        """Number of this gateway's requests in progress at the group."""
         return len(self._streams)
 
     @property
@@ -138,7 +138,7 @@ class GroupClient:
     def submit(
         self, submit: pb.Submit, *, on_cleared: Callable[[], None] | None = None
     ) -> GroupStream:
-        """Sends a request on its way; ``on_cleared`` as in `GroupStream`.
+        """Submits a request; returns its stream of tokens. ``on_cleared`` as in `GroupStream`.
 
         Raises:
             GroupLost: The group is not attached.
@@ -159,12 +159,12 @@ class GroupClient:
         return stream
 
     def drain(self, *, is_wanted: bool) -> None:
-        """Asks the group to take no new requests of any gateway, or to take them again; `phase`
-        tells when it does. Only while attached."""
+        """Asks the group to take no new requests from any gateway, or to take them again; `phase`
+        shows when it does. Only while attached."""
         self._send(pb.GroupCommand(drain=is_wanted))
 
     async def run(self) -> None:
-        """Attaches, and attaches again, until it is cancelled."""
+        """Attaches to the group, again after each loss, until it is cancelled."""
         loop = asyncio.get_running_loop()
         pause_s = self._config.min_backoff_s
         try:
@@ -173,15 +173,15 @@ class GroupClient:
                 self._detach(await self._attach_once())
                 end_if_cancelled()
                 if loop.time() - begin_s > self._config.max_backoff_s:
-                    pause_s = self._config.min_backoff_s  # It was well for a while.
-                # Many gateways must not knock at a restarted group in the same instant.
+                    pause_s = self._config.min_backoff_s  # It was attached for a while.
+                # Jitter, because many gateways must not connect to a restarted group at once.
                 await asyncio.sleep(pause_s * self._jitter(0.5, 1.0))
                 pause_s = min(2 * pause_s, self._config.max_backoff_s)
         finally:
             self._detach(Disconnect("the gateway is closing"), is_trouble=False)
 
     async def _attach_once(self) -> Disconnect:
-        """Returns why the stream ended, or why there was none."""
+        """Attaches until the stream ends; returns why it ended, or why there was none."""
         self._pulse = self._new_pulse()
         try:
             await self._attach()
@@ -189,7 +189,7 @@ class GroupClient:
         except GroupMismatch as error:
             ending = Disconnect(str(error))
         except grpc.aio.AioRpcError as error:
-            # With DEADLINE_EXCEEDED it is the group that gave us up.
+            # With DEADLINE_EXCEEDED the group has given up on this gateway.
             is_death = error.code() != grpc.StatusCode.DEADLINE_EXCEEDED
             ending = Disconnect(f"{error.code().name}: {error.details()}", is_death=is_death)
         except TimeoutError:
@@ -233,17 +233,17 @@ class GroupClient:
                 await asyncio.gather(*helpers, return_exceptions=True)
 
     async def _help(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Does what the stream needs beside its reader; without it, the stream ends."""
+        """Runs a task beside the stream's reader; its failure ends the stream."""
         try:
             await work()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return  # The call is over, as its reader is told too, with the reason.
+            return  # The call is over, which its reader notices too, with the reason.
         except Exception as error:
             _log.exception("the connection to the group at %s failed", self.address)
             self._end(Disconnect(repr(error)))
 
     def _end(self, trouble: Disconnect) -> None:
-        """Has the stream end, if there is one."""
+        """Ends the current stream, if there is one."""
         deadline, self._deadline = self._deadline, None
         if deadline is not None:
             self._trouble = trouble
@@ -262,7 +262,7 @@ class GroupClient:
             await call.write(await self._commands.get())
 
     async def _watch(self) -> None:
-        """Tells the group that we are here, and ends the stream where it is not."""
+        """Sends heartbeats to the group, and ends the stream when the group is lost."""
         pulse = self._pulse
         ending: Disconnect | None = None
         while ending is None:
@@ -276,29 +276,29 @@ class GroupClient:
         was_draining = self._phase == pb.StepFrame.DRAINING
         if was_draining and not frame.phase and self._listener.taken_back(self):
             self._phase = frame.phase
-            self._last_load = None  # The table has forgotten it.
+            self._last_load = None  # The routing table has forgotten the group's load.
         last_load, load = self._last_load, (frame.step, frame.num_submits, frame.load)
         self._pulse.frame(frame.step if last_load is None else max(frame.step, last_load[0]))
         if last_load is None or (load != last_load and frame.step >= last_load[0]):
             # A heartbeat during a long step repeats the last step's load. Routing must not assume
-            # that it counts the requests sent since. Late frames are ignored, too: counters that go
-            # back would look like negative speeds.
+            # that this counts the requests sent since. Late frames are ignored, too: counters that
+            # decrease would look like negative speeds.
             self._last_load = load
             num_submits = frame.num_submits if frame.HasField("num_submits") else None
             self._listener.load(self, frame.load, step=frame.step, num_submits=num_submits)
         for delta in frame.deltas:
             is_error = delta.HasField("error")
             if is_error and delta.error.code in _CLOSED:
-                # Now, not once the request's reader is awake: by then, another group may have
-                # the same name.
+                # Now, and not when the request's reader wakes: another group may have the same
+                # name by then.
                 self._listener.turned_away(self)
                 if delta.error.code == pb.GroupError.GROUP_FAILED:
                     self._listener.died(self._as_dead())
             key = (delta.request_id, delta.attempt)
             stream = self._streams.get(key)
             if stream is None:
-                # Aborted here while the group was still at it; or given to it twice, and nobody
-                # would ever read that to its end.
+                # This gateway aborted the request while the group still ran it, or the group got
+                # it twice. Nothing would read its output.
                 if not (is_error or delta.finish_reason):
                     self._send_abort(key)
                 continue

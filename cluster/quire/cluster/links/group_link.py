@@ -1,7 +1,7 @@
-"""How a gateway reaches one replica group: the calls of `quire.v1.ReplicaGroup`, over anything.
+"""A gateway's connection to one replica group: the calls of `quire.v1.ReplicaGroup`.
 
-A cluster speaks gRPC. The simulation in ``tests/sim`` has a network of its own, in which the same
-clients meet every fault that a network has.
+A cluster uses gRPC. The simulation in ``tests/sim`` replaces it by a simulated network with faults,
+under the same clients.
 """
 
 import contextlib
@@ -23,26 +23,26 @@ _Answer = TypeVar("_Answer", covariant=True)
 _OPTIONS = [
     # A snapshot of a million blocks is 32 MB.
     ("grpc.max_receive_message_length", 256 * 2**20),
-    # Connections of different attempts share nothing, least of all gRPC's own backoff.
+    # Connections of different attempts must not share anything, such as gRPC's own backoff.
     ("grpc.use_local_subchannel_pool", 1),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupContact:
-    """How to reach one group. It makes token and certificate when it starts, for itself alone, and
-    tells them to the gateways through Serve's membership, as it tells its address."""
+    """How to reach one group. The group makes its own token and certificate when it starts, and
+    passes them with its address to the gateways through Serve's membership."""
 
     address: str
     """``host:port``."""
     token: str = field(default="", repr=False)
-    """Every call must show it; empty where the group asks for none."""
+    """The token that every call must send; empty if the group requires none."""
     certificate: str = field(default="", repr=False)
-    """PEM: the only one that may be at this address. Empty where the group has no TLS."""
+    """The only certificate to accept at this address, PEM; empty if the group has no TLS."""
 
     @classmethod
     def of(cls, metadata: Mapping[str, object]) -> Self | None:
-        """The contact in the group's `metadata`; ``None`` if it has no address."""
+        """The contact in a group's `metadata`; ``None`` if that has no address."""
         said = {name: str(metadata.get(name) or "") for name in cls.__dataclass_fields__}
         return cls(**said) if said["address"] else None
 
@@ -51,16 +51,16 @@ class GroupContact:
 
 
 class AttachCall(Protocol):
-    """An `Attach` stream: commands down, frames up."""
+    """An `Attach` stream: commands to the group, frames from it."""
 
     async def write(self, request: pb.GroupCommand) -> None:
-        """Waits where too much was written and not yet sent."""
+        """Sends a command; waits while too much is written and not yet sent."""
 
     def __aiter__(self) -> AsyncIterator[pb.StepFrame]: ...
 
 
 class EventsCall(Protocol):
-    """An `Events` stream."""
+    """An `Events` stream: block events from the group."""
 
     def __aiter__(self) -> AsyncIterator[pb.EventBatch]: ...
 
@@ -108,14 +108,14 @@ class GroupLink(Protocol):
 
 
 Connect = Callable[[str], contextlib.AbstractAsyncContextManager[GroupLink]]
-"""Opens a connection to ``host:port``. Leaving it ends every call on it."""
+"""Opens a connection to ``host:port``. Leaving the context ends every call on it."""
 
 
 @contextlib.asynccontextmanager
 async def grpc_connect(
     address: str, *, contacts: Mapping[str, GroupContact] | None = None
 ) -> AsyncIterator[GroupLink]:
-    """A gRPC channel of its own.
+    """Opens a new gRPC channel to the group at ``address``.
 
     ``contacts``: each group's token and certificate by address; a group without an entry is called
     without a token and without TLS.
@@ -134,7 +134,7 @@ async def grpc_connect(
 
 
 class _Authorized:
-    """The calls of a stub, each with the group's token."""
+    """Adds the group's token to the calls of a stub."""
 
     def __init__(self, stub: "group_pb2_grpc.ReplicaGroupAsyncStub", *, token: str) -> None:
         metadata = (("authorization", f"Bearer {token}"),)

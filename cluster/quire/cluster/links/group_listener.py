@@ -1,4 +1,4 @@
-"""The listener to which a `GroupClient` reports its group's state."""
+"""The interface to which a `GroupClient` reports its group's state."""
 
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,38 +12,39 @@ if TYPE_CHECKING:
 
 
 class GroupListener(Protocol):
-    """Called from the event loop."""
+    """Receives what a `GroupClient` learns. All methods are called from the event loop."""
 
     def check(self, description: pb.GroupDescription) -> None:
-        """Raises GroupMismatch where this group must not be used."""
+        """Raises GroupMismatch if the group must not be used."""
 
     def attached(self, client: "GroupClient") -> None:
-        """The group is attached: requests can be submitted. Raises GroupMismatch as `check`."""
+        """Called when requests can be submitted to the group. Raises GroupMismatch as `check`."""
 
     def detached(self, client: "GroupClient") -> None:
-        """The group is detached. Requests under way are told only after this."""
+        """Called when the group is lost, before its requests fail."""
 
     def died(self, death: Death) -> None:
-        """The group is gone, failed, silent or hangs, as far as one can tell, and did not drain.
-        Those under way are told only after this."""
+        """Called when the group is gone, failed, silent or hangs, as far as its client can tell,
+        unless it drains. Its requests fail only after this."""
 
     def turned_away(self, client: "GroupClient") -> None:
-        """The group takes no more requests until `taken_back`, or until it is attached again."""
+        """Called when the group takes no more requests, until `taken_back` or `attached`."""
 
     def taken_back(self, client: "GroupClient") -> bool:
-        """The group would take requests again. False: it gets none; ask again later."""
+        """Called when the group offers to take requests again. False refuses; it is called again
+        later."""
 
     def has_other(self, client: "GroupClient") -> bool:
-        """Whether another group of its kind takes requests, so that this one's can go on there."""
+        """Whether another group with the same model card takes requests, and so can take over."""
 
     def load(
         self, client: "GroupClient", load: pb.Load, *, step: int, num_submits: int | None
     ) -> None:
-        """The group has stepped since the last call; ``load`` counts the first ``num_submits`` of
-        this connection's submits, where the group says it."""
+        """Called with the group's new load after ``step`` steps. ``load`` counts the first
+        ``num_submits`` of this connection's submits; ``None`` if the group does not report it."""
 
     def events(self, client: "GroupClient", batch: EventBatch) -> bool:
-        """Takes events in. False: they do not follow on, begin again at `events_position`."""
+        """Takes block events. False: they have a gap, read again from `events_position`."""
 
     def events_position(self, client: "GroupClient") -> Position:
-        """From where on to ask the group for events."""
+        """The position from which to request the group's events."""

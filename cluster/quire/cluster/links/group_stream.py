@@ -1,7 +1,7 @@
 """Buffers the tokens of one attempt of one request until its reader takes them.
 
-The group may be ahead of the reader by ``window`` tokens and no more: those are all that a slow
-client costs the gateway. Tokens are contiguous: repeated ones are dropped, and a gap ends the
+The group may be at most ``window`` tokens ahead of the reader, which limits the memory that a slow
+client takes at the gateway. Tokens are contiguous: repeated ones are dropped, and a gap ends the
 stream as lost.
 """
 
@@ -14,17 +14,17 @@ from quire.v1 import group_pb2 as pb
 
 _BYTES_PER_TOKEN = 4
 _PER_TURN = 2
-"""Each turn costs something itself, and less than a chunk's way through the gateway."""
+"""Callbacks per turn. A turn has a cost of its own, less than that of passing on one chunk."""
 
 
 class Turns:
-    """Runs callbacks in the order in which they come, a few in each turn of the event loop, and so
-    keeps each turn short under any load.
+    """Runs callbacks in order of arrival, a few in each turn of the event loop, and so keeps each
+    turn short under any load.
 
-    A turn runs all callbacks that are ready. If every stream of every group has a frame, the turn
-    is long. gRPC's asyncio server needs four turns to accept a call, one call at a time, so
-    requests would queue unseen in front of admission while the loop is busy. The streams that wait
-    lose nothing: their tokens go out in fewer and larger chunks, which cost less.
+    Otherwise a turn runs all callbacks that are ready, and is long if every stream of every group
+    has a frame. gRPC's asyncio server needs four turns to accept a call, one call at a time, so
+    requests would queue unseen in front of admission while the loop is busy. Delayed streams lose
+    nothing: their tokens are sent in fewer and larger chunks, which cost less.
     """
 
     def __init__(self, *, per_turn: int = _PER_TURN) -> None:
@@ -33,7 +33,7 @@ class Turns:
         self._is_due = False
 
     def soon(self, callback: Callable[[], None]) -> None:
-        """Has ``callback`` called in a later turn. It must not raise."""
+        """Schedules ``callback`` for a later turn. It must not raise."""
         self._waiting.append(callback)
         self._come_back()
 
@@ -52,9 +52,9 @@ class Turns:
 class GroupStream:
     """The deltas of one attempt of one request.
 
-    Sets ``submit.token_limit`` and raises it through ``on_credit`` as the reader goes on.
-    ``on_cleared`` is called once ``submit.isolated_tokens`` have come, read or not. ``turns`` are
-    those of all streams of the gateway.
+    It sets ``submit.token_limit``, and raises the limit through ``on_credit`` as the reader reads.
+    ``on_cleared`` is called once ``submit.isolated_tokens`` tokens have arrived, read or not. All
+    streams of a gateway share ``turns``.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class GroupStream:
         epoch: int = 0,
     ) -> None:
         self.epoch = epoch
-        """The group's incarnation."""
+        """The group's epoch, which identifies its incarnation."""
         self.key = (submit.request_id, submit.attempt)
         self.may_have_begun = submit.attempt <= 1
-        """Whether the group's engine may have been given it. Each attempt but the first is
-        acknowledged before that."""
+        """Whether the group's engine may have got the attempt. A group acknowledges each attempt
+        but the first before that."""
         self._window = window
         self._on_abort = on_abort
         self._on_credit = on_credit
@@ -86,35 +86,35 @@ class GroupStream:
         self._lost: GroupLost | None = None
         self._turns = turns or Turns()
         self._will_wake = False
-        self._is_turn = False  # The reader may take what there is.
+        self._is_turn = False  # Whether the reader may take the buffered deltas.
         self._waiter: asyncio.Future[None] | None = None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that this attempt has brought, read or not."""
+        """Number of tokens received in this attempt, read or not."""
         return self._num_received - self._num_resumed
 
     @property
     def num_buffered(self) -> int:
-        """Those among them that the reader has not done with."""
+        """Number of received tokens that the reader has not finished with."""
         return self._num_received - self._num_done
 
     @property
     def is_owed(self) -> bool:
-        """Whether the group may send: if it is well, tokens come within a few steps."""
+        """Whether the group may send tokens. A healthy group does so within a few steps."""
         return self._num_received < self._token_limit
 
     async def next(self) -> list[pb.TokenDelta]:
-        """All deltas that have come since the last call, at least one.
+        """Waits for deltas; returns all that have arrived since the last call, at least one.
 
-        The reader has done with the last ones when it asks for more.
+        A call implies that the reader has finished with the deltas of the last one.
 
         Raises:
-            GroupLost: The stream broke; no more will come.
+            GroupLost: The stream broke; no more deltas will arrive.
         """
         self._num_done = self._num_taken
-        # At half of the window: often enough not to hold the group up, and seldom enough to cost
-        # next to nothing.
+        # Credit at half of the window is early enough not to delay the group, and rare enough to
+        # cost next to nothing.
         if self._token_limit - self._num_done <= self._window // 2:
             self._token_limit = self._num_done + self._window
             self._on_credit(self, self._token_limit)
@@ -133,13 +133,12 @@ class GroupStream:
         self._on_abort(self)
 
     def push(self, delta: pb.TokenDelta) -> bool:
-        """Takes in a delta from the group. False: the delta is impossible, and the stream is
-        lost."""
+        """Takes a delta from the group. False: the delta is invalid, and the stream is lost."""
         self.may_have_begun = True
         if not delta.HasField("error"):
             begin, end = delta.token_offset, delta.token_offset + len(delta.token_ids)
             if begin < self._num_received and end <= self._num_received:
-                return True  # Once more what has come already.
+                return True  # A repeated delta.
             if begin != self._num_received:
                 self.lose(GroupLost(f"the group sent token {begin}, expected {self._num_received}"))
                 return False
@@ -147,7 +146,7 @@ class GroupStream:
                 self.lose(GroupLost(f"the group sent token {end}, beyond {self._token_limit}"))
                 return False
             if end == begin and not delta.finish_reason:
-                return True  # The group has it, and that is all.
+                return True  # Only an acknowledgement.
             self._num_received = end
             if self._on_cleared is not None and (end >= self._cleared_at or delta.finish_reason):
                 self._on_cleared()

@@ -1,8 +1,8 @@
-"""The replica groups that a gateway is attached to, and what routing knows of them.
+"""The replica groups of one model that a gateway is attached to, and the routing state of each.
 
-A group is routed to from its first frame until its stream breaks or it says that it is draining,
-and again when it says that it serves.
-One that has left the membership gets no new requests but keeps those it has until they end.
+A group is routed to from its first frame until its stream breaks or it reports that it drains, and
+again when it reports that it serves.
+A group that has left the membership gets no new requests but keeps its requests until they end.
 
 All routed groups have the same model card. Groups with another card are refused while any group is
 routed to, and take over once all of those drain. A stream that has tokens never continues on a
@@ -37,14 +37,14 @@ _log = logging.getLogger(__name__)
 
 _HOUSEKEEPING_S = 1.0
 _NOTICED_IN = 1.5
-"""In silence timeouts. Groups that die at the same moment are all noticed within little more than
-one timeout: some by a broken connection, the others by their silence."""
+"""Time until a death is noticed, as a multiple of the silence timeout. Groups that die at the same
+moment are noticed within little more than one timeout: by broken connections or by silence."""
 
 
 class Groups:
-    """Keeps one client for each address and tells ``table`` what they learn.
+    """Keeps one client for each address, and updates ``table`` with what they report.
 
-    Made and used inside the event loop. ``card`` is None until a first group was attached.
+    It is made and used inside one event loop. ``card`` is None until the first group is attached.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Groups:
         adapter_folder: Callable[[str], Path | None] = lambda digest: None,
     ) -> None:
         """``contacts``: each group's token and certificate by address, for other groups; it may
-        change. ``adapter_folder``: where this node keeps the adapter of a digest, if it does."""
+        change. ``adapter_folder`` returns this node's folder of an adapter, by digest."""
         self.card: ModelCard | None = None
         self.task = ""
-        """What the model is for, as its groups say; empty until one has said it."""
+        """The model's task, as its groups report it; empty until the first one is attached."""
         self.demand = Demand()
-        """Requests that wait for any group."""
+        """The requests that wait for any group."""
         self.deaths = Deaths(
             window_s=_NOTICED_IN * (config or GroupClientConfig()).silence_timeout_s,
             clock=asyncio.get_running_loop().time,
@@ -79,7 +79,7 @@ class Groups:
         self._leaving: list[tuple[GroupClient, asyncio.Task[None]]] = []
         self._attached: dict[GroupId, GroupClient] = {}
         self.holders = Holders(self._attached.values, adapter_folder)
-        """Which of the attached groups hold each LoRA adapter."""
+        """The attached groups that hold each LoRA adapter."""
         self._retired: set[GroupClient] = set()
         self._is_draining = False
         self._loads: dict[GroupId, pb.Load] = {}
@@ -95,8 +95,8 @@ class Groups:
         )
 
     def set_addresses(self, addresses: Iterable[str]) -> None:
-        """Sets the ``host:port`` of each running group, in place of the former ones. Does nothing
-        once closed."""
+        """Replaces the addresses, ``host:port``, of the running groups. Does nothing once
+        closed."""
         if self._is_closed:
             return
         wanted = set(addresses)
@@ -122,24 +122,25 @@ class Groups:
             )
 
     def begin_drain(self) -> None:
-        """Tells the groups that no more requests of clients come: others may count on the room."""
+        """Tells the groups that this gateway drains, so that others can use its share of them."""
         self._is_draining = True
         for client, _ in self._clients.values():
             client.is_draining = True
 
     def expect_no_more(self, reason: str) -> None:
-        """No group is started from now on: requests that wait for one are told ``reason``."""
+        """Notes that no group will be started any more: requests that wait for one fail with
+        ``reason``."""
         self._no_more = reason
         self._update_members()
 
     @property
     def may_come(self) -> bool:
-        """Whether waiting for a group makes sense: there is one, or one may be started."""
+        """Whether it makes sense to wait for a group: there is one, or one may be started."""
         return bool(self._routable()) or not self._no_more
 
     @property
     def num_ready(self) -> int:
-        """Groups that requests can be routed to."""
+        """Number of groups that requests can be routed to."""
         return len(self._routable())
 
     @property
@@ -148,7 +149,7 @@ class Groups:
         return [client for client, _ in (*self._clients.values(), *self._leaving)]
 
     def is_routed_to(self, client: GroupClient) -> bool:
-        """Whether new requests may go to its group."""
+        """Whether new requests may be routed to the client's group."""
         return client in self._attached.values() and client not in self._retired
 
     @property
@@ -158,11 +159,11 @@ class Groups:
 
     @property
     def num_unsent_commands(self) -> int:
-        """Commands for attached groups that their connections have not taken yet."""
+        """Number of commands for attached groups that were not written to their streams yet."""
         return sum(client.num_unsent_commands for client in self._attached.values())
 
     def troubles(self) -> list[str]:
-        """Why groups take no requests, one line for each that does not."""
+        """Why groups take no requests, one line for each such group."""
         return [self._no_more] * bool(self._no_more) + [
             f"{address}: {'draining' if client.is_attached else client.last_error or 'connecting'}"
             for address, (client, _) in self._clients.items()
@@ -176,20 +177,19 @@ class Groups:
         *,
         on_cleared: Callable[[], None] | None = None,
     ) -> GroupStream:
-        """Submits as `GroupClient.submit` does. Raises GroupLost: it is no longer attached."""
+        """Submits as `GroupClient.submit` does. Raises GroupLost: the group is not attached."""
         client = self._attached.get(group_id)
         if client is None:
             raise GroupLost(f"group {group_id} is not attached")
         return client.submit(submit, on_cleared=on_cleared)
 
     def source(self, source: GroupId, *, taker: GroupId, num_blocks: int) -> pb.BlockSource | None:
-        """How ``taker`` reaches ``source``, which has ``num_blocks`` blocks of a request; ``None``
-        where the two do not exchange blocks, or one is not attached any longer."""
+        """How ``taker`` reaches ``source``, as `Exchange.source` tells."""
         return self._exchange.source(source, taker=taker, num_blocks=num_blocks)
 
     def lacking(self, adapter: str) -> frozenset[GroupId]:
-        """The groups that would take requests but are not known to hold ``adapter``. They are
-        asked to; none where ``adapter`` is empty."""
+        """The groups that take requests but are not known to hold ``adapter``; none if ``adapter``
+        is empty. They are asked to hold it."""
         if not adapter:
             return frozenset()
         clients = [self._attached[group_id] for group_id in self._routable()]
@@ -198,33 +198,28 @@ class Groups:
         return frozenset(GroupId(each.description.group_id) for each in lacking)
 
     async def hold(self, adapter: str, *, timeout_s: float) -> None:
-        """Returns once a group that takes requests holds ``adapter``.
-
-        Raises:
-            InvalidRequest: The model cannot run it.
-            Unavailable: Its files are nowhere.
-            GroupLost: No group could be given it in time.
-        """
+        """Returns once a group that takes requests holds ``adapter``. Raises as
+        `Holders.wait_for_one`."""
         clients = [self._attached[group_id] for group_id in self._routable()]
         await self.holders.wait_for_one(clients, adapter, timeout_s=timeout_s)
 
     async def hold_everywhere(self, adapter: str, *, timeout_s: float) -> None:
-        """Has all groups that take requests hold ``adapter``; those that cannot be given it in time
-        get it once it is needed.
+        """Makes all groups that take requests hold ``adapter``. Groups that cannot be given it in
+        time get it when it is needed.
 
         Raises:
-            InvalidRequest: The model cannot run it.
+            InvalidRequest: The model cannot run the adapter.
         """
         clients = [self._attached[group_id] for group_id in self._routable()]
         await self.holders.wait_for_all(clients, adapter, timeout_s=timeout_s)
 
     def forget_adapter(self, group_id: GroupId, adapter: str) -> None:
-        """The group has said that it does not hold ``adapter`` any more."""
+        """Notes that the group has reported that it no longer holds ``adapter``."""
         if group_id in self._attached:
             self._attached[group_id].adapters.discard(adapter)
 
     def watch(self, on_change: Callable[[], None]) -> None:
-        """Calls ``on_change`` whenever a group becomes ready or ceases to be."""
+        """Calls ``on_change`` whenever a group becomes ready or stops being ready."""
         self._watchers.append(on_change)
 
     def watch_loads(self, on_load: Callable[[], None]) -> None:
@@ -232,7 +227,8 @@ class Groups:
         self._load_watchers.append(on_load)
 
     async def wait_for_change(self, *, timeout_s: float) -> bool:
-        """Returns true once a group became ready or ceased to be, false after ``timeout_s``."""
+        """Returns true once a group became ready or stopped being ready, false after
+        ``timeout_s``."""
         changed = self._changed
         try:
             async with asyncio.timeout(timeout_s):
@@ -242,7 +238,7 @@ class Groups:
         return True
 
     async def close(self) -> None:
-        """Detaches from every group; requests under way are lost."""
+        """Detaches from every group; requests in progress are lost."""
         self._is_closed = True
         tasks = [self._housekeeper]
         tasks += [task for _, task in (*self._clients.values(), *self._leaving)]
@@ -252,7 +248,7 @@ class Groups:
         await self.holders.close()
         await self._warming.close()
 
-    # Callbacks of the clients.
+    # `GroupListener`, called by the clients.
 
     def check(self, description: pb.GroupDescription) -> None:
         self._expected.check(description)
@@ -261,10 +257,10 @@ class Groups:
 
     def attached(self, client: GroupClient) -> None:
         if any(client is leaving for leaving, _ in self._leaving):
-            return  # This is the next group at its address; another client may be attached to it.
-        self._take_card(client)  # Others may have come since it was described.
+            return  # A new group at the address of one that left; another client may attach to it.
+        self._take_card(client)  # Again, because others may have been attached since `check`.
         group_id = GroupId(client.description.group_id)
-        # A group that came back before its old stream was missed starts with a clean slate.
+        # A group that came back before its old stream was missed starts without old state.
         self._attached.pop(group_id, None)
         self._update_members()
         self._attached[group_id] = client
@@ -345,14 +341,15 @@ class Groups:
     def events(self, client: GroupClient, batch: EventBatch) -> bool:
         group_id = GroupId(client.description.group_id)
         if self._attached.get(group_id) is not client:
-            return True  # Of a former group of that name, which still ends what it has.
+            return True  # From a former group of that name, which still finishes its requests.
         return isinstance(self._table.apply_events(group_id, batch), Applied)
 
     def events_position(self, client: GroupClient) -> Position:
         return self._table.events_position(GroupId(client.description.group_id))
 
     def _take_card(self, client: GroupClient) -> None:
-        """Raises GroupMismatch: others are routed to, which are of another kind."""
+        """Adopts the card of the client's group if no other is routed to. Raises GroupMismatch: the
+        card differs from that of the routed groups."""
         self.check(client.description)
         if not self._routable():
             card = ModelCard.of(client.description)

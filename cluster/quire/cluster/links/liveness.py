@@ -1,4 +1,4 @@
-"""Whether a group that a gateway is attached to still lives, from what its frames say.
+"""Decides from a group's frames whether the group is still alive.
 
 Liveness is checked every ``beat_s``, an eighth of the timeout. A pause of this process counts as
 one missed check however long it was, because the group's frames then lie unread.
@@ -7,7 +7,7 @@ one missed check however long it was, because the group's frames then lie unread
 from dataclasses import dataclass
 
 _BEATS = 8
-"""Checks within the time after which a silent group is lost."""
+"""Checks within the silence timeout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class Disconnect:
     reason: str
     is_death: bool = False
     is_refutable: bool = True
-    """Whether the group is well if it can be attached again; one that hangs can be as well."""
+    """Whether attaching again proves that the group is alive. It does not if the group hung, as it
+    can be attached nevertheless."""
 
 
 class Liveness:
@@ -33,12 +34,13 @@ class Liveness:
         self._num_stalled = 0
 
     def frame(self, step: int) -> None:
-        """A frame came, which the group sent after ``step`` steps."""
+        """Notes a frame, which the group sent after ``step`` steps."""
         self._is_heard = True
         self._step = step
 
     def beat(self, *, is_owed: bool) -> Disconnect | None:
-        """Says why the group is lost, if it is. ``is_owed``: it should be producing tokens."""
+        """Does one check; returns why the group is lost, or ``None``. ``is_owed``: whether the
+        group should be producing tokens."""
         self._num_silent = 0 if self._is_heard else self._num_silent + 1
         is_stalled = is_owed and self._step == self._last_step
         self._num_stalled = self._num_stalled + 1 if is_stalled else 0

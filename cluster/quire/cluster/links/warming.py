@@ -1,8 +1,8 @@
-"""Has new groups take blocks from others before requests are routed to them.
+"""Makes new groups prefetch blocks from other groups before requests are routed to them.
 
-A group that has just started holds nothing, and each prompt that is routed to it would be computed
-again. So it is asked to take what others find most useful; `WARM_S` later it gets requests all the
-same. A group that has blocks of its own answers at once.
+A new group has an empty cache, so each prompt routed to it would be computed again. It is therefore
+asked to fetch the blocks that others find most useful. After `WARM_S` it gets requests in any case.
+A group that has blocks of its own answers at once.
 """
 
 import asyncio
@@ -20,29 +20,29 @@ _log = logging.getLogger(__name__)
 WARM_S = 2.0
 MAX_SOURCES = 4
 _MAX_BYTES = 4 << 30
-"""What a fast link carries in that time."""
+"""What a fast link carries in `WARM_S`."""
 
 
 class Warming:
-    """Belongs to one event loop. ``on_end`` is called when a group need not be waited for any
-    longer."""
+    """The groups that prefetch blocks now. Belongs to one event loop. ``on_end`` is called when a
+    group has finished."""
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
         self._tasks: dict[GroupClient, asyncio.Task[None]] = {}
 
     def __contains__(self, client: GroupClient) -> bool:
-        """Whether its group should get no requests yet, if there are others."""
+        """Whether the client's group should get no requests yet, if there are other groups."""
         return client in self._tasks
 
     def begin(self, client: GroupClient, sources: Sequence[pb.BlockSource]) -> None:
-        """Has its group take blocks from ``sources``, if there are any."""
+        """Asks the client's group to fetch blocks from ``sources``, if there are any."""
         self.forget(client)
         if sources:
             self._tasks[client] = asyncio.create_task(self._warm(client, sources))
 
     def forget(self, client: GroupClient) -> None:
-        """It is not attached any longer."""
+        """Stops waiting for a group that is no longer attached."""
         task = self._tasks.pop(client, None)
         if task is not None:
             task.cancel()
@@ -57,7 +57,7 @@ class Warming:
         description = client.description
         format = description.kv_format
         block_bytes = 2 * format.num_layers * format.num_kv_heads * format.head_bytes
-        # Half of its room is for what its own requests will bring.
+        # Half of the cache is left for its own requests.
         max_bytes = min(_MAX_BYTES, description.num_blocks * block_bytes // 2)
         try:
             answer = await client.link.Warm(
@@ -67,7 +67,7 @@ class Warming:
         except grpc.aio.AioRpcError as error:
             _log.info("group %s is not warm: %s", description.group_id, error.details())
         except GroupLost:
-            return  # Which its client notices too.
+            return  # Its client notices this too.
         finally:
             if self._tasks.get(client) is asyncio.current_task():
                 del self._tasks[client]

@@ -1,1 +1,1 @@
-"""How many groups there should be."""
+"""Autoscaling: how many groups and gateways there should be."""

@@ -1,4 +1,4 @@
-"""Requests that wait at a gateway because no group can take them: what groups are started for."""
+"""Counts the requests that wait at a gateway because no group can take them, for autoscaling."""
 
 import asyncio
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ class Demand:
     def __init__(self) -> None:
         self.num_requests = 0
         self.num_tokens = 0
-        """Tokens in their prompts; one for a prompt that cannot be counted yet."""
+        """Prompt tokens of these requests; one for a prompt that cannot be counted yet."""
         self._some = asyncio.Event()
         self._none = asyncio.Event()
         self._none.set()
@@ -37,7 +37,7 @@ class Demand:
                 self._none.set()
 
     async def wait_for_some(self) -> None:
-        """Returns once a request waits."""
+        """Returns once at least one request waits."""
         await self._some.wait()
 
     async def wait_while_some(self, *, until: asyncio.Future[None]) -> None:

@@ -1,10 +1,10 @@
-"""How many gateways there are, by the completions that they have under way.
+"""Decides how many gateways there should be, by the completions that they have in progress.
 
-A gateway is added where the others have more than their share, and one goes where the others have
-been enough for some time. Clients of one that goes are drained as at any stop.
+Gateways are added when the running ones have more than ``target_inflight`` each, and one is stopped
+when fewer have been enough for some time. Clients of a stopped gateway are drained as at any stop.
 
-Ray Serve copies this module by value. It defines no dataclass: reading a copy in this process would
-replace the fields of one, and pydantic would refuse them.
+Ray Serve copies this module by value. It defines no dataclass: unpickling a copy in this process
+would replace the fields of one, and pydantic would refuse them.
 """
 
 import math
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
 INFLIGHT = "num_inflight"
-"""The name under which a gateway tells Serve's controller of its completions."""
+"""The name of the metric with a gateway's completions in progress, for Serve's controller."""
 _STATE = "quire"
 
 
@@ -31,8 +31,8 @@ def decide(
 ) -> tuple[int, float | None]:
     """How many gateways there should be, and since when fewer than now have been enough.
 
-    ``num_inflight`` are the completions of each gateway that tells of them. They count as a sum:
-    new connections are spread over all gateways, and old ones end.
+    ``num_inflight`` has the completions in progress of each gateway that reports them. Only their
+    sum counts: new connections are spread over all gateways, and old ones end.
     """
     wanted = math.ceil(sum(num_inflight) / settings.target_inflight)
     wanted = min(max(wanted, settings.min_gateways), settings.max_gateways)
@@ -41,11 +41,11 @@ def decide(
     since_s = now_s if enough_since_s is None else enough_since_s
     if now_s - since_s < settings.down_delay_s:
         return min(num_gateways, settings.max_gateways), since_s
-    return num_gateways - 1, now_s  # The next one after another delay.
+    return num_gateways - 1, now_s  # The next one stops after another delay.
 
 
 class GatewayPolicy:
-    """`decide` as Ray Serve calls it: made once in Serve's controller, asked every 0.1 s."""
+    """Adapts `decide` to Ray Serve, whose controller makes one policy and calls it every 0.1 s."""
 
     def __init__(self, **settings: Any) -> None:
         """``settings`` are the fields of `GatewayAutoscaling`."""

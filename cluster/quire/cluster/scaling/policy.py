@@ -1,8 +1,8 @@
-"""How many replica groups there should be. Which ones go is Ray Serve's choice.
+"""Decides how many replica groups there should be. Ray Serve chooses which ones to stop.
 
-`decide` is a function of the groups' samples, of its former state and of the time. It goes up at
-once by as many groups as are needed. It goes down by one group at a time, after fewer have been
-enough for ``down_delay_s``. It does not go down while a running group is silent, because a hung
+`decide` is a function of the groups' samples, of its last state and of the time. It scales up at
+once by as many groups as are needed. It scales down by one group at a time, after fewer have been
+enough for ``down_delay_s``. It does not scale down while a running group is silent, because a hung
 group and an idle one look alike.
 
 The need (`_need`) is the largest of four numbers of groups: for arriving prompt tokens and for
@@ -18,11 +18,11 @@ from quire.cluster.scaling.settings import METRICS_INTERVAL_S, AutoscalingSettin
 STALE_S = 5.0
 """A group whose last sample is older counts as silent."""
 _MIN_FULL_S = 0.2
-"""Seconds of full steps in the window before a speed is taken from them: one or two say little."""
+"""Least seconds of full steps in the window to measure a speed: one or two steps say little."""
 _SPEED_KEPT = 0.7
 """Share of the known speed that is kept at each new measurement."""
 _SMOOTHED_S = 30.0
-"""Arrivals are averaged over this time; a short window would take chance for load."""
+"""Arrivals are averaged over this time; over a short window they vary by chance."""
 _NOTHING = 0.01
 """Share of one group that counts as no demand: a fading average never reaches zero."""
 _MAX_PATIENCE = 8.0
@@ -30,8 +30,8 @@ _MAX_PATIENCE = 8.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A group's report at one time: numbers of its `EngineStats`, which Serve carries as floats,
-    and two more."""
+    """A group's report at one time: numbers of its `EngineStats`, which Serve passes on as floats,
+    and two more, ``max_num_seqs`` and ``kv_use``."""
 
     time_s: float
     num_pending_prefill_tokens: float = 0
@@ -50,49 +50,50 @@ class Observation:
     """The input of a decision."""
 
     num_groups: int
-    """Asked for so far: those that run, and those that start."""
+    """Current target: the groups that run and those that start."""
     groups: Sequence[Sequence[Sample]]
-    """Latest samples of each running group, oldest first; empty for a group not heard of yet."""
+    """Latest samples of each running group, oldest first; empty for a group without any yet."""
     num_gateway_tokens: int = 0
-    """Prompt tokens of requests that wait at gateways, where no group can take them."""
+    """Prompt tokens of requests that wait at gateways because no group can take them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """State kept between decisions. Its size is bounded by `max_groups`."""
+    """State kept between decisions. Its size is bounded by ``max_groups``."""
 
     speed: float | None = None
-    """Prompt tokens a second that a group computes while prompts wait. Unknown until prompts have
-    waited; until then prompts require no group."""
+    """Prompt tokens per second that a group computes while prompts wait. ``None`` until prompts
+    have waited; until then prompts require no group."""
     usual_arrival_rate: float = 0.0
-    """Prompt tokens a second that come to all groups and are not cached, smoothed."""
+    """Prompt tokens per second that arrive at all groups and are not cached, smoothed."""
     learnt_s: float = -inf
-    """Time of the sample that the two were last learnt from."""
+    """Time of the newest sample in ``speed`` and ``usual_arrival_rate``."""
     start_s: float = 0.0
-    """How long the last groups took to start, or those that do have taken so far."""
+    """How long the last groups took to start, or starting ones have taken so far."""
     asked_s: float | None = None
-    """When those that start were asked for; ``None`` where none does."""
+    """When the starting groups were requested; ``None`` if none starts."""
     last_needed_s: tuple[float, ...] = ()
-    """When one group was last needed, when two were, and so on up to ``max_groups``."""
+    """When at least one group was last needed, at least two, and so on up to ``max_groups``."""
     last_down_s: float = -inf
     patience: float = 1.0
-    """Times ``down_delay_s`` that going down waits: grows where going down proved to be wrong."""
+    """Factor on ``down_delay_s``, which grows when scaling down proved to be wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalingDecision:
     num_groups: int
     reason: str
-    """The need that requires the most groups: demand, burst, prefill, backlog, kv, sequences, none;
-    or that a group is silent."""
+    """The need that requires the most groups: "demand", "burst", "prefill", "backlog", "kv",
+    "sequences" or "none"; or "unheard" if a group is silent."""
     predicted_wait_s: float | None
-    """Predicted wait of a prompt that arrives now, on the running groups; None without a speed."""
+    """Predicted wait of a prompt that arrives now at the running groups; ``None`` without a speed
+    or a group."""
 
 
 def decide(
     observation: Observation, state: State, now_s: float, settings: AutoscalingSettings
 ) -> tuple[ScalingDecision, State]:
-    """The number of groups that there should be from now on, and what to remember."""
+    """The number of groups that there should be from now on, and the state for the next call."""
     state = _learn_start(observation, _learn(observation, state), now_s)
     need, reason = _need(observation, state, settings)
     enough = max(need, _need(observation, state, settings, going_down=True)[0])
@@ -122,7 +123,7 @@ def decide(
 def _one_less(
     current: int, state: State, now_s: float, settings: AutoscalingSettings
 ) -> tuple[int, State]:
-    """One group fewer if it is time for that, else as many as there are."""
+    """One group fewer if the delays have passed, else the current number."""
     if current > settings.max_groups:
         return settings.max_groups, state
     spare_s = now_s - state.last_needed_s[current - 1]
@@ -140,7 +141,7 @@ def _one_less(
 
 
 def _patience(state: State, now_s: float, settings: AutoscalingSettings) -> float:
-    """After going up: more of it if the last going down was so short ago that it was a mistake."""
+    """The patience after scaling up: doubled if the last scaling down was recent, and so wrong."""
     since_down_s = now_s - state.last_down_s
     if since_down_s <= state.patience * settings.down_delay_s:
         return min(2 * state.patience, _MAX_PATIENCE)
@@ -154,13 +155,13 @@ def _need(
     *,
     going_down: bool = False,
 ) -> tuple[int, str]:
-    """The groups that are needed to stay within every limit, and why; or, for going down, within
-    the share ``down_use`` of every limit."""
+    """The number of groups needed to stay within every limit, and the reason. With ``going_down``,
+    within the share ``down_use`` of every limit."""
     use = settings.down_use if going_down else 1.0
     latest = [group[-1] for group in observation.groups if group]
     pending = num_pending(observation)
     arriving = sum(_arrival_rate(group) for group in observation.groups)
-    # A request that arrives between two samples needs a group, too.
+    # A request that arrives between two samples also needs a group.
     needs = {"none": 0.0, "demand": float(bool(observation.num_gateway_tokens or arriving))}
     if latest:
         num_sequences = sum(sample.num_running + sample.num_waiting for sample in latest)
@@ -172,7 +173,7 @@ def _need(
         needs["prefill"] = usual if usual > _NOTHING else 0.0
         allowed = state.speed * settings.target_ttft_s * max(observation.num_groups, 1) * use
         if pending > allowed / 2 and not going_down:
-            # A few seconds' arrivals vary by chance: they count once they make prompts wait.
+            # Arrivals of a few seconds vary by chance, so they only count when prompts wait.
             needs["burst"] = arriving / capacity
         excess = pending - allowed
         if excess > 0:
@@ -180,15 +181,15 @@ def _need(
             within_s = settings.recover_s + state.start_s
             needs["backlog"] = (arriving + excess / within_s) / capacity
     elif pending:
-        # Nothing was ever computed, so the speed is unknown: one group is enough to learn it.
+        # The speed is unknown because no prompt was computed: one group is enough to measure it.
         needs["demand"] = 1.0
     reason = max(needs, key=lambda name: needs[name])
-    # Float sums: an excess of a millionth over n groups does not require another group.
+    # Sums of floats: an excess of a millionth over n groups does not require another group.
     return ceil(needs[reason] - 1e-6), reason
 
 
 def num_pending(observation: Observation) -> float:
-    """Prompt tokens that wait, in groups and at gateways."""
+    """Prompt tokens that wait in groups and at gateways."""
     waiting = sum(group[-1].num_pending_prefill_tokens for group in observation.groups if group)
     return waiting + observation.num_gateway_tokens
 
@@ -199,7 +200,7 @@ def _predicted_wait_s(observation: Observation, speed: float | None) -> float | 
 
 
 def _arrival_rate(group: Sequence[Sample]) -> float:
-    """Prompt tokens a second that came to a group and were not in its cache."""
+    """Prompt tokens per second that arrived at a group and were not in its cache."""
     if len(group) < 2:
         return 0.0
     first, last = group[0], group[-1]
@@ -209,12 +210,12 @@ def _arrival_rate(group: Sequence[Sample]) -> float:
 
 
 def _learn(observation: Observation, state: State) -> State:
-    """Takes the groups' common speed, and what arrives on average, once for each new sample."""
+    """Updates the groups' common speed and the average arrival rate, once for each new sample."""
     newest_s = max((group[-1].time_s for group in observation.groups if group), default=-inf)
     if newest_s <= state.learnt_s:
         return state
     arriving = sum(_arrival_rate(group) for group in observation.groups)
-    share = 1 - exp((state.learnt_s - newest_s) / _SMOOTHED_S)  # All of it, the first time.
+    share = 1 - exp((state.learnt_s - newest_s) / _SMOOTHED_S)  # 1 the first time.
     usual = state.usual_arrival_rate + share * (arriving - state.usual_arrival_rate)
     state = replace(state, usual_arrival_rate=usual, learnt_s=newest_s)
     tokens = seconds = 0.0

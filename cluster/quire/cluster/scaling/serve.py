@@ -19,16 +19,17 @@ from quire.worker.api.engine_stats import EngineStats
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-_log = logging.getLogger("ray.serve")  # The controller's log, where Serve tells of scaling too.
+_log = logging.getLogger("ray.serve")  # The controller's log, in which Serve reports scaling too.
 
 _DEMAND_PREFIX = "gateway_tokens/"
-"""Before a gateway's name: prompt tokens that wait there for any group, as a group was told."""
+"""Prefix, before a gateway's name, of the metric with the prompt tokens that wait there for any
+group."""
 _STATE = "quire"
 _NAMES = [field.name for field in fields(Sample) if field.name != "time_s"]
 
 
 class ServePolicy:
-    """`decide` as Ray Serve calls it: made once in Serve's controller, asked every 0.1 s."""
+    """Adapts `decide` to Ray Serve, whose controller makes one policy and calls it every 0.1 s."""
 
     def __init__(self, **settings: Any) -> None:
         """``settings`` are the fields of `AutoscalingSettings`."""
@@ -56,7 +57,8 @@ class ServePolicy:
 def report(
     stats: EngineStats, *, max_num_seqs: int, demand: Mapping[str, float]
 ) -> dict[str, float]:
-    """What a group tells Serve, for `observe`. ``demand``: prompt tokens that wait, by gateway."""
+    """A group's metrics for Serve, which `observe` reads. ``demand``: prompt tokens that wait, by
+    gateway."""
     kv_use = stats.num_held_blocks / stats.num_total_blocks
     others: dict[str, float] = {"max_num_seqs": max_num_seqs, "kv_use": kv_use}
     engine = {name: getattr(stats, name) for name in _NAMES if name not in others}
@@ -64,7 +66,7 @@ def report(
 
 
 def observe(context: "AutoscalingContext", *, now_s: float) -> Observation:
-    """What Serve knows, in `decide`'s terms."""
+    """Converts Serve's metrics to the input of `decide`."""
     metrics = context.raw_metrics or {}
     groups = []
     for replica in context.running_replicas:
@@ -75,7 +77,7 @@ def observe(context: "AutoscalingContext", *, now_s: float) -> Observation:
         if name.startswith(_DEMAND_PREFIX):
             points = [series[-1] for series in by_replica.values() if series]
             newest = max(points, key=lambda point: point.timestamp, default=None)
-            # A gateway repeats what it says while there is something to say.
+            # A gateway repeats its report while requests wait.
             if newest is not None and now_s - newest.timestamp <= STALE_S:
                 num_gateway_tokens += int(newest.value)
     return Observation(
@@ -86,7 +88,7 @@ def observe(context: "AutoscalingContext", *, now_s: float) -> Observation:
 
 
 def _samples(series: Mapping[str, Sequence[Any]]) -> list[Sample]:
-    """One sample for each time at which a group said all that belongs to one."""
+    """One sample for each time at which a group reported all of its values."""
     by_time: dict[float, dict[str, float]] = {}
     for name in _NAMES:
         for point in series.get(name, ()):

@@ -63,7 +63,7 @@ class AutoscalingSettings:
         for name in ("down_delay_s", "down_step_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")
-        # Serve's memory of the queue would start the group again that was just stopped.
+        # Reports that Serve still keeps would start the group again that was just stopped.
         if not self.idle_delay_s >= LOOK_BACK_S + 2 * METRICS_INTERVAL_S:
             raise ConfigError(
                 f"idle_delay_s={self.idle_delay_s!r}: must be "

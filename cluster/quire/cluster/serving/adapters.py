@@ -1,9 +1,9 @@
 """The LoRA adapters that a gateway's clients can name as their model.
 
-A name means one content at a time, known by its digest. A request takes the digest with it when it
-begins and keeps it to its end, wherever it goes on. All gateways know the same names: the one that
-loads or unloads an adapter tells the others, and one that starts asks them. The latest word on a
-name holds. Those of a model's configuration are older than any word.
+A name stands for one content at a time, identified by its digest. A request takes the digest when
+it begins and keeps it to its end, also on other groups. All gateways know the same names: the one
+that loads or unloads an adapter tells the others, and a new gateway asks them. The latest statement
+about a name (`Word`) holds. The names in a model's configuration count as older than any other.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 MAX_ADAPTERS = 4096
-"""Names that are in use; as many that are in use no more are remembered."""
+"""Most names in use; as many unloaded ones are remembered."""
 MAX_NAME_CHARS = 256
 _GROUPS_TIMEOUT_S = 60.0
 """Time for the groups to receive an adapter that is loaded; late groups get it later."""
@@ -33,29 +33,30 @@ _TELLINGS = 30
 
 
 class Word(NamedTuple):
-    """What was last said about a name."""
+    """The latest statement about a name: which adapter it stands for, if any."""
 
     said_at: int
-    """Nanoseconds since 1970; 0: in the configuration."""
+    """Time of the statement in nanoseconds since 1970; 0 if it is from the configuration."""
     name: str
     model: str
     source: str
     digest: str
-    """Empty: no adapter has the name any more."""
+    """The digest of the adapter; empty if the name was unloaded."""
 
 
 TellOthers = Callable[[Sequence[Word]], Awaitable[str]]
-"""Has other gateways `hear`; says which of them did not, or nothing. Bounds its own time."""
+"""Calls `Adapters.hear` of the other gateways. Returns which of them were not reached, as text;
+empty if all were. Limits its own time."""
 AskOthers = Callable[[], Awaitable[Iterable[Word]]]
-"""What other gateways know."""
+"""Returns the words that other gateways know."""
 
 
 class Adapters:
-    """Those of one gateway. Belongs to one event loop."""
+    """The adapters of one gateway. Belongs to one event loop."""
 
     def __init__(self, models: "Models") -> None:
         self.tell_others: TellOthers = _no_others
-        """Set by those who know of other gateways."""
+        """Tells other gateways; set by the owner if there are any."""
         self._models = models
         self._words: dict[str, Word] = {}
         self._configured_elsewhere: dict[str, Word] = {}
@@ -64,12 +65,12 @@ class Adapters:
         self._telling: set[asyncio.Task[None]] = set()
 
     def __iter__(self) -> Iterator[Adapter]:
-        """Those of models that are served, by name."""
+        """The adapters of models that are served, sorted by name."""
         models = self._models.by_name
         return (each for _, each in sorted(self._adapters.items()) if each.model in models)
 
     def named(self, name: str) -> ModelService | None:
-        """The model with the adapter of this name; ``None`` if there is none."""
+        """The service of the adapter's model, with the adapter; ``None`` if there is none."""
         adapter = self._adapters.get(name)
         service = None if adapter is None else self._models.by_name.get(adapter.model)
         if adapter is None or service is None:
@@ -80,12 +81,13 @@ class Adapters:
         return service.through(adapter)
 
     async def load(self, name: str, source: str, *, model: str = "") -> tuple[Adapter, str]:
-        """Gives the adapter at ``source`` a name; one that had it before is replaced. Returns which
-        gateways have not heard of it yet, beside it.
+        """Serves the adapter at ``source`` as ``name``, in place of an adapter of that name.
+        ``model`` is by default the only one that takes adapters. Returns the adapter, and which
+        gateways do not know of it yet, as text. After an error nothing has changed.
 
         Raises:
-            InvalidRequest: The name cannot be used, ``model``, by default the only one, takes no
-                adapters, or cannot run this one. As all errors, it has changed nothing.
+            InvalidRequest: The name cannot be used, or the model takes no adapters or cannot run
+                this one.
             ModelNotFound: There is no such model.
             AdapterError: The adapter cannot be fetched or read.
         """
@@ -100,11 +102,11 @@ class Adapters:
             return self._adapters[name], await self._tell(word)
 
     async def unload(self, name: str) -> str:
-        """Takes the name away: requests that have begun go on. Returns which gateways have not
-        heard of it yet.
+        """Removes the name; requests that have begun continue. Returns which gateways do not know
+        of it yet, as text.
 
         Raises:
-            ModelNotFound: No adapter has it.
+            ModelNotFound: No adapter has the name.
         """
         async with self._changing:
             adapter = self._adapters.get(name)
@@ -116,9 +118,9 @@ class Adapters:
             return await self._tell(word)
 
     async def configure(self, model: str, modules: Mapping[str, str]) -> None:
-        """Serves a model's adapters as configured, sources by name, but for names that more was
-        said of since. One that cannot be read is logged and left out. Those that another gateway
-        has from the same source are taken as they are there.
+        """Serves a model's configured adapters, sources by name. Names that were loaded or unloaded
+        since stay as they are. An adapter that cannot be read is logged and left out. One that
+        another gateway has from the same source gets the digest that it has there.
         """
         async with self._changing:
             keeper = self._models.by_name[model].keeper
@@ -143,14 +145,14 @@ class Adapters:
                 self._take(word)
 
     def words(self) -> list[Word]:
-        """All that this gateway knows."""
+        """All words that this gateway knows."""
         return list(self._words.values())
 
     def hear(self, words: Iterable[Word]) -> None:
-        """Takes in what another gateway knows; what is older than what is known is left."""
+        """Takes in words of another gateway; older words than the known ones are ignored."""
         for word in words:
             known = self._words.get(word.name)
-            if not word.said_at:  # This one has a configuration of its own.
+            if not word.said_at:  # This gateway has a configuration of its own.
                 self._configured_elsewhere[word.name] = word
             elif known is None or known.said_at < word.said_at:
                 self._take(word)
@@ -159,7 +161,7 @@ class Adapters:
             del self._words[word.name]
 
     def close(self) -> None:
-        """Tells nobody any more."""
+        """Stops telling other gateways."""
         for task in self._telling:
             task.cancel()
 
@@ -215,12 +217,12 @@ class Adapters:
             )
 
     def _now(self, name: str) -> int:
-        """Later than anything that was said of the name, whatever the clocks say."""
+        """A time later than that of the name's known word, even if clocks differ."""
         known = self._words.get(name)
         return max(time.time_ns(), known.said_at + 1 if known else 0)
 
     async def _tell(self, word: Word) -> str:
-        """Goes on telling those who did not hear it, for a while."""
+        """Tells the other gateways, and retries in the background if some were not reached."""
         incomplete = await self.tell_others([word])
         if incomplete:
             task = asyncio.create_task(self._tell_again(word))
@@ -238,7 +240,7 @@ class Adapters:
 
 
 async def nobody_knows() -> Iterable[Word]:
-    """Answers for a gateway that is alone: no other gateway has adapters."""
+    """The `AskOthers` of a gateway that is alone: no words."""
     return ()
 
 

@@ -1,21 +1,21 @@
-"""Which requests are taken, which wait at the gateway, and which are refused at once.
+"""Decides which requests are released to groups, which wait at the gateway, and which are refused.
 
 A request is *released* to the groups when one of them can begin it within ``max_group_wait_s``. A
 request that waits at a group can no longer be reordered, so only enough are released to keep the
-groups busy until their next frames. The others wait here, by priority, then in fair shares of their
-tenants and then in order of arrival (`FairQueue`), for as long as their clients do. Where
-``max_queue_wait_s`` is set, a request whose predicted wait exceeds it or its own deadline is
+groups busy until their next frames. The others wait at the gateway, by priority, then in fair
+shares of their tenants and then in order of arrival (`FairQueue`), for as long as their clients do.
+If ``max_queue_wait_s`` is set, a request whose predicted wait exceeds it or its own deadline is
 refused before it costs anything. Admitted requests are never delayed by later ones of the same
-tenant and priority. Later ones of another tenant delay them as far as that tenant is below its
+tenant and priority. Later requests of another tenant delay them only while that tenant is below its
 share.
 
 Always true: a request that could be released waits only behind one that could not; the queue is
 within its bounds; each request of lower priority waits behind each of higher priority; the requests
 of one tenant and priority are released in order of arrival.
 
-A request of higher priority may displace ones of lower, the last first, where it could not be taken
-otherwise; one of the same priority displaces the last of the tenant with the most waiting work over
-its weight, where that is more than its own tenant would have. There is no aging: under lasting
+A request that does not fit may displace waiting ones: first requests of lower priority, the last
+one first; then, within its own priority, the last request of the tenant with the most waiting work
+over its weight, if that is more than its own tenant would have. There is no aging: under lasting
 overload low priorities are refused, not left to starve.
 """
 
@@ -30,42 +30,43 @@ from quire.router.policies.loads import Loads
 
 _MAX_RETRY_AFTER_S = 60.0
 _PAID = (Stage.RELEASED, Stage.ROUTED, Stage.BEGUN)
-"""When a request's tenant has been charged."""
+"""Stages in which a request's tenant has been charged for it."""
 
 
 class Admission:
-    """The queue of one gateway. Decides and executes nothing; ``loads`` are the groups' as the
-    next routing decision will see them."""
+    """The admission decisions of one gateway, which the caller executes. ``loads`` are the groups'
+    loads as the next routing decision will see them."""
 
     def __init__(self, config: AdmissionConfig, capacity: Capacity) -> None:
         self._config = config
         self._capacity = capacity
         self._queue = FairQueue()
         self._unrouted = WaitingLoad()
-        self._waiting = WaitingLoad()  # All that no group has begun.
+        self._waiting = WaitingLoad()  # Sums over the requests that no group has begun.
         self._num_offered = 0
 
     @property
     def queued(self) -> list[Ticket]:
-        """Those that wait here, in the order in which they will be released. For looking at all;
-        `queued_load` has the sums."""
+        """The waiting requests in the order in which they will be released. Takes a pass over all
+        of them; `queued_load` has the sums."""
         return list(self._queue)
 
     @property
     def queued_load(self) -> WaitingLoad:
-        """Sums over those that wait here; not the caller's to change."""
+        """Sums over the waiting requests; the caller must not change them."""
         return self._queue.total
 
     @property
     def unbegun(self) -> Queued:
-        """Sums over the requests that no group has begun; zero when there are none."""
+        """Sums over the requests that no group has begun."""
         return Queued(self._waiting.num_requests, self._waiting.num_tokens)
 
     def offer(self, ticket: Ticket, loads: Loads, *, now_s: float) -> list[Ticket]:
-        """Releases or queues a new request; returns those that it displaced, which have left.
+        """Releases or queues a new request; returns the requests that it displaced, which have
+        left the queue.
 
         Raises:
-            Overloaded: It is refused; nothing has changed.
+            Overloaded: The request is refused; nothing has changed.
         """
         displaced: list[Ticket] = []
         self._set_work(ticket)
@@ -86,10 +87,10 @@ class Admission:
     def check(
         self, priority: int, loads: Loads, *, now_s: float, tenant: str = "", weight: float = 1.0
     ) -> None:
-        """Refuses early what `offer` would refuse whatever its size: before it costs anything.
+        """Checks whether `offer` would refuse a request whatever its size, before it is tokenized.
 
         Raises:
-            Overloaded: Not even a prompt of one token would be taken.
+            Overloaded: Not even a prompt of one token would be accepted.
         """
         if self._queue:
             least = Ticket(num_prompt_tokens=0, priority=priority, tenant=tenant, weight=weight)
@@ -98,11 +99,11 @@ class Admission:
     def make_way(
         self, ticket: Ticket, loads: Loads, *, num_requests: int, now_s: float
     ) -> list[Ticket]:
-        """Displaces waiting requests of ``num_requests`` or more completions, as `offer` of
-        ``ticket`` might, and returns them; none where too few wait that yield to it.
+        """Displaces waiting requests of at least ``num_requests`` completions in favor of
+        ``ticket``, by the rules of `offer`, and returns them; none if too few can be displaced.
 
         Raises:
-            Overloaded: `offer` would refuse it all the same; nothing has changed.
+            Overloaded: `offer` would refuse ``ticket`` anyway; nothing has changed.
         """
         self._set_work(ticket)
         self._make_room(ticket, loads, now_s)
@@ -117,7 +118,8 @@ class Admission:
         return []
 
     def release(self, loads: Loads) -> list[Ticket]:
-        """Releases those whose turn has come. To be called when the groups' load has changed."""
+        """Releases and returns the requests that groups can begin now, in order. Call it when the
+        groups' load has changed."""
         released = []
         while (first := self._queue.first) is not None and self._can_begin(first, loads):
             released.append(first)
@@ -125,32 +127,33 @@ class Admission:
         return released
 
     def routed(self, ticket: Ticket) -> None:
-        """From now on, a released request is in the groups' states."""
+        """Notes that ``loads`` include a released request from now on."""
         if ticket.stage is Stage.RELEASED:
             self._unrouted.remove_ticket(ticket)
             ticket.stage = Stage.ROUTED
 
     def took(self, ticket: Ticket, *, num_tokens: int) -> None:
-        """``num_tokens`` more of its output came. The first show that a group has begun it."""
+        """Counts ``num_tokens`` more output tokens. The first show that a group has begun it."""
         self.begun(ticket)
         if ticket.stage is Stage.BEGUN:
             ticket.num_done += OUTPUT_WORK * num_tokens
             self._queue.grew(ticket)
 
     def began_cached(self, ticket: Ticket, *, num_cached_tokens: int) -> None:
-        """A group had so many of a prompt's tokens in its cache, which therefore cost nothing."""
+        """Notes that a group found ``num_cached_tokens`` of a prompt in its cache, which cost
+        nothing."""
         if ticket.stage in _PAID:
             ticket.num_done = max(0.0, ticket.num_done - num_cached_tokens)
 
     def begun(self, ticket: Ticket) -> None:
-        """A group has begun it."""
+        """Notes that a group has begun the request."""
         self.routed(ticket)
         if ticket.stage is Stage.ROUTED:
             self._waiting.add(-ticket.num_requests, -ticket.num_prompt_tokens)
             ticket.stage = Stage.BEGUN
 
     def leave(self, ticket: Ticket) -> None:
-        """It has ended, or waits no longer. May be called again."""
+        """Removes a request that has ended or waits no longer. Repeated calls have no effect."""
         if ticket.stage in (Stage.NEW, Stage.LEFT):
             return
         if ticket.stage is Stage.QUEUED:
@@ -164,8 +167,8 @@ class Admission:
         ticket.stage = Stage.LEFT
 
     def _can_begin(self, ticket: Ticket, loads: Loads) -> bool:
-        """Whether a group begins it soon, behind the released requests that no group state shows
-        yet."""
+        """Whether a group can begin the request within ``max_group_wait_s``, after the released
+        requests that ``loads`` do not include yet."""
         wait_s = self._config.max_group_wait_s
         return self._begins_within(wait_s, ticket, loads, ahead=self._unrouted)
 
@@ -191,7 +194,8 @@ class Admission:
         raise self._refusal("queue_full", ticket, loads, rest)
 
     def _exceeds_bounds(self, ticket: Ticket, loads: Loads, queued: WaitingLoad) -> bool:
-        """Whether the queue would be too full with ``ticket``, or its last wait for too long."""
+        """Whether with ``ticket`` the queue would be too full, or its last request would wait too
+        long."""
         config = self._config
         if not queued.num_requests:
             return False
@@ -202,7 +206,7 @@ class Admission:
         )
 
     def _is_bearable(self, ticket: Ticket, loads: Loads, ahead: WaitingLoad) -> bool:
-        """Whether one request behind ``ahead`` waits for no longer than the bound."""
+        """Whether a request behind ``ahead`` waits no longer than ``max_queue_wait_s``."""
         config = self._config
         if config.max_queue_wait_s == inf:
             return True
@@ -217,7 +221,7 @@ class Admission:
     ) -> bool:
         if wait_s == inf:
             return True
-        # The other gateways, which are not seen, are taken to have as much ahead of theirs.
+        # The queues of the other gateways are not visible; they are assumed to be equally long.
         need = ahead.num_requests * loads.most_gateways + 1.0
         tokens_each = ahead.tokens_each_with(ticket)
         return self._capacity.room(loads, wait_s=wait_s, tokens_each=tokens_each) >= need
@@ -231,7 +235,8 @@ class Admission:
         *,
         too_short_s: float = 0.0,
     ) -> Overloaded:
-        """``too_short_s``: a wait within which the request was found not to begin."""
+        """The error, with the predicted wait. ``too_short_s``: a wait within which the request was
+        found not to begin."""
         config, tokens_each = self._config, ahead.tokens_each_with(ticket)
         predicted_s = retry_after_s = 1.0
         if loads:
@@ -255,7 +260,7 @@ class Admission:
 
     def _set_work(self, ticket: Ticket) -> None:
         num_output = min(self._capacity.mean_output, ticket.max_tokens or inf)
-        # In whole numbers, whose sums do not depend on their order.
+        # Whole numbers: sums of them do not depend on the order.
         each = round(OUTPUT_WORK * num_output)
         ticket.work = float(ticket.num_prompt_tokens + each * ticket.num_requests)
 

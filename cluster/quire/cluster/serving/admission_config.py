@@ -1,4 +1,5 @@
-"""The bounds of what waits at a gateway, apart from the queue, for those who only read them."""
+"""The limits of a gateway's admission queue, in a module of their own because many modules need
+nothing else of it."""
 
 from dataclasses import dataclass
 from math import inf
@@ -8,28 +9,28 @@ from quire.worker.api.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionConfig:
-    """Bounds of what waits.
+    """The limits of requests that wait at a gateway.
 
     Raises:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
 
     max_queue_wait_s: float = inf
-    """A request is refused if its predicted wait exceeds this. Infinite, as by default, it waits
-    for as long as its client does."""
+    """A request is refused if its predicted wait exceeds this. If it is infinite, as by default,
+    requests wait for as long as their clients do."""
     min_queued_per_group: int = 2
     """This number of requests for each group may always wait, however long their prompts are."""
     max_group_wait_s: float = 0.25
-    """How long a request may wait at a group. It must exceed the time between the group's frames,
-    or the group falls idle; it should be short, because a request of higher priority can no longer
-    overtake it."""
+    """How long a request may wait at a group. This must exceed the time between the group's frames,
+    or the group falls idle. It should be short, because a request of higher priority cannot
+    overtake one that waits at a group."""
     max_queued_requests: int = 2048
-    """Completions that wait at the gateway; a request that would exceed it is refused."""
+    """Most completions that wait at the gateway; a request that would exceed it is refused."""
     max_queued_bytes: int = 256 * 2**20
-    """Memory that these take up (`Ticket.num_bytes`). One request may take more, where nothing else
-    waits."""
+    """Most memory that waiting requests take up (`Ticket.num_bytes`). One request may take more if
+    no other waits."""
     max_inflight: int = 4096
-    """Completions under way, those that wait among them; a request that would exceed it is
+    """Most completions in progress, including waiting ones; a request that would exceed it is
     refused."""
 
     def __post_init__(self) -> None:

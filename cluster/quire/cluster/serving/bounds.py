@@ -1,4 +1,4 @@
-"""Bounds on what a gateway has at a time: bytes, which wait in order of arrival, and requests."""
+"""Limits on the bytes and on the requests that a gateway has at a time."""
 
 import asyncio
 from collections import deque
@@ -8,7 +8,7 @@ from quire.cluster.errors import Overloaded
 
 
 class Hold:
-    """Bytes or places that were taken. They are given back once: by `release` or at the end of
+    """Bytes or places that were taken. They are given back once, by `release` or at the end of
     ``with``."""
 
     def __init__(self, give_back: Callable[[], None], num_bytes: int = 0) -> None:
@@ -28,18 +28,18 @@ class Hold:
 
 
 class Inflight:
-    """``num`` requests are under way, at most ``limit``."""
+    """Counts requests in progress; ``num`` is at most ``limit``."""
 
     def __init__(self, limit: int, message: str, *, refused: Callable[[], object]) -> None:
-        """``message`` is that of a refusal, with fields for ``num``, ``more`` and ``limit``;
-        ``refused`` is called before each."""
+        """``message`` is that of a refusal, with fields for ``num``, ``more`` and ``limit``.
+        ``refused`` is called before each refusal."""
         self.num = 0
         self._limit = limit
         self._message = message
         self._refused = refused
 
     def enter(self, more: int = 1) -> None:
-        """Counts them until `leave`. Raises Overloaded: they are too many."""
+        """Counts ``more`` requests until `leave`. Raises Overloaded: there would be too many."""
         if self.num + more > self._limit:
             self._refused()
             message = self._message.format(num=self.num, more=more, limit=self._limit)
@@ -50,17 +50,17 @@ class Inflight:
         self.num -= number
 
     def missing(self, more: int) -> int:
-        """How many would have to leave for ``more`` to enter."""
+        """How many requests would have to leave before ``more`` can enter."""
         return max(0, self.num + more - self._limit)
 
     def entered(self, more: int = 1) -> Hold:
-        """The same until the hold is released."""
+        """Counts ``more`` requests until the hold is released. Raises as `enter`."""
         self.enter(more)
         return Hold(lambda: self.leave(more))
 
 
 class ByteBudget:
-    """``held <= limit``, and nothing that came later is served before what waits.
+    """A budget of bytes: ``held <= limit``, and waiting requests are served in order of arrival.
 
     Belongs to one event loop.
     """
@@ -69,17 +69,17 @@ class ByteBudget:
         self.limit = limit
         self.held = 0
         self.waiting = 0
-        """Bytes that are waited for."""
+        """Sum of the bytes that are waited for."""
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, num_bytes: int) -> Hold:
-        """Waits for ``num_bytes``; more than there are take all of them."""
+        """Waits until ``num_bytes`` are free and takes them; more than ``limit`` takes all."""
         wanted = min(num_bytes, self.limit)
         hold = self.take_now(wanted)
         return await self._wait(wanted) if hold is None else hold
 
     def take_now(self, num_bytes: int) -> Hold | None:
-        """The same without waiting; ``None`` where it would have to."""
+        """Takes bytes as `take` does; ``None`` if it would have to wait."""
         wanted = min(num_bytes, self.limit)
         if self._queue or self.held + wanted > self.limit:
             return None
@@ -98,7 +98,7 @@ class ByteBudget:
                 self._give_back(wanted)
             elif entry in self._queue:
                 self._queue.remove(entry)
-                # A smaller request behind it may fit now.
+                # A smaller request after this one may fit now.
                 self._serve()
             raise
         finally:

@@ -1,4 +1,4 @@
-"""Refuses constraints that no group would serve, before anything is sent to one."""
+"""Refuses constraints that no group would serve, before a request is sent to one."""
 
 import asyncio
 import threading
@@ -16,12 +16,15 @@ from quire.worker.text.kept import Kept
 from quire.worker.text.tokenizer import Tokenizer
 
 _NUM_PROCESSES = 2
-"""One that is busy for a tenant keeps no other one waiting."""
+"""Two, so that a constraint that takes long does not block other tenants."""
 
 
 class Constraints:
-    """Belongs to one event loop. New constraints are compiled in processes of its own, in turns of
-    the tenants; what came of them is remembered for the tenant that sent them."""
+    """Checks constraints by compiling them. Belongs to one event loop.
+
+    Constraints are compiled in separate processes, and tenants take turns. A result is remembered
+    for the tenant that sent the constraint.
+    """
 
     def __init__(
         self,
@@ -31,8 +34,8 @@ class Constraints:
         refused: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_waiting``: constraints that are being compiled, or wait to be; ``refused`` is
-        called before one more is refused."""
+        """``max_waiting``: most constraints that are compiled or wait to be. ``refused`` is called
+        before one more is refused."""
         self._tokenizer = tokenizer
         self._clock = clock
         self._waiting = Inflight(
@@ -40,7 +43,7 @@ class Constraints:
             "{num} grammars are being compiled, at most {limit} may be: try again later",
             refused=refused,
         )
-        self._known: Kept[str] = Kept()  # Why it is refused; empty where it is not.
+        self._known: Kept[str] = Kept()  # Why a constraint is refused; empty if it is not.
         self._threads = CompileThreads(_NUM_PROCESSES)
         self._of_thread = threading.local()
 
@@ -52,12 +55,12 @@ class Constraints:
         vocab_size: int,
         deadline_s: float = inf,
     ) -> None:
-        """Returns if groups would serve it to ``tenant``.
+        """Returns if groups would serve the constraint to ``tenant``.
 
         Raises:
-            InvalidRequest: It means nothing, is not supported or takes too much work.
-            Overloaded: Too many wait already.
-            DeadlineExceeded: ``deadline_s`` passed before its turn came.
+            InvalidRequest: The constraint is invalid, not supported or too much work to compile.
+            Overloaded: Too many constraints wait already.
+            DeadlineExceeded: ``deadline_s`` passed before the constraint's turn.
         """
         refusal = self._known.get(tenant, constraint)
         if refusal is None:
@@ -80,18 +83,18 @@ class Constraints:
             raise InvalidRequest(refusal, param="structured_outputs")
 
     def refuse(self, constraint: Constraint, reason: str, *, tenant: str) -> None:
-        """Groups found that they do not serve it to ``tenant``."""
+        """Remembers that a group refused the constraint of ``tenant``, and why."""
         self._known.put(tenant, constraint, reason)
 
     def close(self) -> None:
-        """Ends the threads, each with its process. What waits is never compiled."""
+        """Ends the threads, each with its process. Waiting constraints are not compiled."""
         self._threads.close()
 
     def _compile(self, constraint: Constraint, tenant: str, vocab_size: int) -> str:
         """Compiles the constraint. Runs in a thread."""
         refusal = self._known.get(tenant, constraint)
         if refusal is not None:
-            return refusal  # Others waited for the same one.
+            return refusal  # Another request had the same constraint.
         process: GrammarProcess | None = getattr(self._of_thread, "process", None)
         if process is None:
             process = GrammarProcess(self._tokenizer, vocab_size=vocab_size)
@@ -107,4 +110,4 @@ class Constraints:
     def _done(self, compiling: "asyncio.Future[str]") -> None:
         self._waiting.leave()
         if not compiling.cancelled():
-            compiling.exception()  # Whoever would have been told may be gone.
+            compiling.exception()  # Marks it as seen: the waiting request may be gone.

@@ -1,4 +1,4 @@
-"""Deadlines of requests: work that exceeds its deadline is cancelled."""
+"""Deadlines of requests: work that passes its deadline is cancelled."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -10,8 +10,8 @@ from quire.cluster.errors import DeadlineExceeded
 
 
 class Deadline:
-    """Cancels what runs within ``async with`` when ``clock`` reaches ``deadline_s``, and raises
-    `DeadlineExceeded` in its place."""
+    """Cancels the body of ``async with`` when ``clock`` reaches ``deadline_s``, and raises
+    `DeadlineExceeded` instead."""
 
     def __init__(self, deadline_s: float, *, clock: Callable[[], float]) -> None:
         self.is_set = deadline_s < inf
@@ -38,7 +38,7 @@ class Deadline:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs in here is not cancelled, but what follows it."""
+        """Delays a cancellation by the deadline until the end of the block."""
         if not self.is_set or self._timeout.expired():
             yield
             return

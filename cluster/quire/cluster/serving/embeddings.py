@@ -1,4 +1,4 @@
-"""Embeddings and rankings over a model's groups, for the HTTP and the gRPC edge alike."""
+"""Computes embeddings and rankings on a model's groups, for both HTTP and gRPC."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -18,14 +18,14 @@ from quire.worker.text.embeddings import check_pair, cosine, normalized, pair_pr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Prompt tokens, and those of them whose KV was cached."""
+    """The number of prompt tokens, and of those whose KV was cached."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
 
     @classmethod
     def of(cls, costs: "Iterable[Cost]") -> "Cost":
-        """The sums."""
+        """The sum of ``costs``."""
         listed = list(costs)
         return cls(
             num_prompt_tokens=sum(each.num_prompt_tokens for each in listed),
@@ -35,14 +35,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedded(Cost):
-    """One input's embedding, and what it cost."""
+    """One input's embedding, C numbers, and its cost."""
 
     vector_C: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What a client asks for beside its inputs: the fields of `Request` of each of them."""
+    """A client's options: the fields of `Request` that are the same for each of its inputs."""
 
     truncate_prompt_tokens: int | None = None
     tenant: str = ""
@@ -53,14 +53,14 @@ class Ask:
     client_id: str = ""
 
     def embedding(self, prompt: Prompt) -> Request:
-        """Raises InvalidRequest: a value is out of its range."""
+        """The request for a prompt's embedding. Raises InvalidRequest: a value is out of range."""
         sampling = SamplingParams(
             temperature=0, max_tokens=1, truncate_prompt_tokens=self.truncate_prompt_tokens
         )
         return self._request(prompt, sampling, task="embed")
 
     def score(self, query: str, document: str, scoring: LogitScore) -> Request:
-        """Raises InvalidRequest: a value is out of its range."""
+        """The request for one document's score. Raises InvalidRequest: a value is out of range."""
         if self.truncate_prompt_tokens is not None:
             raise InvalidRequest(
                 f"truncate_prompt_tokens={self.truncate_prompt_tokens} is not supported for this "
@@ -94,13 +94,13 @@ class Ask:
 async def embed(
     model: ModelService, prompts: Sequence[Prompt], ask: Ask, *, dimensions: int | None = None
 ) -> list[Embedded]:
-    """The embeddings of ``prompts``, in their order; of their first ``dimensions`` numbers only,
-    as models are trained for that allow it (Kusupati et al. 2022).
+    """The embeddings of ``prompts``, in order. With ``dimensions``, only as many first numbers of
+    each, normalized again, for models trained for that (Matryoshka, Kusupati et al. 2022).
 
     Raises:
         InvalidRequest: The model makes no embeddings, an input cannot be served, or ``dimensions``
-            are more than there are.
-        And what `ModelService.prepare` and `ModelService.run` do.
+            exceed the embeddings' length.
+        And whatever `ModelService.prepare` and `ModelService.run` raise.
     """
     if isinstance(model.scoring, PairScore):
         raise InvalidRequest(
@@ -128,8 +128,8 @@ async def embed(
 
 
 async def _prepared(model: ModelService, requests: Sequence[Request]) -> list[Prepared]:
-    """Other clients' turns come between two of them. Where one of several is refused, the message
-    says which."""
+    """Prepares ``requests`` one after the other, and yields to the event loop between them. If one
+    of several is refused, the message names it."""
     prepared = []
     for place, request in enumerate(requests):
         try:
@@ -145,8 +145,8 @@ async def _prepared(model: ModelService, requests: Sequence[Request]) -> list[Pr
 async def rank(
     model: ModelService, query: str, documents: Sequence[str], ask: Ask
 ) -> tuple[list[float], Cost]:
-    """How well each of ``documents`` fits ``query``: what the model says of the pair, if it is made
-    for that, else the cosine of their embeddings. Raises as `embed`."""
+    """Scores how well each of ``documents`` matches ``query``, and the cost: the model's own score
+    if it is a reranker, else the cosine of the embeddings. Raises as `embed`."""
     if not documents:
         raise InvalidRequest("documents is empty: at least one text", param="documents")
     if model.scoring is None:
@@ -158,7 +158,7 @@ async def rank(
 async def score(
     model: ModelService, pairs: Sequence[tuple[str, str]], ask: Ask
 ) -> tuple[list[float], Cost]:
-    """The same of each pair."""
+    """Scores how well the texts of each pair match, as `rank` does, and the cost."""
     if model.scoring is not None:
         return await _scored(model, model.scoring, pairs, ask)
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))
@@ -203,7 +203,8 @@ async def _scored(
 
 
 def best(scores: Sequence[float], top_n: int | None) -> list[int]:
-    """The places of the ``top_n`` greatest scores, the greatest first; of equals, the first."""
+    """The indexes of the ``top_n`` highest scores, the highest first. Equal scores keep their
+    order; ``None`` or 0 returns all."""
     order: list[int] = np.argsort(-np.array(scores), kind="stable").tolist()
     return order if not top_n else order[:top_n]
 

@@ -1,18 +1,19 @@
-"""The requests that wait at a gateway: by priority, then in weighted fair shares of the tenants,
-then by arrival.
+"""Orders the requests that wait at a gateway: by priority, then in weighted fair shares of the
+tenants, then by arrival.
 
-Each tenant has a *virtual time* within a priority: the work of its requests that were released,
-over its weight. The tenant with the least goes next (start-time fair queueing, Goyal et al. 1996;
-work is counted as in Sheng et al., Fairness in Serving Large Language Models, 2024). A tenant that
-begins to wait starts at the virtual time of the request released last, so that it saves nothing up
-while it sends nothing. One tenant alone is served in order of arrival.
+Each tenant has a *virtual time* within a priority: the work of its released requests over its
+weight. The tenant with the least goes next (start-time fair queueing, Goyal et al. 1996; work is
+counted as in Sheng et al., Fairness in Serving Large Language Models, 2024). A tenant that begins
+to wait starts at the virtual time of the request released last, so that it saves up no share while
+it sends nothing. One tenant alone is served in order of arrival.
 
-Work is prompt tokens plus output tokens times `OUTPUT_WORK`. The cost of a request is not known
-when it is released. Its tenant is therefore charged what is expected, more when the output outgrows
-that, and at its end exactly what it was. So requests that run count in their tenant's share.
+Work is prompt tokens plus output tokens times `OUTPUT_WORK`. The work of a request is not known
+when it is released. Its tenant is therefore charged the expected work at first, more when the
+output outgrows that, and the exact work at the request's end. So running requests count in their
+tenant's share.
 
-Calls take O(log n). Three look once at each tenant that waits: `FairQueue.ahead_of`, which only a
-bound of the wait needs, `FairQueue.victims` for more than one victim, and the iteration over all.
+Calls take O(log n), except three that visit each waiting tenant: `FairQueue.ahead_of`, which only a
+limit of the wait needs, `FairQueue.victims` for more than one victim, and iteration.
 """
 
 from collections import OrderedDict
@@ -24,8 +25,8 @@ from quire.cluster.serving.lazy_heap import LazyHeap
 from quire.cluster.serving.ticket import Ticket, WaitingLoad
 
 OUTPUT_WORK = 4.0
-"""An output token takes a slot for a whole step, where a step computes hundreds of prompt tokens.
-Public price lists ask four to five times as much for it."""
+"""Work of an output token, in prompt tokens. It takes a slot for a whole step, while a step
+computes hundreds of prompt tokens. Public price lists charge four to five times as much for it."""
 
 
 class _Flow:
@@ -39,7 +40,7 @@ class _Flow:
         self.weight = 1.0
         self.queued: OrderedDict[Ticket, None] = OrderedDict()
         self.load = WaitingLoad()
-        self.work = 0.0  # Of those that wait.
+        self.work = 0.0  # Sum over the waiting requests.
         self.num_live = 0
 
     @property
@@ -52,7 +53,7 @@ class _Flow:
 
     @property
     def share(self) -> float:
-        """The work that waits, over the weight."""
+        """The waiting work over the tenant's weight."""
         return self.work / self.weight
 
 
@@ -64,9 +65,9 @@ class _Class:
     def __init__(self) -> None:
         self.flows: dict[str, _Flow] = {}
         self.waiting: LazyHeap[str] = LazyHeap()  # Tenants, by virtual time and arrival.
-        self.fattest: LazyHeap[str] = LazyHeap()  # The same, by waiting work over weight.
+        self.fattest: LazyHeap[str] = LazyHeap()  # Tenants, by waiting work over weight.
         self.load = WaitingLoad()
-        self.virtual = 0.0  # That of the request released last.
+        self.virtual = 0.0  # The virtual time of the request released last.
 
     def start(self, tenant: str) -> float:
         """The virtual time at which a tenant without waiting requests begins to wait."""
@@ -74,7 +75,7 @@ class _Class:
         return self.virtual if flow is None else max(flow.virtual, self.virtual)
 
     def place(self, flow: _Flow) -> None:
-        """Puts it where its virtual time and its waiting work say."""
+        """Updates a tenant's places in both heaps, by its virtual time and its waiting work."""
         if flow.queued:
             self.waiting.put(flow.tenant, (flow.virtual, flow.first.number))
             self.fattest.put(flow.tenant, (-flow.share, -flow.last.number))
@@ -84,12 +85,12 @@ class _Class:
 
 
 class FairQueue:
-    """The tickets that wait, and what the tenants of those that run have had. Decides no more than
+    """The waiting tickets in order, and the work that each tenant has been charged. It decides only
     the order."""
 
     def __init__(self) -> None:
         self.total = WaitingLoad()
-        """Sums over those that wait."""
+        """Sums over the waiting tickets."""
         self._classes: dict[int, _Class] = {}
         self._waiting: LazyHeap[int] = LazyHeap()  # Priorities.
         self._num = 0
@@ -98,14 +99,14 @@ class FairQueue:
         return self._num
 
     def __iter__(self) -> Iterator[Ticket]:
-        """Those that wait, in the order in which they will be released if no other comes and each
-        costs what is expected."""
+        """The waiting tickets in the order in which they will be released if no other arrives and
+        each costs its expected work."""
         for priority in sorted(self._waiting):
             yield from _in_turn(self._classes[priority])
 
     @property
     def first(self) -> Ticket | None:
-        """The next one to be released."""
+        """The next ticket to be released; ``None`` if none waits."""
         found = self._waiting.least()
         if found is None:
             return None
@@ -115,7 +116,7 @@ class FairQueue:
         return class_.flows[least[1]].first
 
     def goes_first(self, ticket: Ticket) -> bool:
-        """Whether ``ticket``, which does not wait yet, would be the next one."""
+        """Whether ``ticket``, which is not in the queue yet, would be released next."""
         found = self._waiting.least()
         if found is None or found[1] > ticket.priority:
             return True
@@ -127,7 +128,7 @@ class FairQueue:
         return not (flow and flow.queued) and class_.start(ticket.tenant) < least[0][0]
 
     def add(self, ticket: Ticket) -> None:
-        """It waits from now on, behind the others of its tenant and priority."""
+        """Adds a ticket, after the others of its tenant and priority."""
         class_ = self._classes.setdefault(ticket.priority, _Class())
         flow = class_.flows.get(ticket.tenant)
         if flow is None:
@@ -145,33 +146,35 @@ class FairQueue:
         self._waiting.put(ticket.priority, ticket.priority)
 
     def remove(self, ticket: Ticket) -> None:
-        """It waits no longer, and costs nothing."""
+        """Removes a waiting ticket. Its tenant is charged nothing."""
         class_, flow = self._dequeue(ticket)
         self._drop(ticket.priority, class_, flow)
 
     def take(self, ticket: Ticket) -> None:
-        """It is released: its tenant is charged. `settle` must follow."""
+        """Removes a ticket that is released, and charges its tenant the expected work. `settle`
+        must follow."""
         class_, flow = self._dequeue(ticket)
         class_.virtual = max(class_.virtual, flow.virtual)
         self._charge(class_, flow, ticket, ticket.work)
 
     def grew(self, ticket: Ticket) -> None:
-        """More was done for a released one: once it is more than was charged, twice as much is."""
+        """Notes that `Ticket.num_done` of a released ticket grew. If it exceeds the charge, the
+        charge grows by as much as was done, so that it is about twice that."""
         if ticket.num_done > ticket.charged:
             class_ = self._classes[ticket.priority]
             self._charge(class_, class_.flows[ticket.tenant], ticket, ticket.num_done)
 
     def settle(self, ticket: Ticket) -> None:
-        """A released one has ended: it has cost what was done for it."""
+        """Corrects the charge for a released ticket that has ended to the work done for it."""
         class_ = self._classes[ticket.priority]
         flow = class_.flows[ticket.tenant]
         self._charge(class_, flow, ticket, ticket.num_done - ticket.charged)
         self._drop(ticket.priority, class_, flow)
 
     def ahead_of(self, ticket: Ticket) -> WaitingLoad:
-        """What will be released before ``ticket``, which does not wait yet, if no other comes: all
-        of higher priority and of its own tenant, and of each other tenant the part that its share
-        reaches by then."""
+        """The requests that will be released before ``ticket``, which is not in the queue yet, if
+        no other arrives: all of higher priority, all of its own tenant, and of each other tenant
+        the part that its share reaches by then."""
         ahead = WaitingLoad()
         for priority in takewhile(lambda each: each < ticket.priority, sorted(self._waiting)):
             ahead = ahead.plus(self._classes[priority].load)
@@ -191,10 +194,11 @@ class FairQueue:
         return ahead
 
     def victims(self, ticket: Ticket) -> Iterator[Ticket]:
-        """Those that may be displaced for ``ticket``, in this order: of lower priorities, the
-        lowest first, then of its own. Within one, the tenant with the most waiting work over its
-        weight loses its last; in the ticket's own, only as long as it has more than the ticket's
-        tenant with the ticket. Nothing may change before the last one is taken."""
+        """Yields the tickets that may be displaced for ``ticket``, in this order: those of lower
+        priorities, the lowest first, then those of its own. Within a priority, the tenant with the
+        most waiting work over its weight loses its last ticket; in the ticket's own priority only
+        while that is more than the ticket's tenant has with it. The queue must not change during
+        the iteration."""
         for priority in sorted(self._waiting, reverse=True):
             if priority < ticket.priority:
                 return
@@ -207,7 +211,7 @@ class FairQueue:
             flow = class_.flows[found[1]]
             if flow is own or flow.share <= least_share:
                 return
-            # Nearly always one is enough. The tenants are gone through for further ones only.
+            # One is nearly always enough. All tenants are visited only for further ones.
             yield flow.last
             further = _fattest_first(class_, least_share, own)
             next(further)
@@ -232,7 +236,7 @@ class FairQueue:
         return class_, flow
 
     def _drop(self, priority: int, class_: _Class, flow: _Flow) -> None:
-        """One of its tickets is gone."""
+        """Notes that a ticket of the tenant has left, and forgets the tenant after its last one."""
         flow.num_live -= 1
         if not flow.num_live:
             del class_.flows[flow.tenant]
@@ -241,8 +245,8 @@ class FairQueue:
 
 
 def _fattest_first(class_: _Class, least_share: float, spared: _Flow | None) -> Iterator[Ticket]:
-    """The last ticket of the tenant with the most waiting work over its weight, again and again,
-    as long as that is more than ``least_share``; none of ``spared``."""
+    """Yields the last ticket of the tenant with the most waiting work over its weight, repeatedly,
+    while that is more than ``least_share``; none of ``spared``."""
     shares = [
         (-flow.share, -flow.last.number, tenant)
         for tenant, flow in ((each, class_.flows[each]) for each in class_.waiting)

@@ -1,4 +1,4 @@
-"""A LoRA adapter, and what keeps those of a model on a gateway's node."""
+"""LoRA adapters as gateways know them, and the interface that keeps their files on a node."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,24 +13,24 @@ class Adapter:
     model: str
     """The name of the model that it belongs to."""
     source: str
-    """The directory or the hub's name that it came from."""
+    """The directory or the hub's name that the adapter was loaded from."""
     digest: str
-    """The digest of its content, by which engines, caches and groups know it."""
+    """The digest of the adapter's content, by which engines, caches and groups identify it."""
     held: object = field(default=None, repr=False, compare=False)
-    """Keeps its files on this node, as long as this is referred to."""
+    """A reference that protects the adapter's files on this node from removal while it exists."""
 
 
 class Keeper(Protocol):
-    """Keeps a model's adapters on this node. Its calls are not for an event loop, but for `hold`
-    and `folder`."""
+    """Keeps a model's adapters on this node. `keep` blocks and must not be called in an event
+    loop."""
 
     def keep(self, source: str) -> str:
-        """Fetches an adapter, checks it whole and keeps it; returns its digest. Raises
+        """Fetches an adapter, checks all of it and keeps it; returns its digest. Raises
         AdapterError; InvalidRequest: the model cannot run it."""
 
     def hold(self, digest: str) -> object:
-        """What keeps it from being removed as long as it is referred to; ``None`` if it is not
-        here."""
+        """A reference that protects an adapter's files from removal while it exists; ``None`` if
+        the node does not have them."""
 
     def folder(self, digest: str) -> Path | None:
-        """Where its files are; ``None`` if they are not here."""
+        """The folder with an adapter's files; ``None`` if the node does not have them."""

@@ -10,8 +10,8 @@ _SLACK = 16
 
 
 class LazyHeap(Generic[T]):
-    """Items by key, each of which compares with every other. Calls take O(log n), amortized; no
-    more than twice as many entries are kept as there are items."""
+    """A heap of items, each with a key; all keys must be comparable. Calls take O(log n),
+    amortized; at most twice as many entries are kept as there are items."""
 
     def __init__(self) -> None:
         self._keys: dict[T, Any] = {}

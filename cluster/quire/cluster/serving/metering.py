@@ -1,5 +1,5 @@
-"""What a client's request uses, counted against its tenant's limits as it comes and for its API key
-when it ends."""
+"""Counts each request's tokens: against its tenant's limits as they arrive, and for its API key at
+the end."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,15 +12,15 @@ from quire.worker.api.request import Prepared
 
 
 class Used:
-    """What one client's request has used."""
+    """The tokens that one client's request has used."""
 
     def __init__(self) -> None:
         self.counts = Counts(requests=1)
         self.account: Account | None = None
-        """Where it counts against its tenant's limits."""
+        """The account of its tenant's limits; ``None`` if the tenant has none."""
 
     def took(self, chunk: Chunk) -> int:
-        """Counts a chunk; returns how many prompt tokens it says to have been cached."""
+        """Counts a chunk; returns the number of cached prompt tokens in its `Start`, if any."""
         num_tokens, counts = len(chunk.token_ids), self.counts
         counts.output_tokens += num_tokens
         if self.account is not None:
@@ -33,12 +33,12 @@ class Used:
 
 
 class Metering:
-    """The requests of one model, by tenant and API key."""
+    """Counts the requests of one model, by tenant and API key."""
 
     def __init__(
         self, tenants: Tenants, usage: UsageLedger, *, refused: Callable[[RefusalReason], object]
     ) -> None:
-        """``refused`` hears of each refusal for a limit."""
+        """``refused`` is called with the reason of each refusal for a limit."""
         self._tenants = tenants
         self._usage = usage
         self._refused = refused
@@ -59,7 +59,7 @@ class Metering:
 
         Raises:
             RateLimited: The tenant has used up one of its limits.
-            InvalidRequest: The tenant may never have so many completions under way.
+            InvalidRequest: ``num_completions`` exceed what the tenant may ever have in progress.
         """
         used = Used()
         with ExitStack() as under_way:

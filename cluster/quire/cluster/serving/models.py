@@ -1,7 +1,7 @@
-"""The models that a gateway serves, by the names that clients call them. They come and go.
+"""The models that a gateway serves, by name. Models can be added, replaced and removed at any time.
 
-What belongs to no one model is here: readiness, the drain, the memory of bodies whose model is not
-known yet, and the page of metrics.
+This module also has everything that belongs to the gateway and not to one model: readiness, the
+drain, the memory for bodies whose model is not known yet, and the metrics page.
 """
 
 import asyncio
@@ -30,12 +30,13 @@ _log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 * 2**20
 _LINGER_S = 1.0
-"""A request may have found its model and not begun to be prepared."""
+"""How long a service must be idle to be closed: a request may have found its model, but not begun
+to be prepared."""
 _LOOK_S = 0.1
 
 
 class Models:
-    """The `ModelService`s of one event loop, which come and go; all are closed with it."""
+    """The `ModelService`s of one event loop; `close` closes all of them."""
 
     def __init__(
         self,
@@ -43,13 +44,13 @@ class Models:
         aliases: Mapping[str, str] | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
-        """``aliases``: further names, and the models that they mean. ``max_body_bytes``: of large
-        requests that are held at a time, until they are tokenized. Past that, an HTTP request waits
+        """``aliases``: models by further names. ``max_body_bytes``: total size of large requests
+        that are in memory at a time, until they are tokenized. Beyond that, an HTTP request waits
         unread, and a gRPC request, which has been read already, is refused."""
         self.by_name: dict[str, ModelService] = {}
         self.aliases: dict[str, str] = {}
         self.troubles: dict[str, str] = {}
-        """Why a model cannot be served, by its name; it may have no service then."""
+        """Why a model cannot be served, by its name. Such a model may have no service."""
         self._leaving: list[ModelService] = []
         self.adapters = Adapters(self)
         self.tenants = Tenants(num_gateways=lambda: self._num_gateways)
@@ -57,7 +58,7 @@ class Models:
         self.explanations = Explanations(lambda: [each.table for each in self._all])
         self.live = Live(lambda: [_watched(each) for each in self._all])
         self.bodies = ByteBudget(max_body_bytes)
-        """Bytes that transports may read before `ModelService.prepare` has returned."""
+        """The budget of bytes that transports may hold until `ModelService.prepare` returns."""
         self.telemetry = GatewayTelemetry()
         self.telemetry.register(self.usage)
         self.telemetry.body_bytes.set_function(lambda: self.bodies.held)
@@ -65,9 +66,9 @@ class Models:
             self.telemetry.count,
             self.live.note,
         ]
-        """Called with each client's call that has ended. None of them may wait."""
+        """Functions that are called with each client's call that has ended. They must not block."""
         self.traces: SpanExport | None = None
-        """The exporter of the calls' spans; ``None`` if nobody wants them."""
+        """The exporter of the calls' spans; ``None`` if tracing is off."""
         self.is_draining = False
         self._watchers: list[Callable[[], None]] = []
         for service in services:
@@ -75,8 +76,8 @@ class Models:
         self.aliases.update(aliases or {})
 
     def put(self, service: ModelService) -> None:
-        """Serves a model from now on, in place of the one that has its name, which is for `retire`
-        to end."""
+        """Serves a model from now on, in place of a model of the same name. The caller ends the
+        latter with `retire`."""
         name = service.model
         if name in self.by_name:
             self._leaving.append(self.by_name[name])
@@ -89,13 +90,13 @@ class Models:
         self._notify()
 
     async def configure_adapters(self, name: str, sources: Mapping[str, str]) -> None:
-        """Gives a model its adapters of the configuration, sources by name, where it is served and
-        takes some."""
+        """Serves a model's configured adapters, ``sources`` by name. Does nothing if the model is
+        not served or takes no adapters."""
         if name in self.by_name and self.by_name[name].keeper is not None:
             await self.adapters.configure(name, sources)
 
     def remove(self, name: str) -> None:
-        """Takes no new requests for a model. `retire` ends its service."""
+        """Stops taking new requests for a model. `retire` ends its service."""
         self.troubles.pop(name, None)
         if name in self.by_name:
             self._leaving.append(self.by_name.pop(name))
@@ -107,8 +108,8 @@ class Models:
         self.by_name = {name: self.by_name[name] for name in names if name in self.by_name}
 
     async def retire(self, service: ModelService, *, timeout_s: float) -> None:
-        """Lets the requests of one that was replaced or removed end, for up to ``timeout_s``, and
-        closes it."""
+        """Closes the service of a model that was replaced or removed, once its requests have ended
+        or ``timeout_s`` has passed."""
         clock = asyncio.get_running_loop().time
         end_s = busy_s = clock()
         end_s += timeout_s
@@ -122,19 +123,19 @@ class Models:
         self.telemetry.remove(service.model, service.telemetry.registry)
 
     def named(self, name: str | None) -> ModelService:
-        """The model, or a model's adapter, that a request names; it need not where there is one
-        model only. Raises as `model`."""
+        """The service for the model or adapter that a request names; ``None`` stands for the only
+        model. Raises as `model`."""
         if name and name not in self.by_name and (adapted := self.adapters.named(name)):
             return adapted
         return self.model(name)
 
     def model(self, name: str | None) -> ModelService:
-        """The same, of models alone.
+        """The service for the model that a request names; ``None`` stands for the only model.
 
         Raises:
-            ModelNotFound: It is not served here.
-            InvalidRequest: No name is given, and there are several.
-            Unavailable: It is one of ``troubles`` that has no service.
+            ModelNotFound: The model is not served here.
+            InvalidRequest: No name is given, and there are several models.
+            Unavailable: The model is one of ``troubles`` and has no service.
         """
         known = ", ".join(map(repr, self.by_name)) or "none"
         name = self.aliases.get(name or "", name)
@@ -152,7 +153,8 @@ class Models:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests should come here: one model's troubles do not stop the others."""
+        """Whether the gateway is ready for new requests: it does not drain, and can serve at least
+        one model."""
         return not self.is_draining and any(each.can_serve for each in self.by_name.values())
 
     @property
@@ -161,17 +163,18 @@ class Models:
 
     @property
     def max_inflight(self) -> int:
-        """Completions that may be under way, of all models together."""
+        """Most completions that may be in progress, over all models."""
         found = sum(each.config.admission.max_inflight for each in self._all)
         return found or AdmissionConfig.max_inflight
 
     @property
     def num_inflight(self) -> int:
-        """Completions under way, those of models that leave among them."""
+        """Completions in progress, including those of models that were replaced or removed."""
         return sum(each.num_inflight for each in self._all)
 
     def begin_drain(self) -> None:
-        """Tells health checks that no new requests should come; those that do are served."""
+        """Makes health checks report that no new requests should arrive. Requests that still arrive
+        are served."""
         self.is_draining = True
         self.live.end()
         for service in self._all:
@@ -179,7 +182,7 @@ class Models:
         self._notify()
 
     async def close(self) -> None:
-        """Detaches from every group, and ends what prepares requests."""
+        """Detaches from every group, and ends the threads and processes that prepare requests."""
         self.live.end()
         self.adapters.close()
         for service in self._all:
@@ -187,7 +190,8 @@ class Models:
 
     @property
     def _num_gateways(self) -> int:
-        """Those that send requests to the groups, this one among them, as the groups say."""
+        """Number of gateways that send requests to the groups, including this one, as the groups
+        report it."""
         return max((each.table.num_gateways for each in self._all), default=1)
 
     @property
@@ -195,7 +199,7 @@ class Models:
         return [*self.by_name.values(), *self._leaving]
 
     def trace_to(self, traces: "SpanExport") -> None:
-        """Sends the spans of calls there from now on. They stay the caller's to close."""
+        """Sends the spans of calls to ``traces`` from now on. The caller closes ``traces``."""
         self.traces = traces
         traces.count = lambda outcome, num: self.telemetry.spans.labels(outcome).inc(num)
         self.on_finished.append(lambda call: traces.add(spans_of(call)))
@@ -203,8 +207,8 @@ class Models:
     def began(
         self, call: Timeline, traceparents: Sequence[str], tracestates: Sequence[str]
     ) -> None:
-        """Makes a call that has arrived part of a trace, where spans are wanted. The last two are
-        the values of its headers."""
+        """Makes a new call part of a trace, if tracing is on. ``traceparents`` and ``tracestates``
+        are the values of its headers of these names."""
         if self.traces is None:
             return
         try:
@@ -213,7 +217,7 @@ class Models:
             _log.exception("a call could not be made part of a trace")
 
     def finished(self, call: Timeline) -> None:
-        """Tells all of ``on_finished`` of a call that has ended."""
+        """Calls all of ``on_finished`` with a call that has ended."""
         for hear in self.on_finished:
             try:
                 hear(call)

@@ -1,10 +1,10 @@
-"""Turns clients' prompts into token ids, with the cost bounded before it begins.
+"""Turns clients' prompts into token ids, with limits on the cost.
 
     too long    refused by its length, before it is tokenized
     short text  at once, in the event loop
     long text   in a thread; all of them together are ``max_tokenizing_bytes`` at most
-    a text      of a tokenizer whose work has no known bound: as a long one, in another process
-    a chat      rendered in a process of its own (`TemplateProcess`), then as a text
+    any text    of a tokenizer whose work has no known bound: as a long one, in another process
+    chat        rendered in a separate process (`TemplateProcess`), then as a text
 
 Tokenizing takes 150 to 200 bytes of memory for each byte of text, so the budget counts bytes. Texts
 wait in order of arrival. A text of more than half of the budget waits for others like it and leaves
@@ -38,17 +38,17 @@ T = TypeVar("T")
 # Longer texts would delay every other stream by milliseconds.
 _LONG_TEXT_CHARS = 4_000
 _LONG_TOKENS = 1 << 16
-_CHARS_PER_TOKEN = 4  # As a rule.
+_CHARS_PER_TOKEN = 4  # A rule of thumb.
 # A text with more characters than this for each token that there is room for is likely too long.
 _USUAL_CHARS_PER_TOKEN = 8
 _PIECE_CHARS = 1 << 16
-# Cut into pieces, a text has some more tokens: less than one in a thousand, and never a quarter.
+# A text that is cut into pieces has more tokens: usually by less than 0.1 %, never by a quarter.
 _PIECES_EXCESS = 1.25
 _TRIM_CHARS = 1 << 18
 
 
 class Prompts:
-    """Belongs to one event loop."""
+    """Tokenizes prompts for one model. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Prompts:
         refused: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``max_waiting``: prompts under way that are long or chats; ``refused`` is called before
-        one more is refused."""
+        """``max_waiting``: most prompts in progress that are long or chats. ``refused`` is called
+        before one more is refused."""
         self.budget = ByteBudget(max_tokenizing_bytes)
         self.waiting = Inflight(
             max_waiting,
@@ -76,7 +76,7 @@ class Prompts:
         self._template: TemplateProcess | None = None
         if tokenizer.template is not None:
             self._template = TemplateProcess(tokenizer.template, template)
-            # One thread, and so one chat after another: the process renders no two at once.
+            # One thread, because the process renders one chat at a time.
             self._renders = ThreadPoolExecutor(1, "quire-template")
         for name, help_text, value in (
             ("held", "Bytes of text that are being tokenized.", lambda: self.budget.held),
@@ -98,18 +98,19 @@ class Prompts:
         limits: RequestLimits | None = None,
         deadline_s: float = inf,
     ) -> Sequence[int]:
-        """The prompt's token ids; with ``limits``, of no span that is too long for them.
+        """The prompt's token ids. With ``limits``, each span's length is checked.
 
         Raises:
-            InvalidRequest: The chat template refuses it, or it is too long (ContextExceeded).
+            InvalidRequest: The chat template refuses it, or a span is too long (ContextExceeded).
             Overloaded: Too many prompts wait already.
-            DeadlineExceeded: ``deadline_s`` passed before its turn came.
+            DeadlineExceeded: ``deadline_s`` passed before the prompt's turn.
         """
         spans = [await self._tokens_of(span, limits, deadline_s) for span in prompt]
         return spans[0] if len(spans) == 1 else list(chain.from_iterable(spans))
 
     async def spell_out(self, num_chars: int, work: Callable[[], T]) -> T:
-        """``work``, which tokenizes ``num_chars`` characters; in a thread where that takes long."""
+        """Runs ``work``, which tokenizes ``num_chars`` characters, in a thread if that takes
+        long."""
         size = num_chars if self._tokenizer.encodes_here or not num_chars else _LONG_TEXT_CHARS
         return await self._at_once_or_in_turn(size, 8 * num_chars, work)
 
@@ -136,7 +137,7 @@ class Prompts:
         if isinstance(span, Chat):
             with self.waiting.entered():
                 rendered = await self._render(span, deadline_s)
-            span = Text(rendered, add_special_tokens=False)  # The template wrote them.
+            span = Text(rendered, add_special_tokens=False)  # The template has added them.
         text, special = span.text, span.add_special_tokens
         if limits is not None:
             await self._check_length(text, limits)
@@ -150,7 +151,7 @@ class Prompts:
         bound = self._tokenizer.bound
         if bound is None or len(text) < bound.max_chars * limits.max_prompt_len:
             return
-        # Where it is more than a division it is a walk through the text.
+        # With `swallows_space`, the bound takes a pass over the text; else a division.
         num_steps = len(text) if bound.swallows_space else 0
         least = await off_loop(num_steps, partial(bound.fewest_tokens, text))
         known_as = f"{len(text)} characters, {least} tokens or more"
@@ -158,7 +159,7 @@ class Prompts:
 
     async def _render(self, chat: Chat, deadline_s: float) -> str:
         if self._template is None or not chat.messages:
-            return self._tokenizer.render_chat(chat.messages)  # It says what is missing.
+            return self._tokenizer.render_chat(chat.messages)  # Raises what is missing.
         render = partial(
             self._template.render,
             chat.messages,
@@ -171,7 +172,7 @@ class Prompts:
         return await self._until(deadline_s, running)
 
     async def _in_turn(self, num_bytes: int, work: Callable[[], T], deadline_s: float) -> T:
-        """``work``, in a thread, once as many bytes are free."""
+        """Runs ``work`` in a thread once ``num_bytes`` of the budget are free."""
         if num_bytes <= self.budget.limit // 2:
             hold = await self._until(deadline_s, self.budget.take(num_bytes))
             return await self._to_its_end(_in_thread(work, hold))
@@ -186,7 +187,8 @@ class Prompts:
         return await self._to_its_end(_in_thread(work, hold, locked))
 
     async def _to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """A thread goes on when its reader is gone, and so must hold what it uses until then."""
+        """Awaits ``work`` in a task that is not cancelled with the caller: its thread cannot be
+        stopped, and must hold its share of the budget until it ends."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -195,7 +197,7 @@ class Prompts:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # Its reader, who would have been told, may be gone.
+            task.exception()  # Marks it as seen: the caller may be gone.
 
     async def _until(self, deadline_s: float, waiting: Awaitable[T]) -> T:
         timeout_s = None if deadline_s == inf else deadline_s - self._clock()
@@ -217,8 +219,8 @@ class Prompts:
                 _give_memory_back()
 
     def _check_pieces(self, text: str, limits: RequestLimits) -> None:
-        """Raises ContextExceeded as soon as the pieces so far have by far too many tokens, and not
-        once the whole has been tokenized, which takes seconds and a gigabyte."""
+        """Raises ContextExceeded as soon as the pieces so far have clearly too many tokens.
+        Tokenizing the whole text first would take seconds and a gigabyte."""
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARS):
             piece = text[start : start + _PIECE_CHARS]
@@ -229,7 +231,7 @@ class Prompts:
 
 
 def rough_num_tokens(span: Span) -> int:
-    """A rough number of tokens, for starting groups while the model is unknown."""
+    """A rough number of tokens, for autoscaling before the first group has attached."""
     if isinstance(span, Tokens):
         return len(span.token_ids)
     if isinstance(span, Chat):
@@ -240,7 +242,7 @@ def rough_num_tokens(span: Span) -> int:
 
 
 async def as_ids(token_ids: Sequence[int]) -> TokenIds:
-    """`as_token_ids`; of many, in pieces between which other things go on."""
+    """`as_token_ids`, for long inputs in pieces between which the event loop runs."""
     if len(token_ids) <= _LONG_TOKENS:
         return as_token_ids(token_ids)
     ids = np.empty(len(token_ids), dtype=np.uint32)
@@ -251,12 +253,12 @@ async def as_ids(token_ids: Sequence[int]) -> TokenIds:
 
 
 async def off_loop(num_steps: int, work: Callable[[], T]) -> T:
-    """``work``; in a thread where it has many steps."""
+    """Runs ``work``, in a thread if it has many steps."""
     return work() if num_steps <= _LONG_TOKENS else await asyncio.to_thread(work)
 
 
 def check_ids(name: str, token_ids: TokenIds, vocab_size: int) -> None:
-    """Raises InvalidRequest: one is not in the vocabulary."""
+    """Raises InvalidRequest: an id is not in the vocabulary. ``name`` is the parameter's."""
     foreign = np.flatnonzero(token_ids >= vocab_size)
     if len(foreign):
         raise InvalidRequest(
@@ -275,7 +277,8 @@ async def _in_thread(work: Callable[[], T], *holds: Hold) -> T:
 
 
 def _give_memory_back() -> None:
-    """Returns freed memory to the system: glibc would keep hundreds of megabytes. Takes 10 ms."""
+    """Returns freed memory to the system, of which glibc keeps hundreds of megabytes. Takes 10
+    ms."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

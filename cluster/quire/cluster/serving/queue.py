@@ -1,7 +1,8 @@
-"""`Admission` in a gateway's event loop: requests wait as futures, frames and members wake them.
+"""Runs `Admission` in a gateway's event loop.
 
-A request leaves the queue before `AdmissionQueue.admit` returns, whether it ends, is cancelled or
-misses its deadline.
+A waiting request is a future; changes of the groups' load or membership wake it. A request has left
+the queue when the context of `AdmissionQueue.admit` ends, whether it finished, was cancelled or
+missed its deadline.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from quire.cluster.telemetry.metrics import refused_counter
 from quire.router.table import RoutingTable
 
 _MIN_PATIENCE_S = 5.0
-"""A request that was to begin within less may wait for this long."""
+"""A request may wait at least this long before it fails for exceeding its predicted wait."""
 _WAIT_BUCKETS = (0.001, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
@@ -41,7 +42,7 @@ class _Waiter(NamedTuple):
 
 
 class AdmissionQueue:
-    """The requests of one gateway that no group has begun. Belongs to one event loop."""
+    """The queue of one gateway's requests for admission. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -65,23 +66,24 @@ class AdmissionQueue:
         self._starting_tokens = 0
         self._will_pump = False
         self._has_groups = False
-        self._changed_s = clock()  # When that became so.
+        self._changed_s = clock()  # When `_has_groups` changed.
         self._metrics = _Metrics(self, registry)
         groups.watch(self._on_members)
         groups.watch_loads(self._pump_soon)
 
     @property
     def queued(self) -> Queued:
-        """Sums over the requests that wait here."""
+        """Sums over the requests that wait at this gateway."""
         load = self._admission.queued_load
         return Queued(load.num_requests + self._starting, load.num_tokens + self._starting_tokens)
 
     def refused(self, reason: RefusalReason) -> None:
-        """Counts a refusal."""
+        """Counts a refusal in the metrics."""
         self._metrics.refused.labels(reason).inc()
 
     def check(self, priority: int, *, tenant: str = "", weight: float = 1.0) -> None:
-        """Refuses a request that has no chance, before it is tokenized. Raises Overloaded."""
+        """Raises Overloaded if a request would be refused whatever its size. Called before it is
+        tokenized."""
         if not self._some_wait:
             return
         now_s = self._clock()
@@ -94,8 +96,8 @@ class AdmissionQueue:
             raise
 
     def place_of(self, ticket: Ticket, inflight: Inflight) -> Hold:
-        """The ticket's places among the requests under way; where these are too many, those of
-        requests that wait and yield to it. Raises Overloaded: there are none."""
+        """Takes places in ``inflight`` for the ticket's completions. If there are too few, waiting
+        requests that rank behind it are displaced. Raises Overloaded: these are too few."""
         missing = inflight.missing(ticket.num_requests)
         if missing:
             loads, now_s = self._table.loads(), self._clock()
@@ -113,10 +115,10 @@ class AdmissionQueue:
 
     @contextmanager
     def starting(self, num_prompt_tokens: int) -> Iterator[None]:
-        """Counts a request as waiting while nothing is known of the model yet.
+        """Counts a request as waiting while the block runs, before the first group has attached.
 
         Raises:
-            Overloaded: Too many do.
+            Overloaded: Too many requests wait.
         """
         if self.queued.num_requests >= self._config.max_queued_requests:
             raise self._overloaded(
@@ -135,12 +137,12 @@ class AdmissionQueue:
 
     @asynccontextmanager
     async def admit(self, ticket: Ticket) -> AsyncIterator[None]:
-        """Returns when ``ticket`` may be sent to a group, and forgets it at the end of the block.
+        """Enters the block when ``ticket`` may be sent to a group, and removes it at the end.
 
         Raises:
-            Overloaded: It is refused, nearly always at once.
+            Overloaded: The request is refused, nearly always at once.
             DeadlineExceeded: Its deadline passed while it waited.
-            Unavailable: There was no group for ``start_wait_s``, or none will come.
+            Unavailable: There was no group for ``start_wait_s``, or none will start.
         """
         begin_s = self._clock()
         try:
@@ -162,10 +164,10 @@ class AdmissionQueue:
             self._pump_soon()
 
     def sending(self, ticket: Ticket) -> None:
-        """The caller is about to create the tasks that route the request.
+        """Notes that the caller is about to create the tasks that route the request.
 
-        A completion routes itself before it awaits anything, so after the tasks' first turn the
-        request is in the routing table.
+        A completion is routed before it awaits anything, so the routing table has the request after
+        the tasks' first turn in the event loop.
         """
         if ticket.max_tokens:
             self._capacity.asked(ticket.max_tokens)
@@ -173,8 +175,8 @@ class AdmissionQueue:
         loop.call_soon(lambda: loop.call_soon(lambda: self._admission.routed(ticket)))
 
     def took(self, ticket: Ticket, *, num_tokens: int, num_cached_tokens: int = 0) -> None:
-        """Counts further tokens; the first of them shows that a group has begun the request.
-        ``num_cached_tokens``: those of the prompt that it then turned out not to compute."""
+        """Counts ``num_tokens`` more output tokens; the first show that a group has begun the
+        request. ``num_cached_tokens``: prompt tokens that the group found in its cache."""
         self._capacity.generated(num_tokens)
         if num_cached_tokens:
             self._admission.began_cached(ticket, num_cached_tokens=num_cached_tokens)
@@ -199,11 +201,11 @@ class AdmissionQueue:
             self._waiters.pop(ticket, None)
 
     def _set_timeout(self, ticket: Ticket) -> None:
-        """Sets how long the ticket may wait, by the present load."""
+        """Sets how long the ticket may wait, by its deadline and by whether there are groups."""
         waiter = self._waiters[ticket]
         if waiter.timeout.expired():
             return
-        # At most half of this wait was predicted. The groups have become slower or fewer.
+        # The predicted wait was at most half of this: the groups have become slower or fewer.
         wait_s = max(2 * self._config.max_queue_wait_s, _MIN_PATIENCE_S)
         if not self._has_groups:
             wait_s = self._start_wait_s if self._groups.may_come else 0.0
@@ -249,7 +251,7 @@ class AdmissionQueue:
         self._pump_soon()
 
     def _pump_soon(self) -> None:
-        """Runs once for all events of this turn of the loop."""
+        """Schedules `_pump` once for all events of this turn of the event loop."""
         if self._some_wait and not self._will_pump:
             self._will_pump = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -265,7 +267,7 @@ class AdmissionQueue:
 
 
 def unavailable(groups: Groups) -> Unavailable:
-    """The error that there is no group, with the reasons."""
+    """The error for a model without a group that takes requests, with the groups' reasons."""
     reasons = "; ".join(groups.troubles()) or "none is known"
     return Unavailable(f"no replica group is ready, try again later: {reasons}")
 

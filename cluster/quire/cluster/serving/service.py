@@ -1,7 +1,7 @@
-"""One model at a gateway: checks a request, tokenizes and hashes it once, streams it.
+"""Serves one model at a gateway: checks, tokenizes and hashes each request once, and streams it.
 
-Knows neither HTTP nor gRPC; both find it in the gateway's `Models`. Imports no torch: the tokens
-come from the groups.
+The module knows neither HTTP nor gRPC; both find the service in the gateway's `Models`. It imports
+no torch: the tokens come from the groups.
 """
 
 import secrets
@@ -48,27 +48,27 @@ from quire.worker.text.template_process import TemplateLimits
 from quire.worker.text.tokenizer import Tokenizer
 
 MAX_COMPLETIONS = 1024
-"""Prompts × n of one HTTP request."""
+"""Most completions (prompts × n) of one HTTP request."""
 MAX_TOKEN_IDS = 2**20
 """Most token ids in one prompt, or in one call to detokenize."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """One model's limits at one gateway; those of its waiting requests are in ``admission``."""
+    """One model's limits at one gateway; ``admission`` has the limits of its waiting requests."""
 
     max_tokenizing_bytes: int = 2**20
     """Bytes of text that are tokenized at a time, each of which takes 150 to 200 bytes of memory.
-    One longer text goes beside them."""
+    A text longer than half of this counts as half."""
     template: TemplateLimits = field(default_factory=TemplateLimits)
     """Limits on rendering one chat."""
     tool_call_parser: str = "auto"
-    """The format in which the model writes calls of tools, a name of
-    `quire.cluster.dialects.formats`; "auto" is the one that its response template says or its chat
-    template shows, "none" leaves calls as text. Likewise for the next."""
+    """The format in which the model writes tool calls, a name in `quire.cluster.dialects.formats`;
+    "auto" derives it from the model's response template or chat template, "none" leaves calls as
+    text. ``reasoning_parser`` is likewise the format of reasoning."""
     reasoning_parser: str = "auto"
     wakes_groups: bool = False
-    """Requests are taken although no group runs, because groups are started for waiting
+    """Requests are accepted even if no group runs, because groups are started for waiting
     requests."""
     completion: CompletionConfig = field(default_factory=CompletionConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
@@ -77,7 +77,7 @@ class GatewayConfig:
 class ModelService:
     """Takes requests for one model and has the groups serve them.
 
-    Made and used inside one event loop. ``groups`` and ``table`` are the caller's to close.
+    It is made and used inside one event loop. The caller closes ``groups`` and ``table``.
     """
 
     def __init__(
@@ -93,13 +93,13 @@ class ModelService:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
-        """What answers call it: its name, or that of an adapter."""
+        """The name in answers: the model's name, or that of ``adapter``."""
         self.adapter: Adapter | None = None
-        """Requests are for the model with this adapter."""
+        """The adapter that all requests to this service use; ``None`` for the base model."""
         self.scoring = scoring
-        """How it scores a document for a query, where it is made for that."""
+        """How the model scores a document for a query; ``None`` if it is no reranker."""
         self.keeper = keeper
-        """Keeps LoRA adapters; ``None`` where the model takes none."""
+        """Keeps the model's LoRA adapters; ``None`` if it takes none."""
         self.tokenizer = tokenizer
         self.groups = groups
         self.table = table
@@ -119,9 +119,9 @@ class ModelService:
             tool_call_parser=self.config.tool_call_parser,
             reasoning_parser=self.config.reasoning_parser,
         )
-        """How the model writes calls and reasoning."""
+        """How the model writes tool calls and reasoning."""
         self._clock = clock
-        self._preparing = set[object]()  # Which services with adapters share.
+        self._preparing = set[object]()  # Shared with the services of adapters (`through`).
         self._resumes = Resumes(self.config.completion, clock=clock)
         self.telemetry.retry_budget.set_function(lambda: self._resumes.budget.level)
         self.telemetry.isolated.set_function(lambda: self._resumes.isolation.num_completions)
@@ -149,54 +149,54 @@ class ModelService:
         )
 
     def meter_by(self, tenants: Tenants, usage: UsageLedger) -> None:
-        """From now on requests are within the limits of ``tenants``, and count in ``usage``: the
-        gateway's, which all of its models share."""
+        """Enforces the limits of ``tenants`` and counts requests in ``usage`` from now on. All
+        models of a gateway share both."""
         self._metering = Metering(tenants, usage, refused=self.admission.refused)
 
     def through(self, adapter: Adapter) -> "ModelService":
-        """The same service, whose requests are for the model with ``adapter``. It shares
-        everything with this one."""
+        """A copy of this service whose requests use ``adapter``. It shares everything else with
+        this one."""
         adapted = copy(self)
         adapted.model, adapted.adapter = adapter.name, adapter
         return adapted
 
     @property
     def task(self) -> str:
-        """What the model is for: to "generate", "embed" or "score"; empty until that is known."""
+        """The model's task: "generate", "embed" or "score"; empty until a group has named it."""
         return self.groups.task if self.scoring is None else "score"
 
     @property
     def can_serve(self) -> bool:
-        """Whether a group takes requests, or one is started for them."""
+        """Whether a group takes requests, or one is started for waiting requests."""
         return self.groups.num_ready > 0 or self.config.wakes_groups
 
     @property
     def num_inflight(self) -> int:
-        """Completions under way."""
+        """Number of completions in progress."""
         return self._inflight.num
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is prepared or under way."""
+        """Whether no request is being prepared or in progress."""
         return not (self._preparing or self.num_inflight)
 
     def close(self) -> None:
-        """Ends the threads and processes that prepare requests, once none is prepared any more."""
+        """Ends the threads and processes that prepare requests. None may be prepared any more."""
         self.prompts.close()
         self._constraints.close()
 
     async def prepare(self, request: Request, *, tool_use: ToolUse | None = None) -> Prepared:
         """Checks, tokenizes and hashes a request. Nothing is sent yet.
 
-        ``tool_use`` is what a chat says about calls, whose answer is read as the model's dialect;
-        it adds to the form of the output.
+        ``tool_use``: a chat's tools and how they may be called. The output's constraint then
+        covers tool calls in the model's dialect.
 
         Raises:
             InvalidRequest: The message names what is wrong with the request.
-            Unavailable: No group ever attached, so nothing is known of the model.
+            Unavailable: No group ever attached, so the model's limits are unknown.
             Overloaded: Too many requests wait to accept another of any size.
             RateLimited: The tenant has used up one of its limits.
-            DeadlineExceeded: The same, and the request cannot wait any longer.
+            DeadlineExceeded: The request's deadline passed while it was prepared.
         """
         this = object()
         self._preparing.add(this)
@@ -213,7 +213,7 @@ class ModelService:
         self._metering.check(request.tenant)
         self.admission.check(priority, tenant=request.tenant, weight=policy.weight)
         if all(isinstance(span, Text) and not span.text for span in request.prompt):
-            # Though a tokenizer may put a begin token there.
+            # Refused even if the tokenizer would add a begin token.
             name = "input" if request.task == "embed" else "prompt"
             raise InvalidRequest(f"{name} is empty: at least one token", param=name)
         num_prompt_tokens = sum(map(rough_num_tokens, request.prompt))
@@ -284,7 +284,7 @@ class ModelService:
         return hashed
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of ``token_ids``. Raises InvalidRequest: one is not in the vocabulary, or they
+        """The text of ``token_ids``. Raises InvalidRequest: one is not in the vocabulary, or there
         are more than `MAX_TOKEN_IDS`."""
         if len(token_ids) > MAX_TOKEN_IDS:
             raise InvalidRequest(
@@ -296,7 +296,7 @@ class ModelService:
         return await self.prompts.detokenize(ids, skip_special_tokens=skip_special_tokens)
 
     def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> BlockHashes:
-        """The hashes of a prompt's full blocks; none before a first group told its model."""
+        """The hashes of a prompt's full blocks; empty before the first group attached."""
         if self.groups.card is None:
             return BlockHashes()
         prompt = Prepared(
@@ -308,7 +308,7 @@ class ModelService:
         return prompt.hashed_for(self.groups.card).hashes
 
     def check_num_completions(self, num_completions: int) -> None:
-        """Raises InvalidRequest: one request must not ask for that many."""
+        """Raises InvalidRequest: ``num_completions`` are more than `MAX_COMPLETIONS`."""
         if num_completions > MAX_COMPLETIONS:
             raise InvalidRequest(
                 f"prompts × n is {num_completions}, at most {MAX_COMPLETIONS} are "
@@ -317,13 +317,13 @@ class ModelService:
             )
 
     async def card(self, *, num_prompt_tokens: int = 0, deadline_s: float = inf) -> ModelCard:
-        """The groups' model card; waits for a first group as long as requests do.
+        """The groups' model card. Waits up to `group_wait_s` for the first group.
 
-        ``num_prompt_tokens``: of the request that waits, for those who start groups.
+        ``num_prompt_tokens``: prompt tokens of the waiting request, for autoscaling.
 
         Raises:
-            Unavailable: None came.
-            Overloaded: Too many wait already.
+            Unavailable: No group attached in time.
+            Overloaded: Too many requests wait already.
             DeadlineExceeded: The request's deadline passed.
         """
         if self.groups.card is not None:
@@ -339,17 +339,17 @@ class ModelService:
         return self.groups.card
 
     async def run(self, requests: Sequence[Prepared], take: Take) -> None:
-        """Hands the chunks of all completions of one client's request to ``take``, as they come.
+        """Hands the chunks of all completions of one client's request to ``take`` as they arrive.
 
-        The completions are numbered through. They are admitted together, and share the first
-        one's priority and deadline. Chunks come one at a time, and those of a completion in their
-        order. Cancelling the task that runs this aborts whatever still runs.
+        ``requests`` are its prompts; completions are numbered across them. They are admitted
+        together, and share the first one's priority and deadline. ``take`` gets one chunk at a
+        time, in order within a completion. Cancelling the task that runs this aborts them all.
 
         Raises:
-            Overloaded: They are refused; later, if something that goes first took their place.
+            Overloaded: The request is refused, or was displaced from the queue by another one.
             RateLimited: The tenant has used up one of its limits.
-            DeadlineExceeded: The deadline has passed; what it left undone was aborted.
-            And what `Completion.run` does.
+            DeadlineExceeded: The deadline has passed; unfinished completions were aborted.
+            And whatever `Completion.run` raises.
         """
         first = requests[0]
         num_completions = sum(each.sampling.n for each in requests)
@@ -378,7 +378,7 @@ class ModelService:
 
                     async def pass_on(chunk: Chunk) -> None:
                         num_cached = used.took(chunk)
-                        # The first of a prompt's completions computes the prompt.
+                        # Only the first of a prompt's completions computes the prompt.
                         is_first = chunk.index % first.sampling.n == 0
                         self.admission.took(
                             ticket,
@@ -400,7 +400,7 @@ class ModelService:
                         raise
 
     def _completions(self, requests: Sequence[Prepared], ending: Ending) -> list[Completion]:
-        """All of ``requests``, numbered through, not begun."""
+        """The completions of all ``requests``, numbered across them, not begun."""
         completions: list[Completion] = []
         for prompt in requests:
             blame, work = Blame(), work_of(prompt)

@@ -1,13 +1,13 @@
-"""What each tenant may ask of a gateway, and how much of that is left.
+"""Limits of tenants at a gateway: requests and tokens per minute, and concurrent completions.
 
-Limits are for all gateways together. Gateways do not tell each other of requests: each grants an
-equal part of a limit, so that a tenant whose clients all reach one of several gateways gets that
-part only. With one gateway limits are exact.
+A limit is for all gateways together. Gateways do not tell each other of requests: each grants an
+equal part of a limit, so a tenant whose clients all reach one of several gateways gets only that
+part. With one gateway limits are exact.
 
-Rates are token buckets that hold a minute's worth. A request takes one from the bucket of requests
-when it is taken in, and its prompt tokens from the bucket of tokens; output tokens are taken as
-they come. A bucket of tokens may become negative: no request is refused for its own size, and the
-next ones wait longer. What is refused for want of room costs nothing.
+Rates are token buckets that hold a minute's worth. An admitted request takes one from the bucket of
+requests, and its prompt tokens from the bucket of tokens; output tokens are taken as they arrive. A
+bucket of tokens may become negative: no request is refused for its own size, and later requests
+wait longer. A request that is refused because the gateway is overloaded costs nothing.
 """
 
 import time
@@ -31,7 +31,7 @@ LIMIT_HEADERS = tuple(
 
 
 class TenantPolicy(BaseModel):
-    """One tenant's limits and share, as the keys file says them.
+    """One tenant's limits and share, as the keys file has them.
 
     Raises:
         ValidationError: A value is out of its range.
@@ -40,17 +40,18 @@ class TenantPolicy(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     weight: float = Field(default=1.0, gt=0, le=1e6, allow_inf_nan=False)
-    """Its share of the groups' work against other tenants', where requests wait."""
+    """The tenant's share of the groups' work relative to other tenants, when requests wait."""
     requests_per_minute: int | None = Field(default=None, ge=1, le=10**9)
     tokens_per_minute: int | None = Field(default=None, ge=1, le=10**12)
-    """Prompt tokens, cached ones too, and output tokens."""
+    """Prompt tokens, including cached ones, and output tokens."""
     max_concurrent: int | None = Field(default=None, ge=1, le=10**6)
-    """Completions under way, those that wait among them."""
+    """Completions in progress, including waiting ones."""
     min_priority: int = Field(default=_MIN_PRIORITY, ge=_MIN_PRIORITY, le=_MAX_PRIORITY)
     max_priority: int = Field(default=_MAX_PRIORITY, ge=_MIN_PRIORITY, le=_MAX_PRIORITY)
-    """Its requests' priorities lie between the two; less is sooner."""
+    """The highest value of its requests' ``priority``, as ``min_priority`` is the lowest. Lower
+    values go first."""
     operator: bool = False
-    """Its keys may see and change what belongs to all tenants."""
+    """Whether the tenant's keys may see and change data of all tenants."""
 
     @model_validator(mode="after")
     def _check_range(self) -> "TenantPolicy":
@@ -66,11 +67,11 @@ class TenantPolicy(BaseModel):
         return any(limit is not None for limit in limits)
 
     def priority(self, asked: int) -> int:
-        """The priority of a request that asks for ``asked``; 0, which is also what a request asks
-        for that says nothing, stands for the nearest one that is allowed.
+        """The priority of a request that asks for ``asked``. 0, which is also the default, stands
+        for the nearest allowed value.
 
         Raises:
-            InvalidRequest: It is not allowed.
+            InvalidRequest: ``asked`` is not allowed.
         """
         if asked and not self.min_priority <= asked <= self.max_priority:
             raise InvalidRequest(
@@ -85,33 +86,33 @@ NO_LIMITS = TenantPolicy()
 
 
 class _Bucket:
-    """Holds a minute's worth, and begins full."""
+    """A token bucket that holds a minute's worth, and begins full."""
 
     def __init__(self) -> None:
         self.level = inf
         self._filled_s = 0.0
 
     def fill(self, limit: float, now_s: float) -> float:
-        """What is in it now, where ``limit`` come a minute."""
+        """The level now, if ``limit`` are added per minute."""
         came = limit / 60 * (now_s - self._filled_s)
         self.level, self._filled_s = min(limit, self.level + came), now_s
         return self.level
 
 
 class Account:
-    """What one tenant has used of its limits at one gateway."""
+    """One tenant's use of its limits at one gateway."""
 
     def __init__(self) -> None:
         self.requests, self.tokens = _Bucket(), _Bucket()
         self.num_under_way = 0
 
     def generated(self, num_tokens: int) -> None:
-        """Takes output tokens of a request under way."""
+        """Takes output tokens of a running request from the bucket."""
         self.tokens.level -= num_tokens
 
 
 class Tenants:
-    """The tenants of one gateway, of all its models. Belongs to one event loop."""
+    """The tenants of one gateway, over all its models. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -120,14 +121,14 @@ class Tenants:
         num_gateways: Callable[[], int] = lambda: 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``num_gateways``: those that share the limits."""
+        """``num_gateways`` returns the number of gateways that share the limits."""
         self._policies = dict(policies or {})
         self._num_gateways = num_gateways
         self._clock = clock
         self._accounts: dict[str, Account] = {}
 
     def set_policies(self, policies: Mapping[str, TenantPolicy]) -> None:
-        """From now on these hold. A tenant that stays keeps what it has used."""
+        """Applies new policies. A tenant that stays keeps its account."""
         self._policies = dict(policies)
         self._accounts = {
             tenant: account for tenant, account in self._accounts.items() if tenant in policies
@@ -137,11 +138,11 @@ class Tenants:
         return self._policies.get(tenant, NO_LIMITS)
 
     def check(self, tenant: str, *, num_completions: int = 1) -> None:
-        """Refuses what `under_way` would refuse.
+        """Checks whether `under_way` would refuse a request.
 
         Raises:
             RateLimited: The tenant has used up a limit.
-            InvalidRequest: The request is for more completions than may ever be under way.
+            InvalidRequest: The request has more completions than the tenant may ever have.
         """
         policy = self.policy(tenant)
         if not policy.is_limited:
@@ -152,7 +153,7 @@ class Tenants:
             _check_concurrency(account, policy.max_concurrent, part, num_completions)
         if policy.requests_per_minute is not None:
             limit = policy.requests_per_minute * part
-            # A part may be less than one request a minute; one is then taken ahead.
+            # A part may be less than one request a minute; one is then granted in advance.
             missing = min(1.0, limit) - account.requests.fill(limit, now_s)
             if missing > 0:
                 raise _limited("tenant_requests", policy.requests_per_minute, missing / limit * 60)
@@ -167,11 +168,8 @@ class Tenants:
     def under_way(
         self, tenant: str, *, num_completions: int, num_prompt_tokens: int
     ) -> Iterator[Account | None]:
-        """Counts a client's request while the block runs; ``None`` where nothing limits the tenant.
-
-        Raises:
-            RateLimited: It has used up a limit; nothing has changed. Further as `check`.
-        """
+        """Counts a client's request while the block runs. Yields the tenant's account, or ``None``
+        if the tenant has no limits. Raises as `check`; nothing has changed then."""
         self.check(tenant, num_completions=num_completions)
         if not self.policy(tenant).is_limited:
             yield None
@@ -190,8 +188,8 @@ class Tenants:
             account.num_under_way -= num_completions
 
     def headers(self, tenant: str) -> dict[str, str]:
-        """What is left of a tenant's rates, as OpenAI's API tells it; of all gateways together, as
-        far as this one can tell."""
+        """OpenAI's rate limit headers for a tenant: what is left over all gateways, as estimated by
+        this one. Empty without rates."""
         policy = self.policy(tenant)
         if policy.requests_per_minute is None and policy.tokens_per_minute is None:
             return {}
@@ -209,12 +207,12 @@ class Tenants:
         return headers
 
     def _account(self, tenant: str) -> Account:
-        """Only for tenants with a policy, which are a bounded number."""
+        """The tenant's account. Only for tenants with a policy, whose number is bounded."""
         return self._accounts.setdefault(tenant, Account())
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI's API writes it: ``120ms``, ``1.5s``, ``6m0s``, ``1h0m0s``."""
+    """A duration as OpenAI's API writes it: ``120ms``, ``1.5s``, ``6m0s``, ``1h0m0s``."""
     if seconds < 1:
         return f"{max(round(seconds * 1000), 0)}ms"
     if seconds < 60:
@@ -225,7 +223,8 @@ def duration(seconds: float) -> str:
 
 
 def _check_concurrency(account: Account, limit: int, part: float, num_completions: int) -> None:
-    """One request may always run whose completions are no more than all gateways' limit."""
+    """Checks the limit of concurrent completions. A tenant without running ones may always run one
+    request within ``limit``, even if that exceeds this gateway's part."""
     if num_completions > limit:
         raise InvalidRequest(
             f"the request is for {num_completions} completions: this API key's tenant may have "

@@ -1,4 +1,4 @@
-"""Requests on their way from their arrival at a gateway to their first token, and sums of them."""
+"""Admission's view of a client's request, from its arrival to its end, and sums over requests."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -9,56 +9,56 @@ from quire.cluster.serving.bounds import Hold
 
 
 class Queued(NamedTuple):
-    """Requests that wait."""
+    """Sums over waiting requests."""
 
     num_requests: int
     num_tokens: int
-    """Tokens in their prompts."""
+    """Prompt tokens of the requests."""
 
 
 class Stage(Enum):
     NEW = auto()
     QUEUED = auto()
     RELEASED = auto()
-    """May be sent to a group."""
+    """The request may be sent to a group."""
     ROUTED = auto()
-    """Counts among its group's load."""
+    """The request counts in its group's load."""
     BEGUN = auto()
     LEFT = auto()
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class Ticket:
-    """A client's request on its way to its first token: completions that are taken together."""
+    """A client's request for admission: one or more completions that are admitted together."""
 
     num_requests: int = 1
-    """Completions."""
+    """Number of completions."""
     num_prompt_tokens: int
     max_tokens: int = 0
-    """How long each output may become; 0 says nothing."""
+    """Most output tokens of each completion; 0 is unknown."""
     priority: int = 0
-    """Less is sooner."""
+    """Lower values go first."""
     deadline_s: float = inf
-    """On the clock that `Admission.offer` is told."""
+    """Deadline on the clock of `Admission.offer`'s ``now_s``."""
     stage: Stage = Stage.NEW
     number: int = 0
     num_bytes: int = 0
-    """Memory that it takes up while it waits, beyond what each request does."""
+    """Memory of the waiting request, beyond a constant that each request takes."""
     place: Hold | None = None
-    """Its places among the requests under way, which it gives up when it is displaced."""
+    """The request's places in the gateway's `Inflight`, released when it is displaced."""
     tenant: str = ""
     weight: float = 1.0
-    """The tenant's share against others'."""
+    """The tenant's share relative to other tenants."""
     work: float = 0.0
-    """What it is expected to cost, in prompt tokens; `Admission.offer` sets it."""
+    """Expected cost in prompt tokens, set by `Admission.offer`."""
     charged: float = 0.0
-    """The work that its tenant has been charged."""
+    """The work that the tenant has been charged for the request."""
     num_done: float = 0.0
-    """The work that was done for it; its prompt counts from when it is released."""
+    """The work done for the request; its prompt counts as done once it is released."""
 
 
 class WaitingLoad:
-    """Sums over several tickets; tokens are those of their prompts."""
+    """Sums over several tickets; ``num_tokens`` counts prompt tokens."""
 
     __slots__ = ("num_bytes", "num_requests", "num_tokens")
 
@@ -75,7 +75,7 @@ class WaitingLoad:
         )
 
     def part(self, part: float) -> "WaitingLoad":
-        """A part of it, in whole requests, tokens and bytes."""
+        """The fraction ``part`` of each sum, rounded down."""
         sums = (self.num_requests, self.num_tokens, self.num_bytes)
         return WaitingLoad(*(int(each * part) for each in sums))
 

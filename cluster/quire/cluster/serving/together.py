@@ -1,4 +1,4 @@
-"""Several coroutines that feed one consumer."""
+"""Runs several coroutines that feed one consumer."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -11,11 +11,11 @@ async def together(
     sources: Sequence[Callable[[Callable[[T], Awaitable[None]]], Coroutine[Any, Any, None]]],
     take: Callable[[T], Awaitable[None]],
 ) -> None:
-    """Runs each of ``sources`` until all have ended; each hands its items to ``take``, which gets
-    them one at a time.
+    """Runs all ``sources`` until they have ended. Each hands its items to ``take``, which gets one
+    at a time.
 
-    The first exception of one cancels the others and is raised here. All have ended when this
-    returns, also where it is cancelled.
+    The first exception in a source cancels the others and is raised here. All have ended when this
+    returns or raises, including when it is cancelled.
     """
     if len(sources) == 1:
         await sources[0](take)
