@@ -44,6 +44,18 @@ def test_errors_of_some_kinds_name_no_logs() -> None:
     assert not hasattr(error, "__notes__")
 
 
+def test_a_file_that_cannot_be_copied_costs_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+    with kept(tmp_path) as folder:
+        assert folder is not None
+        (folder / "b").mkdir()
+    assert [(folder / name).read_text() for name in "ac"] == ["a", "c"]
+    assert "not all logs are kept" in caplog.text
+
+
 def test_of_a_long_file_the_end_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_logs, "_MAX_FILE_BYTES", 4)
     with kept(tmp_path) as folder:

@@ -91,19 +91,26 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _copy(logs: Path, folder: Path) -> None:
-    """Copies the logs. The first error ends the copy with a warning, because it must not prevent
-    the end of a cluster."""
-    try:
-        for source in sorted(path for path in logs.rglob("*") if path.is_file()):
-            if source.is_symlink() or not source.stat().st_size:
-                continue
-            target = folder / source.relative_to(logs)
-            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with source.open("rb") as whole, target.open("wb") as copy:
-                whole.seek(max(0, source.stat().st_size - _MAX_FILE_BYTES))
-                shutil.copyfileobj(whole, copy)
-    except OSError as error:
-        _log.warning("not all logs are kept in %s: %s", folder, error)
+    """Copies the logs that can be copied. An error must not prevent the end of a cluster: the last
+    one is logged as a warning."""
+    failed: OSError | None = None
+    for source in sorted(path for path in logs.rglob("*") if path.is_file()):
+        try:
+            _copy_end(source, folder / source.relative_to(logs))
+        except OSError as error:
+            failed = error
+    if failed is not None:
+        _log.warning("not all logs are kept in %s: %s", folder, failed)
+
+
+def _copy_end(source: Path, target: Path) -> None:
+    """Copies the last bytes of a file that has any. Raises OSError."""
+    if source.is_symlink() or not source.stat().st_size:
+        return
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with source.open("rb") as whole, target.open("wb") as copy:
+        whole.seek(max(0, source.stat().st_size - _MAX_FILE_BYTES))
+        shutil.copyfileobj(whole, copy)
 
 
 def _remove_oldest(parent: Path) -> None:
