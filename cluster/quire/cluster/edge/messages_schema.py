@@ -58,7 +58,7 @@ class MessagesFields(ChatFields):
     remedies: ClassVar[Mapping[str, str]] = {
         "reasoning_effort": "send thinking",
         "parallel_tool_calls": "send tool_choice with disable_parallel_tool_use",
-        "continue_final_message": "a last message of the assistant is gone on with",
+        "continue_final_message": "end messages with one of the assistant, which is continued",
     }
 
     parts: ClassVar[Mapping[str, type[Body]]] = {
