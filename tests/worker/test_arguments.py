@@ -65,7 +65,7 @@ def test_each_field_of_vllms_sampling_is_there_or_refused_with_a_sentence(name: 
 @pytest.mark.parametrize(
     ("kind", "name", "message"),
     [
-        (StructuredOutputsParams, "disable_fallback", "one backend, llguidance"),
+        (StructuredOutputsParams, "disable_fallback", "llguidance is the one backend"),
         (StructuredOutputsParams, "schema", "there are json, regex, choice"),
         (LoRARequest, "lora_local_path", "spell it lora_path"),
     ],

@@ -47,26 +47,26 @@ ALWAYS: Mapping[str, str] = {
 }
 """Flags without a value, and why they change nothing."""
 
-_TEXT = "models are served as text models: there are no images, audio or video"
-_PARALLEL = "the ranks of a group are tensor-parallel; --num-groups runs more groups"
-_KERNELS = "kernels follow from the device and the model, and cannot be chosen"
-_COMPILED = "models are not compiled; --enforce-eager leaves CUDA graphs out"
+_TEXT = "only text is served: no images, audio or video"
+_PARALLEL = "a replica group is tensor-parallel only; --num-groups adds replica groups"
+_KERNELS = "kernels are chosen by device and model"
+_COMPILED = "models are not compiled; --enforce-eager turns CUDA graphs off"
 _STATE = "models with recurrent layers are not served"
-_GUESSES = "guesses need no model and no settings: see --speculation"
-_LOADING = "safetensors and GGUF files are mapped as they are"
-_OFFLOADED = "weights stay where they are computed with"
-_LOGS = "logs have --log-level, --log-format and --no-access-log, and no text of requests"
-_WATCHED = "groups and gateways are always watched: see --silence-timeout-s and --step-deadline-s"
-_METRICS = "/metrics has all that there is"
-_CODE = "no code that comes with a model, or is named by a flag, is run"
-_MOE = "experts are shared out among the ranks of a group as other weights are"
-_LORA = "adapters are kept in the model's type, in slots of --max-lora-rank"
-_SLEEP = "a model is put away by `quire model remove`, and by --min-groups 0"
-_CORS = "--allow-origin names the pages that may call; they may use all methods and headers"
-_NODES = "nodes join by `ray start`; --ray-address auto and --nodes-per-group use them"
-_ACCURACY = "the kernels have one accuracy, on which the promise of equal tokens rests"
-_SAMPLING = "requests have their sampling parameters themselves"
-_CACHE = "blocks of all layers are kept alike, by what they are worth"
+_SPECULATION = "speculation needs no draft model and no settings: see --speculation"
+_LOADING = "safetensors and GGUF files are always memory-mapped"
+_OFFLOADED = "weights are not offloaded: they stay on the device that computes"
+_LOGS = "--log-level, --log-format and --no-access-log configure the logs; texts are never logged"
+_WATCHED = "groups and gateways are always monitored: see --silence-timeout-s and --step-deadline-s"
+_METRICS = "there are no more metrics or profiles than those at /metrics"
+_CODE = "code from a model's repository or from a flag is never run"
+_MOE = "experts are sharded over the ranks of a group like other weights"
+_LORA = "adapters have the model's dtype and slots of --max-lora-rank"
+_SLEEP = "`quire model remove` unloads a model, and --min-groups 0 unloads idle ones"
+_CORS = "--allow-origin names the allowed origins; all methods and headers are allowed"
+_NODES = "nodes join with `ray start`; see --ray-address and --nodes-per-group"
+_ACCURACY = "kernels have one precision, which deterministic tokens need"
+_SAMPLING = "each request brings its sampling parameters"
+_CACHE = "all layers share one block table, and eviction goes by expected reuse"
 
 _REFUSED_BY_REASON: Mapping[str, Iterable[str]] = {
     _TEXT: (
@@ -118,7 +118,7 @@ _REFUSED_BY_REASON: Mapping[str, Iterable[str]] = {
         *("--mamba-cache-philox-rounds", "--mamba-ssm-cache-dtype", "--mamba-ssu-algorithm"),
         *("--replayssm-buffer-len", "--use-replayssm", "--swa-bounded-replay"),
     ),
-    _GUESSES: (
+    _SPECULATION: (
         *("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"),
         "--per-request-spec-decode-metrics",
     ),
@@ -182,68 +182,68 @@ _REFUSED_BY_REASON: Mapping[str, Iterable[str]] = {
     ),
 }
 _REFUSED_ALONE: Mapping[str, str] = {
-    "--additional-config": "there is none: each setting has a flag",
-    "--allow-deprecated-quantization": "kinds of quantised weights are read or refused by name",
-    "--anthropic-disabled-thinking-effort": "thinking of type disabled means no thinking",
+    "--additional-config": "every setting has a flag of its own",
+    "--allow-deprecated-quantization": "quantization formats are supported or refused by name",
+    "--anthropic-disabled-thinking-effort": "thinking of type disabled turns thinking off",
     "--aux-output-config": "there is no such output",
-    "--collect-detailed-traces": "spans tell of queue, prefill and decode, and of no modules",
-    "--chat-template-content-format": "a chat's content reaches its template as text",
+    "--collect-detailed-traces": "traces have spans of queue, prefill and decode only",
+    "--chat-template-content-format": "a chat template receives content as text",
     "--cohere-format": "the format follows from the model's chat template",
     "--cohere-is-reasoning-model": "the format follows from the model's chat template",
-    "--config-format": "config.json and GGUF files are told apart by what they are",
+    "--config-format": "config.json and GGUF files are recognized by their content",
     "--convert": "pooling follows from the checkpoint's own files",
-    "--default-chat-template-kwargs": "requests have chat_template_kwargs themselves",
+    "--default-chat-template-kwargs": "requests bring chat_template_kwargs",
     "--device-memory-utilization": "spell it --gpu-memory-utilization",
     "--disable-fastapi-docs": "/docs cannot be switched off",
-    "--download-dir": "set HF_HOME, where files of the hub are kept",
+    "--download-dir": "set HF_HOME: downloads are kept there",
     "--enable-force-include-usage": "clients ask for it with stream_options",
     "--enable-prompt-embeds": "prompts are text or token ids",
-    "--enable-shm-tensor-arena": "steps always lie in shared memory",
-    "--enable-tokenizer-info-endpoint": "the tokenizer is GetTokenizer's of vllm.grpc.engine",
+    "--enable-shm-tensor-arena": "steps always use shared memory",
+    "--enable-tokenizer-info-endpoint": "GetTokenizer of vllm.grpc.engine returns the tokenizer",
     "--exclude-tools-when-tool-choice-none": "tools stay in the prompt, where they are cached",
     "--fail-on-environ-validation": "no setting is read from VLLM_ variables",
     "--fingerprint-mode": "system_fingerprint always names weights and numerics",
     "--fingerprint-value": "system_fingerprint always names weights and numerics",
-    "--generation-config": "generation_config.json decides ends of texts alone, as with 'vllm'",
+    "--generation-config": "only end tokens are read from generation_config.json, as with 'vllm'",
     "--grpc": "gRPC is always served, at --grpc-port",
     "--hf-config-path": "config.json is read from the model's folder",
     "--hf-overrides": "edit config.json in a copy of the model's folder",
     "--hf-token": "set HF_TOKEN",
     "--https": "--tls-certificate and --tls-key serve HTTPS",
-    "--kv-events-config": "--kv-events has them told over gRPC (SubscribeKvEvents); not over ZMQ",
-    "--kv-offloading-backend": "--kv-offloading-size has one of its own",
-    "--kv-transfer-config": "groups find each other: see --kv-transfer",
-    "--long-prefill-token-threshold": "the prompt with the least left to compute goes first",
-    "--long-prefill-token-threshold-adaptive": "the prompt with the least left goes first",
-    "--max-logprobs": "20 log-probabilities are the most",
+    "--kv-events-config": "--kv-events serves KV events over gRPC only (SubscribeKvEvents)",
+    "--kv-offloading-backend": "--kv-offloading-size always uses Quire's own backend",
+    "--kv-transfer-config": "groups discover each other: see --kv-transfer",
+    "--long-prefill-token-threshold": "the prompt with the fewest tokens left is computed first",
+    "--long-prefill-token-threshold-adaptive": "the prompt with the least left is computed first",
+    "--max-logprobs": "at most 20 log-probabilities are returned",
     "--max-num-active-seqs": "spell it --max-num-seqs",
     "--max-num-queued-tokens": "--max-queued-bytes bounds the memory of waiting prompts",
     "--max-num-scheduled-tokens": "spell it --max-num-batched-tokens",
     "--num-gpu-blocks-override": "--kv-cache-memory-bytes sets the cache's size",
     "--pooler-config": "pooling follows from the checkpoint's own files",
     "--prefill-schedule-interval": "each step has room for prompts",
-    "--quantization-config": "the kind of quantised weights is read from the checkpoint",
+    "--quantization-config": "the quantization format is read from the checkpoint",
     "--reasoning-config": "--reasoning-parser names the format",
     "--reasoning-effort-map": "requests have reasoning_effort, which the chat template reads",
     "--renderer-num-workers": "chat templates run in a process of their own at each gateway",
-    "--response-role": "answers have the role of the assistant",
-    "--return-tokens-as-token-ids": "requests have return_token_ids",
+    "--response-role": "answers always have the role assistant",
+    "--return-tokens-as-token-ids": "requests may set return_token_ids",
     "--root-path": "paths begin at /; have the proxy strip its prefix",
-    "--runner": "what a model does follows from its checkpoint",
-    "--scheduler-reserve-full-isl": "a prompt is let in where all of it finds room, always",
+    "--runner": "the task follows from the checkpoint",
+    "--scheduler-reserve-full-isl": "a prompt is only admitted if all of it fits into the cache",
     "--skip-tokenizer-init": "gateways need the tokenizer",
-    "--sse-keep-alive-interval": "streams are kept alive by the connection's own means",
-    "--ssl-ca-certs": "clients show API keys, and no certificates",
-    "--ssl-cert-reqs": "clients show API keys, and no certificates",
-    "--ssl-ciphers": "ciphers are the TLS library's own choice",
-    "--stream-interval": "each step's tokens go out at once",
-    "--structured-outputs-config": "constraints have one backend, llguidance",
+    "--sse-keep-alive-interval": "nothing is sent between tokens to keep a stream alive",
+    "--ssl-ca-certs": "clients authenticate with API keys, not with certificates",
+    "--ssl-cert-reqs": "clients authenticate with API keys, not with certificates",
+    "--ssl-ciphers": "the TLS library chooses the ciphers",
+    "--stream-interval": "the tokens of each step are sent at once",
+    "--structured-outputs-config": "llguidance is the one backend",
     "--tokenizer": "the tokenizer is the one in the model's folder: put its files there",
-    "--tokenizer-mode": "the tokenizer's kind is read from its files",
-    "--tokenizer-revision": "the tokenizer is of the model's own revision: MODEL@REVISION",
-    "--tool-server": "tools of servers are not run",
-    "--tool-strict-level": "a tool's own field strict decides",
-    "--trust-request-chat-template": "requests bring no chat template",
+    "--tokenizer-mode": "the kind of tokenizer is read from its files",
+    "--tokenizer-revision": "the tokenizer has the model's revision: MODEL@REVISION",
+    "--tool-server": "the server runs no tools",
+    "--tool-strict-level": "each tool's field strict decides",
+    "--trust-request-chat-template": "requests cannot bring a chat template",
     "--uds": "gateways listen on TCP: see --host and --http-port",
 }
 
@@ -257,7 +257,7 @@ _REFUSED_OFFLINE: Mapping[str, str] = {
     "disable_async_output_proc": "async_scheduling prepares the next step while one runs",
     "max_seq_len_to_capture": _COMPILED,
     "swap_space": "kv_offloading_size keeps evicted blocks in host memory",
-    "task": "what a model does follows from its checkpoint",
+    "task": "the task follows from the checkpoint",
 }
 """Arguments of its ``LLM`` that are no flags of its server."""
 
@@ -308,7 +308,7 @@ STRUCTURED: Mapping[str, str] = {
     for name, why in {
         "disable_additional_properties": 'write "additionalProperties": false into the schema',
         "disable_any_whitespace": "models write the whitespace that they were trained with",
-        "disable_fallback": "constraints have one backend, llguidance",
+        "disable_fallback": "llguidance is the one backend",
         "whitespace_pattern": "models write the whitespace that they were trained with",
     }.items()
 }
