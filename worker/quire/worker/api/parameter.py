@@ -35,7 +35,7 @@ class Rule:
     """The allowed values, in words; empty: any value of the type."""
 
     def kept(self, name: str, value: Any) -> Any:
-        """Converts a value like ``convert``, but ``None`` to ``none`` where the type allows it."""
+        """Converts a value with ``convert``, but ``None`` to ``none`` if the type allows it."""
         if value is None and NoneType in self.types:
             return self.none
         return self.convert(name, value)

@@ -6,8 +6,8 @@ from math import tanh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitScore:
-    """How a decoder scores a document for a query, as Qwen3-Reranker does: its chat template
-    renders both, and the score is how much likelier the true than the false token is next."""
+    """How a decoder scores a document for a query, as Qwen3-Reranker does: the chat template
+    renders both, and the score is how much likelier the true token follows than the false one."""
 
     true_token_id: int
     false_token_id: int
