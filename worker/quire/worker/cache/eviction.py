@@ -38,7 +38,7 @@ class EvictionPolicy(Protocol):
         """The cached block is held again and cannot be evicted."""
 
     def released(self, block_id: int, *, now: int) -> None:
-        """Its last holder released it: the block is cached."""
+        """The last holder released the block, which is now cached."""
 
     def offer(self, block_id: int, *, now: int) -> None:
         """The cached block has no children (any more): it may be evicted."""

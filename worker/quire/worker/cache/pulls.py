@@ -79,7 +79,7 @@ class Arrival:
 
 
 class Pulls:
-    """Used from the engine's thread."""
+    """The arrivals under way. Used from the engine's thread."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Pulls:
             raise QueueFull(f"{len(self._arrivals)} pulls are under way")
 
     def distrust(self, group_id: str) -> None:
-        """Makes all later pulls from that group fail."""
+        """Starts no more pulls from that group."""
         self._distrusted.add(group_id)
 
     def let_go(self, arrival: Arrival) -> None:
