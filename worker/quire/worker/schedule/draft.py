@@ -5,11 +5,11 @@ A step computes draft tokens together with a sequence's last token, and samples 
 of them as without speculation: from the logits, the parameters, the seed and the position. Tokens
 are accepted up to and including the first sample that differs from the draft.
 
-Draft tokens come from the first of these sources that has some:
-1. tokens that the constraint of the output determines;
-2. tokens that followed an earlier occurrence of the last tokens in the same sequence;
-3. tokens that followed them in an output of another request;
-4. tokens that followed an earlier occurrence in the sequence that differs in the last token, as in
+A draft begins with the tokens that the constraint of the output determines. It continues with
+tokens from the first of these sources that has some:
+1. tokens that followed an earlier occurrence of the last tokens in the same sequence;
+2. tokens that followed them in an output of another request;
+3. tokens that followed an earlier occurrence in the sequence that differs in the last token, as in
    a copy with a change.
 
 A few more rows cost a step almost nothing while it mainly reads the weights. After a draft whose

@@ -285,7 +285,7 @@ class Scheduler:
 
     def _num_drafts(self, num_ready: int, num_sitting: int) -> int:
         """How many tokens to draft for each of ``num_ready`` decoding sequences; ``num_sitting``
-        others skip the step. None if prompts run or wait, since their chunks need the time."""
+        others skip the step. 0 if prompts run or wait, since their chunks need the time."""
         is_prefilling = num_ready + num_sitting < len(self.running) or self.waiting
         if not self._speculates or is_prefilling or not num_ready:
             return 0
