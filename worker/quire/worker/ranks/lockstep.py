@@ -34,7 +34,7 @@ COLLECTIVES_BYTES_PER_RANK = 4 << 20
 """Memory for each rank that the ranks of a node map for collectives; untouched pages are free."""
 
 START_TIMEOUT_S = 1800.0
-"""Loading from slow storage takes minutes; a rank that dies meanwhile is noticed at once."""
+"""Timeout of loading, which takes minutes from slow storage. A rank's death is noticed at once."""
 
 _SETTLE_S = 0.3
 """When one rank dies, the others soon fail in a collective: wait this long for the cause."""

@@ -60,7 +60,7 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """An exception ended the rank."""
+    """The rank ends because of an exception."""
 
     kind: str
     """"ConfigError", "CheckpointError" or another exception's name."""
