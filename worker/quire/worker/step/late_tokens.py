@@ -22,7 +22,7 @@ class Pending(Protocol):
 
     @property
     def token_ids_S(self) -> Tensor:
-        """int64, on the device."""
+        """The sampled tokens: int64, on the device."""
 
     def wait(self) -> StepOutput:
         """Waits for the device and returns the step's output."""
