@@ -45,8 +45,8 @@ _USUAL = frozenset({"type", "schema", "items", "required", "format", "const", "e
 
 
 def place_of(schema: str, error: str) -> str:
-    """``" at POINTER"`` of the first keyword of ``schema`` that ``error`` names, or whose value it
-    quotes, as a JSON pointer; empty where there is none."""
+    """``" at POINTER"``, a JSON pointer to the first keyword of ``schema`` that ``error`` names or
+    whose value it quotes; empty if there is none."""
     quoted = set(re.findall(r'"([^"\s]+)"', error))
     words = quoted | set(re.findall(r"[a-zA-Z]{3,}", error)) - _USUAL
     try:

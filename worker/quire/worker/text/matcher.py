@@ -45,7 +45,7 @@ class Place:
         """Bit ``t % 32`` of word ``t // 32`` allows token ``t``. End tokens are allowed if the
         output may end; if it must end, no others are."""
         self.error: str | None = None
-        """Why the output cannot continue: its next mask exceeded the limits of llguidance."""
+        """Why the output cannot continue: usually, the mask exceeds llguidance's limits."""
         self.is_ready = False
 
     def behind(self, token_ids: tuple[int, ...]) -> "Place":

@@ -8,7 +8,7 @@ _FADES_S = 60.0
 
 
 class RecentSeconds:
-    """A sum that decays with a time constant of one minute (to about a third per minute)."""
+    """A sum that decays exponentially, to about a third in one minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -28,7 +28,7 @@ class TemplateLimits:
 
     timeout_s: float = 5.0
     memory_bytes: int = 512 << 20
-    """Memory limit of the whole process, Python's own 50 MB included."""
+    """Memory limit of the whole process in bytes, including Python's own 50 MB."""
     max_chars: int = 16 << 20
     """Longest rendered text."""
 

@@ -60,7 +60,7 @@ class Tokenizer:
         response_template: object = None,
         name: str = "the model",
     ) -> None:
-        """``name`` is the model's, for messages.
+        """``name`` is the model's name, for messages.
 
         Raises:
             CheckpointError: The work of decoding has no known bound.
