@@ -384,7 +384,7 @@ class Engine:
         return ended
 
     def _take_tokens(self) -> list[TokenDelta]:
-        """Waits for the oldest step under way, and takes its tokens."""
+        """Waits for the oldest step under way and returns its outputs."""
         with self._failing():
             result = self._executor.result()
         schedule = self._under_way.popleft()
