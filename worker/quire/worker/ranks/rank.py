@@ -1,9 +1,9 @@
 """A tensor-parallel rank: a process that runs steps received from its executor over a connection.
 
 As a child of its executor it is ``python -m quire.worker.ranks.rank CONNECTION SHARED`` (fds). On
-several nodes, a Ray actor calls `run_rank` instead. The rank ends when the executor ends, however
-that happens, or is unreachable: a thread watches the connection and ends the process even in the
-middle of a step.
+several nodes, the launcher starts the process in another way, and the process calls `run_rank`. The
+rank ends when the executor ends, however that happens, or is unreachable: a thread watches the
+connection and ends the process even in the middle of a step.
 """
 
 import gc
