@@ -5,11 +5,11 @@
     with LLM(model="path/to/checkpoint") as llm:
         print(llm.generate(["Hello"], SamplingParams(max_tokens=32))[0].outputs[0].text)
 
-The names here are those of `quire.llm`, which is imported at the first use of one, so that a
-program that only needs `quire.cluster` or `quire.router` loads no torch.
+This package re-exports the names of `quire.llm`. It imports that module when one of them is first
+used, so that a program that only needs `quire.cluster` or `quire.router` does not load torch.
 
-Each source root of the repository has a folder ``quire``. This file is in the one of the worker;
-the others add to the same package.
+Each source root of the repository has a folder ``quire``. All of them form this one package; the
+worker's folder holds this file.
 """
 
 import pkgutil
@@ -47,10 +47,10 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 
 _DISTRIBUTION = "quire-serve"
 _UNKNOWN = "0+unknown"
-"""The version of folders on ``sys.path`` that nothing has installed."""
+"""``__version__`` where Quire is imported from ``sys.path`` without being installed."""
 
 
-if not TYPE_CHECKING:  # Types are as declared above, and a name that is not there is an error.
+if not TYPE_CHECKING:  # mypy uses the declarations above, and reports unknown names.
 
     def __getattr__(name: str) -> object:
         if name == "__version__":

@@ -1,4 +1,4 @@
-"""The offline API: a model in this process, prompts in, texts out.
+"""The offline API: runs a model in this process on batches of prompts.
 
     from quire import LLM, SamplingParams
 
@@ -6,8 +6,8 @@
         for output in llm.generate(["Hello"], SamplingParams(temperature=0, max_tokens=32)):
             print(output.outputs[0].text)
 
-Names and meanings are vLLM's. A batch is taken whole or not at all: every prompt is checked
-before the first one runs.
+Names and meanings are vLLM's. Every prompt of a batch is checked before the first one runs; if one
+is invalid, none runs.
 """
 
 import weakref
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
-"""The adapter of all prompts, or each one's."""
+"""One adapter for all prompts, or one for each prompt (``None``: no adapter)."""
 
 
 @explains_arguments(ARGUMENTS)
@@ -77,49 +77,49 @@ class LLM:
             file, or ``ORG/NAME`` of the Hugging Face hub, which is fetched into its cache
             (``ORG/NAME/FILE.gguf`` where a repository has several GGUF files).
         revision: A branch, tag or commit of a model of the hub; its main branch by default.
-        model_impl: "quire" computes the families that `docs/models.md` lists, "transformers" any
-            decoder, by the modules of that library; "auto" takes the first where it can.
-        tensor_parallel_size: Ranks that share each layer, as processes of their own above 1.
+        model_impl: "quire" runs the model families that `docs/models.md` lists, "transformers" any
+            decoder with that library's modules; "auto" takes "quire" for any model it can run.
+        tensor_parallel_size: Ranks that share each layer; above 1, each is its own process.
         dtype: "auto" (the checkpoint's own), "float32", "bfloat16" or "float16".
-        quantization: "int8" multiplies in 8 bits: weights with a scale per output, activations
-            with one per token; "w4" keeps weights in 4 bits with a scale for each 32, and the LM
-            head in "int8" (both CPU only). ``None`` does neither.
-        kv_cache_dtype: "auto" keeps K and V as they are computed; "int8" (CPU) in 8 bits, with a
-            scale for each token and head; "fp8" (GPU) in 8 bits, of which 4 are significant.
-        seed: Requests that bring no seed get one drawn from this, in their order; ``None`` is 0.
+        quantization: "int8" multiplies in 8 bits: weights have a scale per output, activations
+            one per token. "w4" keeps weights in 4 bits with a scale for each 32, and the LM
+            head in "int8". Both run on CPUs only. ``None`` quantizes nothing.
+        kv_cache_dtype: "auto" stores K and V in the type they are computed in; "int8" (CPU) in 8
+            bits, with a scale for each token and head; "fp8" (GPU) in 8 bits, 4 significant.
+        seed: A request without a seed gets one derived from this and its number; ``None`` is 0.
         gpu_memory_utilization: On a GPU the share of its memory for weights, activations and KV
             (default 0.9); on a CPU the share of the free RAM for KV (default 0.4, but at most
             4 GiB).
-        kv_cache_memory_bytes: KV cache in bytes, instead of a share.
+        kv_cache_memory_bytes: Size of the KV cache in bytes, instead of a share.
         block_size: Tokens in a block of KV cache: 4, 8, 16, 32, 64 or 128.
-        max_model_len: Longest prompt + output; the checkpoint's own by default.
-        enable_lora: Take a ``lora_request`` for some of the prompts.
-        max_loras: Different adapters in one step; more take turns.
+        max_model_len: Longest prompt + output, in tokens; the checkpoint's own limit by default.
+        enable_lora: Accept a ``lora_request`` with prompts.
+        max_loras: Different adapters in one step; if requests use more, the adapters take turns.
         max_lora_rank: The greatest rank that an adapter may have.
-        max_cpu_loras: Adapters that are kept ready in memory; four times ``max_loras`` by default.
-        max_num_seqs: Sequences that run at the same time.
-        max_num_batched_tokens: Tokens that one step computes.
-        enable_prefix_caching: Reuse the KV of prompts that begin alike.
-        kv_offloading_size: GiB of host memory that keep blocks which the KV cache evicts.
-        kv_disk_dir: A folder on a local disk that keeps blocks too, also for the next `LLM` of the
-            same model.
-        kv_disk_size: GiB that are kept there at most.
+        max_cpu_loras: Adapters kept ready in host memory; four times ``max_loras`` by default.
+        max_num_seqs: Most sequences that run at the same time.
+        max_num_batched_tokens: Most tokens that one step computes.
+        enable_prefix_caching: Reuse the KV of prompts with a common prefix.
+        kv_offloading_size: GiB of host memory for blocks that the KV cache evicts.
+        kv_disk_dir: A folder on a local disk for blocks of KV. A later `LLM` of the same model can
+            reuse them.
+        kv_disk_size: Most GiB of blocks in ``kv_disk_dir``.
         device: "auto", "cpu" or "cuda".
         enforce_eager: On a GPU, run decodes without CUDA graphs.
-        deterministic: On a GPU, keep a row's bits independent of the batch.
-        num_threads: CPU threads of each rank; the machine's cores shared out by default.
-        async_scheduling: Prepare the next step while one runs; by default on a GPU.
-        speculation: Compute guessed tokens too where few sequences run, which changes no token; by
-            default on a CPU.
-        scheduling_policy: "shortest_prefill" computes the prompt with the least left next, "fcfs"
-            the first to come.
+        deterministic: On a GPU, make a row's bits independent of the rest of the batch.
+        num_threads: CPU threads of each rank; by default, the ranks share the machine's cores.
+        async_scheduling: Prepare the next step while one runs. On by default on a GPU.
+        speculation: Draft tokens without a model and verify them in the next step when few
+            sequences run. Outputs do not change. On by default on a CPU.
+        scheduling_policy: "shortest_prefill" computes the prompt with the fewest remaining tokens
+            first, "fcfs" the one that arrived first.
 
     Raises:
-        ConfigError: A setting cannot work; the message names it and what would be right.
-        UnknownArgument: There is no such argument; the message says what to do instead, also for
-            those of vLLM's ``LLM``.
-        CheckpointError: The model's files are missing, damaged or of a foreign kind, or the hub
-            does not give them.
+        ConfigError: A setting cannot work; the message names it and a valid value.
+        UnknownArgument: `LLM` has no such argument. The message says what to use instead, also for
+            arguments of vLLM's ``LLM``.
+        CheckpointError: The model's files are missing, damaged or of an unsupported kind, or the
+            hub does not provide them.
     """
 
     def __init__(
@@ -198,14 +198,14 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine below, for its statistics and its block events."""
+        """The engine that runs this model. It has statistics and block events."""
         return self._engine
 
     def get_tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer.
 
         Raises:
-            CheckpointError: The checkpoint has none: its prompts are token ids.
+            CheckpointError: The checkpoint has no tokenizer. Its prompts must be token ids.
         """
         return self._tokenizer or Tokenizer.load(self.config.model)
 
@@ -218,20 +218,20 @@ class LLM:
         lora_request: LoRARequests = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Completes ``prompts``, all of them batched together, and returns in their order.
+        """Completes ``prompts`` as one batch. Returns the outputs in the order of the prompts.
 
         Args:
             prompts: One prompt or a list of them.
-            sampling_params: For all prompts, or one for each.
+            sampling_params: One object for all prompts, or one for each.
             use_tqdm: Show progress on stderr: tokens per second and cache hits.
-            lora_request: The adapter for all prompts, or a list with one for each, ``None`` being
-                the model alone.
-            priority: One for each prompt: less runs sooner, and all are 0 by default.
+            lora_request: The adapter for all prompts, or a list with one for each; ``None`` is
+                the base model.
+            priority: A number for each prompt. Lower numbers run first; the default is 0.
 
         Raises:
-            InvalidRequest: A prompt cannot be served; the message says which. None was run.
+            InvalidRequest: A prompt cannot be served; the message says which. No prompt was run.
         """
-        # What is no prompt at all, such as a number, is left for the check of each to refuse.
+        # The check of each prompt refuses values of a wrong type, such as a number.
         listed = list(prompts) if isinstance(prompts, list | tuple) else [cast("Prompt", prompts)]
         all_params = params_of_each(sampling_params, num_prompts=len(listed))
         priorities = [0] * len(listed) if priority is None else list(priority)
@@ -260,11 +260,11 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Like `generate`, for one chat or a list of them, through the model's chat template.
+        """Like `generate`, for one chat or several, rendered with the model's chat template.
 
-        ``tools`` are those that the model may call, as in OpenAI's API; its calls stay text.
-        ``continue_final_message`` has the model go on with the last message.
-        ``chat_template_kwargs`` are more variables for the template, such as ``enable_thinking``.
+        ``tools`` lists the tools that the model may call, as in OpenAI's API; its calls stay text.
+        ``continue_final_message`` makes the model continue the last message.
+        ``chat_template_kwargs`` are extra template variables, such as ``enable_thinking``.
         """
         one_chat = bool(messages) and isinstance(messages[0], Mapping)
         chats = cast("Sequence[Sequence[Message]]", [messages] if one_chat else messages)
@@ -288,18 +288,18 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
     ) -> list[EmbeddingRequestOutput]:
-        """The embeddings of ``prompts``, as the checkpoint's ``modules.json`` says they are made.
+        """Computes the embeddings of ``prompts`` as the checkpoint's ``modules.json`` describes.
 
         Args:
             prompts: One prompt or a list of them.
-            truncate_prompt_tokens: Keep so many tokens of a prompt at most, the first ones; -1 is
-                as many as the model takes. By default a longer prompt is refused.
+            truncate_prompt_tokens: Keep at most this many tokens from the start of a prompt; -1
+                keeps as many as the model takes. By default a prompt that is too long is refused.
             use_tqdm: Show progress on stderr.
             lora_request: As for `generate`.
 
         Raises:
             InvalidRequest: The model makes no embeddings, or a prompt cannot be served; the message
-                says which. None was run.
+                says which. No prompt was run.
         """
         if isinstance(self._scoring, PairScore):
             raise InvalidRequest(
@@ -340,13 +340,13 @@ class LLM:
         truncate_prompt_tokens: int | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """How alike each of ``data_2`` is to its counterpart in ``data_1``, or to the only one
-        there: what a model with a classifier says of the two texts, or else the cosine of their
-        embeddings.
+        """Scores each text of ``data_2`` against its counterpart in ``data_1``, or against the only
+        text there. A reranker's score is that of its classifier; any other model's is the cosine of
+        the two embeddings.
 
         Raises:
-            InvalidRequest: As `embed`, the numbers of texts do not fit, or a classifier is given
-                tokens.
+            InvalidRequest: As for `embed`; or the numbers of texts do not match; or the inputs of a
+                classifier are token ids instead of texts.
         """
         first, second = (
             list(data) if isinstance(data, list | tuple) else [cast("Prompt", data)]
@@ -400,7 +400,7 @@ class LLM:
         ]
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached blocks, as for a measurement that begins cold."""
+        """Forgets all cached blocks, for example before a measurement with a cold cache."""
         self._engine.reset_prefix_cache()
 
     def close(self) -> None:
@@ -419,7 +419,7 @@ class LLM:
         self.close()
 
     def _digests(self, lora_request: LoRARequests, *, num_prompts: int) -> list[str]:
-        """The adapter of each prompt, by the digest of its content; "" for none."""
+        """The digest of each prompt's adapter; "" for a prompt without one."""
         listed = list(lora_request) if isinstance(lora_request, list | tuple) else None
         if listed is None:
             listed = [cast("LoRARequest | None", lora_request)] * num_prompts
@@ -448,7 +448,7 @@ class LLM:
     def _completions(
         self, index: int, prompt: Prompt, params: SamplingParams, priority: int, adapter: str
     ) -> list[OfflineCompletion]:
-        """The ``params.n`` completions of one prompt, checked and not yet begun."""
+        """Checks one prompt and returns its ``params.n`` completions. None has begun."""
         text, request = self._prepared(index, prompt, params, priority=priority, adapter=adapter)
         return [
             OfflineCompletion(each, prompt=text, index=number, tokenizer=self._tokenizer)
@@ -465,9 +465,9 @@ class LLM:
         task: Task = "generate",
         adapter: str = "",
     ) -> tuple[str | None, Prepared]:
-        """One prompt's text, if it came as such, and its request, checked."""
+        """Checks one prompt. Returns its text (``None`` for token ids) and its request."""
         number, self._num_prompts = self._num_prompts, self._num_prompts + 1
-        # Drawn here and not by the engine: the seeds of completions follow one another.
+        # Drawn here and not by the engine: the n completions of a prompt have consecutive seeds.
         seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
         try:
             text, token_ids, cache_salt = read_prompt(prompt, tokenizer=self.get_tokenizer)
@@ -501,7 +501,7 @@ class LLM:
         try:
             with Progress(num_completions=len(completions), shown=shown) as progress:
                 while waiting or running:
-                    # The engine's queue is kept full, and never runs into its bound.
+                    # Keeps the engine's queue full without reaching its limit.
                     while waiting and len(running) < self.config.max_num_waiting:
                         completion = waiting.popleft()
                         self._engine.add_request(completion.request)
@@ -514,13 +514,13 @@ class LLM:
                             del running[delta.request_id]
                             if delta.finish_reason is None:  # A stop string, which only we see.
                                 self._engine.abort(delta.request_id)
-        finally:  # What an error leaves behind must not run on with the next batch.
+        finally:  # After an error, the remaining requests must not run with the next batch.
             for request_id in running:
                 self._engine.abort(request_id)
 
 
 def _path(model: str | Path) -> Path:
-    """Raises ConfigError: it names no model."""
+    """``model`` as a path. Raises ConfigError if it is empty or not a path."""
     if not isinstance(model, str | PathLike) or not str(model):
         raise ConfigError(
             f"model={model!r}: must be a directory, a GGUF file or ORG/NAME of the Hugging Face hub"
@@ -529,5 +529,5 @@ def _path(model: str | Path) -> Path:
 
 
 def _load_tokenizer(model: Path) -> Tokenizer | None:
-    """A checkpoint may come without a tokenizer: its prompts are token ids then."""
+    """The checkpoint's tokenizer; ``None`` if it has none, so that its prompts are token ids."""
     return Tokenizer.load(model) if Tokenizer.is_in(model) else None

@@ -1,4 +1,4 @@
 """One replica group's engine: blocks, prefix cache, scheduler, model, tensor-parallel ranks.
 
-Knows nothing of Ray or of other groups. Users meet it through ``quire.llm``.
+It does not depend on Ray or on other groups. Users reach it through ``quire.llm``.
 """

@@ -1,15 +1,15 @@
-"""One replica group's engine: requests in, steps of the model, tokens out.
+"""One replica group's engine: takes requests, runs steps of the model, returns tokens.
 
-Used from one thread. A request that was added is there until an output with a finish reason, or
-`Engine.abort`, ends it.
+Used from one thread. The engine keeps a request until it returns an output with a finish reason,
+or until `Engine.abort`.
 
-If the executor takes steps ahead (`Executor.num_ahead`), one step is under way between two calls:
-`Engine.step` prepares and submits the next step before it waits for that one's tokens. A request's
-newest token is then in flight, and the ranks insert it themselves. Penalties, and masks of
-constraints, which follow from it, are computed and sent while that step's model runs. A request
-that turns out to have ended, or whose mask is late, has a part in the step whose token is dropped.
-Without steps ahead, no step is under way between two calls, and every held block belongs to a
-running request, a loan, or blocks on their way (`quire.worker.cache.travel`).
+With asynchronous scheduling (`Executor.num_ahead` > 0), one step is under way between two calls:
+`Engine.step` prepares and submits the next step before it waits for the tokens of that one. A
+request's newest token is then in flight, and the ranks insert it themselves. Penalties and
+constraint masks depend on that token; they are computed and sent while the next step's model runs.
+If a request turns out to have ended, or its mask is late, its token of that step is dropped.
+Without asynchronous scheduling, no step is under way between two calls, and every held block
+belongs to a running request, a loan, or a transfer (`quire.worker.cache.travel`).
 """
 
 import time
@@ -50,10 +50,10 @@ from quire.worker.text.tokenizer import Tokenizer
 class Engine:
     """Continuous batching over a paged KV cache with prefix caching.
 
-    ``epoch`` tells this engine's block events from those of any other one's, before or beside it.
-    ``load_tokenizer`` is called for the first request with a constraint, in a thread; by default it
-    loads that of ``config.model``. ``read_adapter`` finds and checks an adapter, in a thread; by
-    default it reads the node's store.
+    ``epoch`` distinguishes this engine's block events from those of other engines and earlier runs.
+    ``load_tokenizer`` is called in a thread for the first request with a constraint; by default it
+    loads the tokenizer of ``config.model``. ``read_adapter`` finds and checks an adapter in a
+    thread; by default it reads the node's store.
 
     Raises:
         ConfigError: The configuration asks for more context than the model has.
@@ -131,12 +131,12 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        """Prompt + output, in tokens: what model, configuration and KV cache allow."""
+        """Longest prompt + output, in tokens, that model, configuration and KV cache allow."""
         return self._intake.limits.max_model_len
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The digests of the adapters that are ready, the one last that was used last."""
+        """The digests of the adapters that are ready, the most recently used one last."""
         return self._entrance.reading.kept
 
     @property
@@ -146,8 +146,8 @@ class Engine:
         return bool(self._sequences or self._under_way or travels or self._audit)
 
     def check_request(self, request: Prepared) -> None:
-        """Refuses what `add_request`, or compiling its constraint, or reading its adapter, would
-        refuse for good, without adding it. Compiles the constraint and reads the adapter.
+        """Checks a request without adding it: everything that `add_request`, the compilation of its
+        constraint and the reading of its adapter check. Compiles the one and reads the other.
 
         Raises:
             InvalidRequest: The request can never be served, or its id is in use.
@@ -161,7 +161,7 @@ class Engine:
             )
 
     def add_request(self, request: Prepared) -> None:
-        """Queues a request; its outputs come from later steps.
+        """Queues a request. Later calls of `step` return its outputs.
 
         Raises:
             InvalidRequest: It can never be served, or its id is in use.
@@ -188,9 +188,9 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request without another output. Its blocks are released before this returns, or
-        with the last step that it has a part in.
+        after the last step under way that includes it.
 
-        Returns whether the engine had it.
+        Returns whether the engine had the request.
         """
         seq = self._sequences.get(request_id)
         if seq is None:
@@ -203,13 +203,12 @@ class Engine:
         return True
 
     def step(self) -> list[TokenDelta]:
-        """Submits the step that the scheduler chooses, and waits for the oldest one if too many are
-        under way.
+        """Submits the scheduler's next step. If too many are under way, waits for the oldest one.
 
-        Returns one output for each request that got a token, or that ended.
+        Returns one output for each request that got tokens or ended.
 
         Raises:
-            RankFailure: The executor failed. Every request is lost, and no call will work again.
+            RankFailure: The executor failed. Every request is lost, and all later calls fail.
         """
         self._check_alive()
         begin_s = self._clock()
@@ -223,7 +222,7 @@ class Engine:
         outputs += self._outcomes.end_refused(self._masks.take(beside=self._beside))
         if self._audit and not self._sequences:
             self._begin_check(self._audit)
-        # What lands while a step runs is copied by the next one.
+        # Blocks that arrive while a step runs are copied by the next step.
         schedule = self._scheduler.schedule(is_short=self._entrance.fetches_for_queued)
         self._beside = schedule.sequences
         num_prefilled = schedule.num_prefilled
@@ -272,8 +271,8 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix, and outputs that guesses come from. Refused (false) while a
-        running request holds blocks."""
+        """Forgets every cached prefix, and the past outputs that draft tokens are taken from.
+        Returns false, and forgets nothing, while a running request holds blocks."""
         self._settle()
         if not self._pool.reset():
             return False
@@ -283,10 +282,10 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Stops the executor; requests at hand are lost. Blocks that the disk lacks are written
-        there, for a few seconds at most. Can be called again."""
+        """Stops the executor; its requests are lost. Writes blocks that the disk does not have yet,
+        for a few seconds at most. Can be called again."""
         if self._failure is None and self._travel is not None:
-            with suppress(RankFailure):  # What it would have kept is lost, then.
+            with suppress(RankFailure):  # The blocks that it would have saved are lost.
                 self._travel.save_all(self._run_copies)
         self._failure = self._failure or "the engine is closed"
         self._entrance.close()
@@ -296,20 +295,21 @@ class Engine:
         self._executor.close()
 
     def lend(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | str:
-        """Lends the longest beginning of ``hashes`` that is here; or says why not."""
+        """Lends the longest prefix of ``hashes`` that this group has, or returns why it cannot."""
         if self._travel is None:
             return _LENDS_NONE
         return self._travel.lend(hashes, borrower_format=borrower_format)
 
     def lend_kept(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | None:
-        """Lends ``hashes`` if host memory keeps them all. May be called in any thread, while a step
-        runs too; the loan's slots come back in later steps."""
+        """Lends ``hashes`` if host memory has them all, else returns ``None``. Can be called from
+        any thread, also during a step. Later steps take the loan's slots back."""
         if self._travel is None:
             return None
         return self._travel.lend_kept(hashes, borrower_format=borrower_format)
 
     def lend_most_useful(self, num_bytes: int) -> Loan | str:
-        """Lends blocks that requests find most often, with those before them; or says why not."""
+        """Lends up to ``num_bytes`` of the most requested blocks, each with all blocks before it in
+        its chain, or returns why it cannot."""
         return (
             _LENDS_NONE if self._travel is None else self._travel.loans.lend_most_useful(num_bytes)
         )
@@ -317,8 +317,8 @@ class Engine:
     def take_in(
         self, hashes: BlockHashes, parents: Items[BlockHash | None], source: PeerSource
     ) -> None:
-        """Has blocks of any chains brought into the cache, parents before children. Raises
-        QueueFull: too much is on its way."""
+        """Starts pulling blocks of any chains from ``source`` into the cache. Parents must precede
+        children. Raises QueueFull: too many blocks are already being pulled."""
         if self._travel is not None:
             self._travel.pulls.take_in(hashes, parents, source)
 
@@ -327,14 +327,14 @@ class Engine:
         return self._scheduler.num_waiting + len(self._entrance)
 
     def _begin_check(self, audit: Audit) -> None:
-        """There is nothing else to do: has a block computed again."""
+        """Called when the engine is idle: schedules a block to be recomputed and compared."""
         seq = audit.next(eos_token_ids=self._model.eos_token_ids)
         if seq is not None:
             self._sequences[seq.request.request_id] = seq
             self._scheduler.add(seq)
 
     def _stop_naming(self, wrong: frozenset[BlockHash]) -> None:
-        """What is computed behind ``wrong`` blocks is wrong too: nobody else shall find it."""
+        """Stops sharing blocks of sequences that use ``wrong`` blocks: their later KV is wrong."""
         for seq in self._sequences.values():
             if seq.num_blocks and not wrong.isdisjoint(seq.hashes):
                 seq.stop_naming()
@@ -353,7 +353,7 @@ class Engine:
         return self._intake.max_tokens(request)
 
     def _run_copies(self) -> None:
-        """Runs a step that only copies, after those under way."""
+        """Finishes the steps under way, then runs a step that only copies blocks."""
         assert self._travel is not None
         while self._under_way:
             self._take_tokens()
@@ -368,8 +368,8 @@ class Engine:
             self._take_tokens()
 
     def _let_in(self) -> list[TokenDelta]:
-        """Queues the requests that have nothing to wait for any more, and ends those that are
-        refused."""
+        """Queues the requests whose constraint, adapter and blocks are ready. Ends those that were
+        refused, and returns their last outputs."""
         scheduler = self._scheduler
         is_idle = not (self._under_way or scheduler.running or scheduler.num_waiting)
         ready, refused = self._entrance.take(
@@ -384,7 +384,7 @@ class Engine:
         return ended
 
     def _take_tokens(self) -> list[TokenDelta]:
-        """Waits for the oldest step under way, and takes its tokens."""
+        """Waits for the oldest step under way and returns its outputs."""
         with self._failing():
             result = self._executor.result()
         schedule = self._under_way.popleft()
@@ -396,7 +396,7 @@ class Engine:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Refuses all work after an exception. An interrupt too leaves the ranks in mid-step."""
+        """Marks the engine as failed on any exception: even an interrupt leaves ranks mid-step."""
         try:
             yield
         except BaseException as error:

@@ -1,3 +1,2 @@
-"""The types of a request, from the gateway's edge to the engine. Imports neither torch nor gRPC:
-router and
-gateway use it too."""
+"""The types of a request, from the gateway's edge to the engine. Imports neither torch nor gRPC,
+since router and gateway use it too."""

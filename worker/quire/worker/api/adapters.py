@@ -1,4 +1,4 @@
-"""An adapter as a user names it."""
+"""The LoRA adapter that a user requests in the offline API."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from quire.worker.api.vllm_names import LORA
 class LoRARequest:
     """A LoRA adapter for some of the prompts; fields and meanings are vLLM's.
 
-    Two of the same content are the same adapter, whatever they are called.
+    Two adapters with the same content are the same adapter, whatever their names.
 
     Raises:
         InvalidRequest: A field is empty or of a wrong type.
@@ -20,9 +20,9 @@ class LoRARequest:
 
     lora_name: str
     lora_int_id: int = 0
-    """A number of the user's, which means nothing here."""
+    """Accepted for vLLM's sake, and ignored."""
     lora_path: str = ""
-    """A folder that PEFT has written, or ``ORG/NAME[@REVISION]`` of the Hugging Face hub."""
+    """A folder written by PEFT, or ``ORG/NAME[@REVISION]`` of the Hugging Face hub."""
 
     def __post_init__(self) -> None:
         for name in ("lora_name", "lora_path"):

@@ -1,4 +1,4 @@
-"""Classes that say of an argument which they have not what to do instead of giving it."""
+"""A class decorator: an unknown argument raises an error that says what to use instead."""
 
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -13,8 +13,8 @@ _Kind = TypeVar("_Kind", bound=type[Any])
 
 
 def explains_arguments(others: Mapping[str, str]) -> Callable[[_Kind], _Kind]:
-    """Decorates a class: its constructor raises `UnknownArgument` for an argument by a name that it
-    has not. ``others`` has what to say of names of other programs."""
+    """Decorates a class: its constructor raises `UnknownArgument` for an unknown argument name.
+    ``others`` maps names of vLLM's arguments to the text of the message."""
 
     def decorated(kind: _Kind) -> _Kind:
         make: Any = kind.__init__

@@ -14,4 +14,4 @@ DTYPES: dict[Any, np.dtype[Any]] = {
     Longs: np.dtype(np.int64),
     Floats: np.dtype(np.float32),
 }
-"""The type of the numbers, by the array's type: what an annotation holds of it depends on NumPy."""
+"""The dtype of each array type. NumPy versions differ in what the annotation tells of it."""

@@ -1,16 +1,16 @@
 """Errors of a worker that a caller may handle.
 
 QuireError
-├── InvalidRequest(ValueError)   this request cannot be served as it is; others are unharmed
-│   ├── ConstraintRefused        no request with its constraint is served
+├── InvalidRequest(ValueError)   this request cannot be served as it is; others are not affected
+│   ├── ConstraintRefused        the constraint cannot be served with any request
 │   └── ContextExceeded          prompt and output are longer than the context
 ├── UnknownArgument(TypeError)   a class has no argument of this name; the message says what to do
 ├── ConfigError(ValueError)      these settings cannot work; the message names value and remedy
-├── CheckpointError(ValueError)  the model's files are missing, truncated or of a foreign kind
-├── AdapterError(ValueError)     an adapter's files are missing, damaged or of a kind not served
-├── UnreadableTemplate(ValueError)  a response template says what Quire cannot express
-├── NoFreeBlocks                 the block pool holds too few blocks; nothing was taken
-├── BrokenLogits                 the model computed no numbers for this request; others go on
+├── CheckpointError(ValueError)  the model's files are missing, truncated or of an unsupported kind
+├── AdapterError(ValueError)     an adapter's files are missing, damaged or of an unsupported kind
+├── UnreadableTemplate(ValueError)  a response template uses something that Quire does not support
+├── NoFreeBlocks                 the block pool has too few blocks; nothing was taken
+├── BrokenLogits                 the request's logits were NaN or infinite; others continue
 ├── QueueFull                    the engine already holds as many requests as it may
 └── RankFailure                  a tensor-parallel rank died or hangs; the whole group is lost
 """
@@ -20,20 +20,20 @@ class QuireError(Exception):
     """The root of every exception that Quire raises on purpose."""
 
     retry_after_s: float | None = None
-    """After what time another attempt may succeed; ``None``: it would fail again."""
+    """Seconds after which a retry may succeed; ``None``: a retry would fail again."""
 
 
 class InvalidRequest(QuireError, ValueError):
     """The request cannot be served as it is. Nothing was started."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        """``param``: the field that it is about, such as ``top_p`` or ``tools[0].function``. The
+        """``param`` is the field that is wrong, such as ``top_p`` or ``tools[0].function``. The
         message names it too."""
         super().__init__(message)
         self.param = param
 
     def renamed(self, param: str) -> "InvalidRequest":
-        """The same about the field that the client sent as ``param``."""
+        """This error with the field called ``param``, the name that the client used."""
         message = str(self)
         if self.param is not None:
             message = message.replace(self.param, param, 1)
@@ -41,15 +41,14 @@ class InvalidRequest(QuireError, ValueError):
 
 
 class ConstraintRefused(InvalidRequest):
-    """The request's constraint means nothing, is not supported or takes too much work, whatever
-    the output."""
+    """The request's constraint is invalid, not supported or too expensive, whatever the output."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, param="structured_outputs")
 
 
 class ContextExceeded(InvalidRequest):
-    """Prompt and output are longer together than the context. Nothing was started."""
+    """Prompt plus output is longer than the context. Nothing was started."""
 
     def __init__(self, message: str, *, param: str, max_model_len: int) -> None:
         super().__init__(message, param=param)
@@ -57,7 +56,7 @@ class ContextExceeded(InvalidRequest):
 
 
 class UnknownArgument(QuireError, TypeError):
-    """A class has no argument of this name. The message says why, where it is one of vLLM's."""
+    """A class has no argument of this name. For an argument of vLLM, the message says why."""
 
 
 class ConfigError(QuireError, ValueError):
@@ -73,13 +72,12 @@ class AdapterError(QuireError, ValueError):
 
 
 class UnreadableTemplate(QuireError, ValueError):
-    """A checkpoint's response template is malformed, or cannot be expressed; the message says
-    where."""
+    """A checkpoint's response template is malformed or not supported; the message says where."""
 
 
 class BrokenLogits(QuireError):
-    """The model's logits for the request were NaN or infinite. It has ended; others are unharmed,
-    and another group of the same model would compute the same."""
+    """The model's logits for the request were NaN or infinite. The request has ended; others are
+    not affected. A retry on another group of the same model would give the same logits."""
 
 
 class NoFreeBlocks(QuireError):
@@ -96,4 +94,4 @@ class QueueFull(QuireError):
 
 
 class RankFailure(QuireError):
-    """A tensor-parallel rank died, raised or missed its deadline. The group cannot go on."""
+    """A tensor-parallel rank died, raised or missed its deadline. The group cannot continue."""

@@ -1,17 +1,17 @@
 """Events from a block pool to the block directory: blocks stored and removed, in order.
 
 A *log* numbers the events of one incarnation (*epoch*) of one group. A subscriber that missed
-some asks for a replay; if the log no longer holds them it is given a snapshot instead.
+events requests a replay; if the log no longer holds them, the subscriber gets a snapshot instead.
 
-A block may lie in several *tiers*, of which 0 is the KV cache and each one is slower than the one
-before. The log is told each tier's blocks; its events say each block's fastest tier.
+A block may be in several *tiers*. Tier 0 is the KV cache, and each tier is slower than the one
+before it. The log receives the blocks of every tier; its events name each block's fastest tier.
 
-Where the log keeps *contents*, it knows of blocks which tokens they hold: of none that no tier has.
+A log that keeps *contents* also stores which tokens a block holds, as long as a tier has the block.
 
-The directory knows a block by its *key*, 64 bits of its hash, and keys fall into `NUM_BUCKETS`
-*buckets*. The XOR of a bucket's keys is its *digest*: a subscriber compares it regularly with its
-own, which reveals undetected errors, and requests the differing buckets again. Each tier has
-digests of its own, of the blocks that are in it or in a faster one.
+The directory identifies a block by its *key*, 64 bits of its hash, and keys fall into `NUM_BUCKETS`
+*buckets*. The XOR of a bucket's keys is its *digest*. A subscriber regularly compares it with its
+own digest, which reveals undetected errors, and requests the differing buckets again. Each tier has
+its own digests, which cover the blocks that are in it or in a faster tier.
 """
 
 from collections import deque
@@ -34,11 +34,11 @@ _BUCKET_BYTE = 7
 """Position in a hash of the highest byte of its key."""
 
 _UNDIGESTED_AT_MOST = 4096
-"""Blocks that the log has not yet taken into its digest."""
+"""Most blocks that the log has not added to its digest yet."""
 
 Digest = NewType("Digest", bytes)
-"""The XOR of the held keys for each bucket: little-endian uint64s. One such for each tier, of the
-blocks whose fastest tier it is or one before it."""
+"""For each tier, one little-endian uint64 for each bucket: the XOR of the keys of the blocks that
+are in this tier or in a faster one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ class BlocksStored:
 
     hashes: Sequence[BlockHash]
     tier: int = 0
-    """The fastest one in which they are now. Before, it may have been any other, or none."""
+    """The blocks' fastest tier now. Before this event they were in any other tier, or in none."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """These blocks are gone from every tier: evicted, or dropped by a reset."""
+    """These blocks are in no tier any more: they were evicted, or dropped by a reset."""
 
     hashes: Sequence[BlockHash]
 
@@ -61,23 +61,23 @@ BlockEvent = BlocksStored | BlocksRemoved
 
 
 class BlockContent(NamedTuple):
-    """What a block holds, and what else its name covers."""
+    """A block's tokens, and the other fields that its hash covers."""
 
     parent: BlockHash | None
-    """The block before it; ``None``: it begins its chain."""
+    """The block before it; ``None`` for the first block of a chain."""
     token_ids: bytes
     """Little-endian uint32s."""
     adapter: str
     cache_salt: str
-    """The salt of the cache, with the tenant's name."""
+    """The cache salt, prefixed with the tenant's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """Events ``first_seq``, ``first_seq + 1``, … of one epoch, or the whole state before them.
+    """Events ``first_seq``, ``first_seq + 1``, … of one epoch, or a snapshot of the state.
 
-    With ``snapshot`` set, it is every hash that was in the KV cache after event ``first_seq - 1``,
-    of ``buckets`` where that is set, and ``events`` is empty.
+    If ``snapshot`` is set, it has every hash that was in the KV cache after event
+    ``first_seq - 1``, restricted to ``buckets`` if those are set, and ``events`` is empty.
     """
 
     epoch: int
@@ -85,11 +85,11 @@ class EventBatch:
     events: tuple[BlockEvent, ...] = ()
     snapshot: BlockHashes | None = None
     slower: tuple[BlockHashes, ...] = ()
-    """With a snapshot: for each further tier the hashes of which it is the fastest."""
+    """In a snapshot: for each slower tier, the hashes of the blocks whose fastest tier it is."""
     buckets: bytes | None = None
-    """A byte for each bucket that the snapshot covers; ``None`` is all."""
+    """One byte for each bucket that the snapshot covers; ``None``: all buckets."""
     digest: Digest | None = None
-    """Digest of the blocks that are stored after the batch's events."""
+    """Digest of the blocks that are stored after this batch's events."""
 
 
 def keys_of(hashes: bytes) -> list[int]:
@@ -104,9 +104,9 @@ def bucket_of(key: int) -> int:
 
 
 class EventLog:
-    """The newest ``capacity`` events of one epoch, and the hashes that they add up to.
+    """The newest ``capacity`` events of one epoch, and the hashes that are stored now.
 
-    Used from one thread, that of the engine; `subscribe` callbacks run in it.
+    Used only from the engine's thread, which also runs the `subscribe` callbacks.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class EventLog:
             raise ValueError(f"num_tiers={num_tiers}: must be 1 to {MAX_TIERS}")
         self.epoch = epoch
         self.contents: dict[BlockHash, BlockContent] | None = {} if keeps_contents else None
-        """Contents of stored blocks, as far as somebody has described them; ``None`` where none are
-        kept. Other threads may look blocks up."""
+        """Contents of stored blocks that `describe` has received; ``None`` if the log keeps none.
+        Other threads may look blocks up."""
         self._events: deque[BlockEvent] = deque(maxlen=capacity)
         self._next_seq = 0
         self._tiers: list[set[BlockHash]] = [set() for _ in range(num_tiers)]
-        # Digests of the blocks whose fastest tier it is, and the blocks that came or went since.
+        # For each tier: the digest of the blocks whose fastest tier it is, and later changes.
         self._digests = np.zeros((num_tiers, NUM_BUCKETS), dtype="<u8")
         self._undigested: list[list[BlockHash]] = [[] for _ in range(num_tiers)]
         self._subscribers: list[Callable[[int, BlockEvent], None]] = []
@@ -137,7 +137,7 @@ class EventLog:
         return self._next_seq
 
     def stored(self, hashes: Iterable[BlockHash], tier: int = 0) -> None:
-        """The blocks are in ``tier`` now. Appends an event for those that were in none as fast."""
+        """Adds blocks to ``tier``. Appends an event for those that were in no tier as fast."""
         names = tuple(hashes)
         new, held = set(names), self._tiers[tier]
         if len(new) < len(names) or not held.isdisjoint(new):
@@ -153,8 +153,8 @@ class EventLog:
         self._append(BlocksStored(names, tier))
 
     def describe(self, contents: Mapping[BlockHash, BlockContent]) -> None:
-        """Keeps what blocks hold that are stored, or will be by the next call. Those that were
-        stored before they were described are told again, in the tier in which they are.
+        """Keeps the contents of blocks that are stored, or will be by the next call. Appends
+        another event for blocks that were stored before they were described.
 
         The log must keep contents.
         """
@@ -166,8 +166,7 @@ class EventLog:
             self._append(BlocksStored(there, tier))
 
     def removed(self, hashes: Iterable[BlockHash], tier: int = 0) -> None:
-        """The blocks are in ``tier`` no longer. Appends events for those of which it was the
-        fastest."""
+        """Removes blocks from ``tier``. Appends events for those whose fastest tier it was."""
         names = tuple(hashes)
         gone, held = set(names), self._tiers[tier]
         if len(gone) < len(names) or not gone <= held:
@@ -186,9 +185,9 @@ class EventLog:
         self._append(BlocksRemoved(names))
 
     def since(self, seq: int) -> EventBatch:
-        """All events from number ``seq`` on, or a snapshot where some of those are gone.
+        """All events from number ``seq`` on, or a snapshot if the log no longer holds all of them.
 
-        With the digest of what is stored now.
+        Includes the current digest.
         """
         missing = self._next_seq - seq
         if not 0 <= missing <= len(self._events):
@@ -197,7 +196,7 @@ class EventLog:
         return EventBatch(epoch=self.epoch, first_seq=seq, events=tail, digest=self._pack())
 
     def snapshot(self, buckets: bytes | None = None) -> EventBatch:
-        """All that is stored now, or that of ``buckets``, a byte each; with the whole digest."""
+        """All stored blocks, or those in ``buckets`` (one byte each), with the whole digest."""
         chosen = None if buckets is None else frozenset(buckets)
         snapshot, *slower = [self._fastest_in(tier, chosen) for tier in range(len(self._tiers))]
         return EventBatch(
@@ -210,30 +209,30 @@ class EventLog:
         )
 
     def replay(self, seq: int, *, buckets: bytes) -> list[EventBatch]:
-        """The batches that bring a subscriber up to date that has applied the events before ``seq``
-        but whose ``buckets`` are wrong."""
+        """The batches that update a subscriber that has applied the events before ``seq`` and whose
+        ``buckets`` are wrong."""
         events = self.since(seq)
         if events.snapshot is not None:
             return [events]
-        # Behind the events comes a message without any: it shows at once if they did not come, and
-        # its digest if they led to something else.
+        # A batch without events follows the events: its number shows at once whether they were
+        # lost, and its digest whether applying them led to a different state.
         last = self.snapshot(buckets) if buckets else self.since(self._next_seq)
         return [replace(events, digest=None), last] if events.events else [last]
 
     def subscribe(self, on_event: Callable[[int, BlockEvent], None]) -> Callable[[], None]:
-        """Calls ``on_event(seq, event)`` for each later event; returns how to stop that."""
+        """Calls ``on_event(seq, event)`` for each later event. Returns a function that stops it."""
         self._subscribers.append(on_event)
         return lambda: self._subscribers.remove(on_event)
 
     def _not_faster(self, names: tuple[BlockHash, ...], tier: int) -> tuple[BlockHash, ...]:
-        """Those of ``names`` that are in no tier before ``tier``."""
+        """The ``names`` that are in no tier faster than ``tier``."""
         for faster in self._tiers[:tier]:
             if not faster.isdisjoint(names):
                 names = tuple(name for name in names if name not in faster)
         return names
 
     def _fastest_in(self, tier: int, buckets: frozenset[int] | None) -> BlockHashes:
-        """The blocks of which ``tier`` is the fastest, those of ``buckets`` where it is set."""
+        """The blocks whose fastest tier is ``tier``, restricted to ``buckets`` if those are set."""
         names: Iterable[BlockHash] = self._tiers[tier]
         if tier:
             names = self._tiers[tier].difference(*self._tiers[:tier])
@@ -252,7 +251,8 @@ class EventLog:
             on_event(seq, event)
 
     def _digest_all(self) -> None:
-        """Many at once: one by one it would cost more than all else that the log does."""
+        """Adds pending blocks to the digests. One at a time would cost more than the rest of the
+        log's work."""
         for digest, names in zip(self._digests, self._undigested, strict=True):
             keys = np.frombuffer(b"".join([name[:8] for name in names]), dtype="<u8")
             np.bitwise_xor.at(digest, keys >> np.uint64(56), keys)
@@ -266,7 +266,7 @@ class EventLog:
 def _split(
     names: Sequence[BlockHash], held: set[BlockHash]
 ) -> tuple[tuple[BlockHash, ...], tuple[BlockHash, ...]]:
-    """Those of ``names`` that are in ``held``, and the others."""
+    """Splits ``names`` into those in ``held`` and the others."""
     if held.isdisjoint(names):
         return (), tuple(names)
     there = tuple(name for name in names if name in held)

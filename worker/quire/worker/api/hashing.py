@@ -1,15 +1,15 @@
-"""The names of cached blocks: SHA-256 over everything that shapes their KV.
+"""The names of cached blocks: SHA-256 over everything that determines their KV.
 
 ``h_i = SHA256(root + tokens_0 + … + tokens_i)``: a block's name is the hash of the whole prefix
-that ends with it, begun from a root that covers the model, the KV dtype, the block size, the
-adapter and the tenant's salt. Where tokens stand for other content, such as an image, the digest of
-that content comes before the first of them. Two blocks of one name hold the same KV, and no one can
-look for a collision that would be served another tenant's cache. Engine, gateway and directory all
-use these functions, so that a name means the same everywhere.
+that ends with it. The hash begins with a root that covers the model, the KV dtype, the block size,
+the adapter and the tenant's salt. If tokens are placeholders for other content, such as an image,
+the digest of that content precedes the first of them. Blocks of equal names hold equal KV, and
+nobody can construct a collision to be served another tenant's cache. Engine, gateway and directory
+all use these functions, so that a name means the same everywhere.
 
-Over the prefix and not over the name before: a compression that carries the chain on and one that
-ends it are then independent, and the CPU runs them together. 16,000 tokens in blocks of 16 take
-35 µs, half of what ``SHA256(h_{i-1} + tokens_i)`` takes.
+The hash covers the prefix and not the previous name: the compression that continues the chain and
+the one that finishes a name are then independent, and the CPU overlaps them. 16,000 tokens in
+blocks of 16 take 35 µs, half of what ``SHA256(h_{i-1} + tokens_i)`` takes.
 """
 
 import ctypes
@@ -26,30 +26,30 @@ import numpy.typing as npt
 from quire.worker.api import native_hashing
 
 BlockHash = NewType("BlockHash", bytes)
-"""32 bytes: the name of a full block and of all that precedes it."""
+"""32 bytes: the name of a full block, which covers all tokens up to its end."""
 
 HASH_BYTES = 32
 
 TokenIds = npt.NDArray[np.uint32]
 
 _FEATURE_MARK = b"\xff" * 16
-"""Begins a feature among tokens: no vocabulary has its ids. With it and the digest, the bytes of a
-block are still a multiple of `native_hashing.BLOCK_BYTES_MULTIPLE`."""
+"""Precedes a feature's digest among the tokens; no vocabulary has these ids. Mark and digest keep
+the bytes of a block a multiple of `native_hashing.BLOCK_BYTES_MULTIPLE`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feature:
-    """Content other than text that stands in a prompt in the place of some of its tokens.
+    """Content other than text, such as an image, that placeholder tokens in a prompt represent.
 
     Raises:
-        ValueError: The digest has another length, or no token stands for the content.
+        ValueError: The digest has a wrong length, or the content has no placeholder token.
     """
 
     begin: int
-    """The position in the prompt of the first token that stands for it."""
+    """The position in the prompt of the first placeholder token."""
     num_tokens: int
     digest: bytes
-    """SHA-256 of the content as the model gets it, and of its shape."""
+    """SHA-256 of the content as the model receives it, and of its shape."""
 
     def __post_init__(self) -> None:
         if len(self.digest) != HASH_BYTES or self.num_tokens < 1:
@@ -60,12 +60,12 @@ class Feature:
 
 
 class BlockHashes(Sequence[BlockHash]):
-    """Names of blocks in one buffer, ``data``: a long prompt's are not a thousand objects."""
+    """Block names in one buffer, ``data``, instead of one object for each block."""
 
     __slots__ = ("data",)
 
     def __init__(self, data: bytes = b"") -> None:
-        """Raises ValueError where ``data`` is not a whole number of names."""
+        """Raises ValueError if ``data`` is not a whole number of names."""
         if len(data) % HASH_BYTES:
             raise ValueError(f"block hashes of {len(data)} bytes: not a multiple of {HASH_BYTES}")
         self.data = data
@@ -95,7 +95,7 @@ class BlockHashes(Sequence[BlockHash]):
         return iter(names)
 
     def __eq__(self, other: object) -> bool:
-        """Equal to any sequence of the same names."""
+        """Equal to a list or tuple of the same names, too."""
         if isinstance(other, BlockHashes):
             return self.data == other.data
         return isinstance(other, list | tuple) and list(self) == list(other)
@@ -113,8 +113,8 @@ class HashChain:
     def __init__(
         self, root: BlockHash, *, block_size: int, features: Sequence[Feature] = ()
     ) -> None:
-        """``features`` are those of the sequence, in order. Raises ValueError where ``root`` is no
-        name, or a block has no token."""
+        """``features`` are those of the sequence, in order. Raises ValueError if ``root`` is not 32
+        bytes or ``block_size`` is below 1."""
         if len(root) != HASH_BYTES or block_size < 1:
             raise ValueError(
                 f"root of {len(root)} bytes, {block_size=}: must be {HASH_BYTES}, 1 up"
@@ -123,7 +123,7 @@ class HashChain:
         self.num_blocks = 0
         """Blocks named so far."""
         self._block_size = block_size
-        self._features = deque(features)  # Those that no named block has.
+        self._features = deque(features)  # Those behind the named blocks.
         self._block_bytes = 4 * block_size
         first_chunk = root.ljust(native_hashing.CHUNK_BYTES, b"\0")
         self._native = native_hashing.library()
@@ -135,9 +135,9 @@ class HashChain:
             self._native.quire_chain_begin(self._chain, first_chunk)
 
     def extend(self, token_ids: TokenIds) -> BlockHashes:
-        """Names the full blocks of ``token_ids``, all of the sequence, behind those named before.
+        """Names the full blocks of ``token_ids``, the whole sequence, that have no name yet.
 
-        A partial last block has no name.
+        A partial last block gets no name.
         """
         tokens = np.ascontiguousarray(token_ids, dtype="<u4")
         size, end = self._block_size, len(tokens) // self._block_size
@@ -170,7 +170,7 @@ class HashChain:
 
     def _extend(self, tokens: TokenIds, block_bytes: int, num_blocks: int) -> bytes:
         if self._native is not None:
-            data = bytes(num_blocks * HASH_BYTES)  # That nobody else knows yet: it is written to.
+            data = bytes(num_blocks * HASH_BYTES)  # Written in place; nobody else has it yet.
             self._native.quire_chain_extend(
                 self._chain, tokens.ctypes.data, block_bytes, num_blocks, data
             )
@@ -191,10 +191,10 @@ def root_hash(
     adapter: str = "",
     cache_salt: str = "",
 ) -> BlockHash:
-    """The hash from which every chain of one model, tenant and adapter begins. Besides the tokens,
-    it covers all that the bytes of a block depend on.
+    """The hash that begins every chain of one model, tenant and adapter. It covers everything but
+    the tokens that the bytes of a block depend on.
 
-    The fields are encoded with their names, so that no salt can equal an adapter's name.
+    The fields are encoded with their names, so that no salt is confused with an adapter's name.
     """
     fields = {
         "adapter": adapter,
@@ -208,7 +208,7 @@ def root_hash(
 
 
 def hash_blocks(token_ids: TokenIds, *, block_size: int, root: BlockHash) -> BlockHashes:
-    """The names of all full blocks of ``token_ids``. A partial last block has none."""
+    """The names of all full blocks of ``token_ids``. A partial last block has no name."""
     return HashChain(root, block_size=block_size).extend(token_ids)
 
 

@@ -1,10 +1,10 @@
-"""How blocks of KV lie outside the cache, where tiers and groups exchange them; and who has some.
+"""The layout of KV blocks outside the cache, in which tiers and groups exchange them.
 
     [layer][K, then V][KV head of the whole model][the block's tokens of that head]
 
-A rank has some of the heads, so that groups of any tensor-parallel degree exchange blocks. How the
-tokens of one head lie is the kernels' affair: numerics, which are in the name of every block, tell
-kernels apart.
+Each rank copies its own heads, so that groups of any tensor-parallel degree can exchange blocks.
+The layout of the tokens within a head is the kernels' own: every block's name covers the numerics,
+which identify the kernels.
 """
 
 from dataclasses import dataclass, fields
@@ -19,13 +19,13 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KvFormat:
-    """The shape of a block's bytes; equal wherever blocks of one name are."""
+    """The shape of a block's bytes. It is equal wherever blocks have equal names."""
 
     num_layers: int
     num_kv_heads: int
     """KV heads of the whole model."""
     head_bytes: int
-    """K, or V, of a block's tokens in one head of one layer."""
+    """Bytes of K (or of V) of a block's tokens in one head of one layer."""
     block_size: int
     """Tokens of a block."""
 
@@ -34,8 +34,8 @@ class KvFormat:
         return 2 * self.num_layers * self.num_kv_heads * self.head_bytes
 
     def difference(self, other: "KvFormat") -> str:
-        """The first field that differs with both values, such as ``num_layers=4, not 8``; empty
-        where the two are equal."""
+        """The first differing field with both values, such as ``num_layers=4, not 8``; empty if the
+        formats are equal."""
         for field in fields(self):
             own, others = getattr(self, field.name), getattr(other, field.name)
             if own != others:
@@ -51,6 +51,6 @@ class PeerSource:
     address: str
     token: str = ""
     certificate: str = ""
-    """PEM; empty is without TLS."""
+    """PEM; empty means no TLS."""
     num_blocks: int
-    """Blocks of the request's chain that it holds, from the first on."""
+    """Length in blocks of the beginning of the request's chain that the group holds."""

@@ -13,12 +13,12 @@ from quire.worker.api.request import Task
 from quire.worker.api.sampling_params import MAX_SEED, PARAMETERS, SamplingParams
 from quire.worker.api.spelling import check_spelled_out
 
-if TYPE_CHECKING:  # A gateway has neither.
+if TYPE_CHECKING:  # A gateway loads neither.
     from quire.worker.api.config import EngineConfig
     from quire.worker.model.facts import ModelFacts
 
 MAX_PROMPT_SCORES = 2**18
-"""Log-probabilities of one prompt: they come in one message."""
+"""Most log-probabilities of one prompt. They are sent in one message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,12 +29,12 @@ class RequestLimits:
     max_model_len: int
     """Prompt + output, in tokens."""
     reason: str
-    """Why it is not more, in words that follow the number in messages."""
+    """Why ``max_model_len`` is not greater: text that follows the number in messages."""
     task: Task = "generate"
 
     @property
     def max_prompt_len(self) -> int:
-        """The longest prompt, in tokens. No output follows a prompt that is embedded."""
+        """The longest prompt, in tokens. An embedding needs no room for output."""
         return self.max_model_len - (self.task == "generate")
 
 
@@ -71,10 +71,10 @@ def check_request(
     *,
     resumed_token_ids: TokenIds | None = None,
 ) -> int:
-    """Returns how many output tokens the request may have, resumed ones counted.
+    """Returns how many output tokens the request may have, including resumed ones.
 
     Raises:
-        InvalidRequest: The request can never be served; the message says what would be right.
+        InvalidRequest: The request can never be served; the message gives the limit.
     """
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
@@ -130,7 +130,7 @@ def check_embedding(prompt_token_ids: TokenIds, limits: RequestLimits) -> None:
     """Checks a request for the embedding of a prompt.
 
     Raises:
-        InvalidRequest: It can never be served; the message says what would be right.
+        InvalidRequest: The request can never be served; the message gives the limit.
     """
     if not len(prompt_token_ids):
         raise InvalidRequest("input is empty: at least one token", param="input")
@@ -139,9 +139,9 @@ def check_embedding(prompt_token_ids: TokenIds, limits: RequestLimits) -> None:
 
 
 def check_prompt_length(num_tokens: int, limits: RequestLimits, *, known_as: str = "") -> None:
-    """Raises ContextExceeded: a prompt of ``num_tokens`` leaves no room for output.
+    """Raises ContextExceeded if a prompt of ``num_tokens`` leaves no room for output.
 
-    ``known_as`` says in words how long it is, where that is not the exact number.
+    ``known_as`` describes its length in messages if ``num_tokens`` is not exact.
     """
     if num_tokens <= limits.max_prompt_len:
         return
@@ -158,14 +158,14 @@ def check_prompt_length(num_tokens: int, limits: RequestLimits, *, known_as: str
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """The seed of the ``number``-th request that has none of its own."""
+    """The seed of the ``number``-th request without its own seed, derived from ``seed``."""
     digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()
     return int.from_bytes(digest[:8], "little") & MAX_SEED
 
 
 def check_token_ids(name: str, token_ids: npt.NDArray[Any], vocab_size: int) -> None:
     """Raises:
-    InvalidRequest: One is not in the vocabulary; the message names it.
+    InvalidRequest: A token id is not in the vocabulary; the message names it.
     """
     foreign = np.flatnonzero((token_ids < 0) | (token_ids >= vocab_size))
     if len(foreign):

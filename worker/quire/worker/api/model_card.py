@@ -11,20 +11,20 @@ class ModelCard:
     model: str
     """Name under which the model is served."""
     model_fingerprint: str
-    """Covers the weights."""
+    """A digest of the weights."""
     kv_dtype: str
     block_size: int
     """Tokens of KV cache in a block."""
     max_model_len: int
     vocab_size: int
     numerics: str
-    """Everything that decides the bits of a group's outputs besides the weights."""
+    """Everything besides the weights that determines the bits of a group's outputs."""
 
     @classmethod
     def of(cls, description: object) -> Self:
-        """``description`` has these fields, and may have others: a `GroupDescription`."""
+        """The card of an object that has these fields, such as a `GroupDescription`."""
         return cls(**{field.name: getattr(description, field.name) for field in fields(cls)})
 
     def differs_in_numerics_at_most(self, other: "ModelCard | None") -> bool:
-        """Whether they are the same but for the bits of their outputs and of their KV."""
+        """Whether the cards are equal apart from ``numerics``."""
         return other is not None and replace(self, numerics=other.numerics) == other

@@ -1,6 +1,6 @@
-"""`native/chain.cpp` for Python, where the CPU has SHA instructions and there is a compiler.
+"""Python bindings of `native/chain.cpp`, for CPUs with SHA instructions if a compiler is installed.
 
-``python -m quire.worker.api.native_hashing`` compiles it ahead of the first use.
+``python -m quire.worker.api.native_hashing`` compiles it before the first use.
 """
 
 import ctypes
@@ -23,14 +23,14 @@ _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-msha", "-msse4.1")
 
 @functools.cache
 def library() -> ctypes.PyDLL | None:
-    """The library, or ``None``: hashlib gives the same names, ten times slower."""
+    """The library, or ``None`` if it is not available; hashlib is then used, ten times slower."""
     if _CPU_FLAGS - native_build.cpu_flags():
         return None
     return native_build.load_or_do_without(_load, without="prompts are hashed by hashlib, slower")
 
 
 def _load() -> ctypes.PyDLL:
-    # With the GIL: giving it up and waiting for it again costs more than most calls.
+    # PyDLL keeps the GIL: releasing it and waiting for it again costs more than most calls.
     loaded = ctypes.PyDLL(str(build()))
     num_bytes = c_int64.in_dll(loaded, "quire_chain_bytes").value
     if num_bytes != CHAIN_BYTES:
@@ -40,7 +40,7 @@ def _load() -> ctypes.PyDLL:
 
 
 def build() -> Path:
-    """See `quire.native_build.build`."""
+    """Compiles the library and returns its path, as `quire.native_build.build` does."""
     return native_build.build("hashing", sources=_SOURCES, flags=_FLAGS)
 
 

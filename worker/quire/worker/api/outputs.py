@@ -1,6 +1,6 @@
-"""Outputs of an engine, step by step, and the final ones of `quire.llm.LLM`.
+"""Outputs of an engine for each step, and the final outputs of `quire.llm.LLM`.
 
-Names and meanings of the latter are vLLM's.
+The final outputs have vLLM's names and meanings.
 """
 
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities of the model itself: before penalties, temperature and top-p."""
+    """The model's natural-log probabilities, before penalties, temperature and top-p."""
 
     token_id: int
     logprob: float
     rank: int
     """1 for the most probable token of the vocabulary."""
     top: tuple[tuple[int, float], ...]
-    """The most probable tokens, best first; behind them those that the request names and that are
-    not among them."""
+    """Token ids and log-probabilities: the most probable tokens, best first, then those of the
+    tokens named by the request that are not among them."""
 
 
 class Fetched(NamedTuple):
@@ -32,9 +32,9 @@ class Fetched(NamedTuple):
     num_disk_tokens: int = 0
     num_peer_tokens: int = 0
     wait_s: float = 0.0
-    """How long it waited for disk and other groups."""
+    """Seconds that the request waited for disk and other groups."""
     error: str = ""
-    """Why blocks that were to come from its source did not; empty where all did."""
+    """Why blocks did not arrive from their source; empty if all arrived."""
 
     @property
     def num_tokens(self) -> int:
@@ -46,25 +46,25 @@ class TokenDelta(NamedTuple):
 
     request_id: str
     token_offset: int
-    """Output tokens before these, resumed ones counted."""
+    """Output tokens before ``token_ids``, including resumed ones."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
-    """One per token, or empty where the request asked for none."""
+    """One for each token; empty if the request asked for none."""
     finish_reason: FinishReason | None
     """Set on a request's last output."""
     num_cached_tokens: int
     """Prompt tokens whose KV was in the cache when the request first ran."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    """Log-probabilities of the prompt's tokens after the first, if asked for; only in the first
+    """Log-probabilities of the prompt's tokens after the first, if requested; only in the first
     output."""
     error: QuireError | None = None
-    """Why the request ended before its time, with ``finish_reason`` "abort"."""
+    """Why the request failed, with ``finish_reason`` "abort"."""
     hidden: Floats | None = None
-    """A row for each token, where the request asked for hidden states. The one row of an embedding,
-    with no token."""
+    """Hidden states, if requested: one row for each token. For an embedding, its vector as the only
+    row, without a token."""
     fetched: Fetched | None = None
-    """With its first output: what of the cached tokens came from elsewhere; ``None`` where none did
-    or were to."""
+    """In the first output: the cached tokens that came from other tiers or groups; ``None`` if none
+    came and none were requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,8 @@ class Logprob:
 
     logprob: float
     rank: int | None
-    """1 for the most probable token of the vocabulary; ``None`` for one that is there only because
-    the request names it."""
+    """1 for the most probable token of the vocabulary; ``None`` for a token that is listed only
+    because the request names it."""
     decoded_token: str
 
 
@@ -86,9 +86,11 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None
-    """For each token: itself and the most probable ones by id; ``None`` unless asked for."""
+    """For each token, by token id: itself and the most probable tokens; ``None`` unless requested.
+    """
     cumulative_logprob: float | None
-    """The sum over ``token_ids``; ``None`` unless ``logprobs`` was asked for."""
+    """The sum of log-probabilities over ``token_ids``; ``None`` unless ``logprobs`` was requested.
+    """
     finish_reason: FinishReason
     stop_reason: str | int | None
     """The stop string or stop token that ended it; ``None`` for end-of-sequence or length."""
@@ -100,14 +102,14 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None
-    """``None`` where the prompt came as token ids."""
+    """The prompt's text; ``None`` if it was given as token ids."""
     prompt_token_ids: list[int]
     num_cached_tokens: int
     """Prompt tokens whose KV the first completion found in the cache."""
     outputs: list[CompletionOutput]
     finished: bool = True
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """For each token of the prompt, ``None`` for the first; ``None`` unless asked for."""
+    """One entry for each prompt token, ``None`` for the first; ``None`` unless requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """How alike two texts are."""
+    """How similar two texts are, or how relevant one is for the other."""
 
     score: float
 
@@ -143,6 +145,6 @@ class ScoringRequestOutput:
     request_id: str
     outputs: ScoringOutput
     prompt_token_ids: list[int]
-    """Those of both texts."""
+    """The tokens of both texts."""
     num_cached_tokens: int
     finished: bool = True

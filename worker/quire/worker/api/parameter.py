@@ -1,6 +1,6 @@
-"""Rules for the values of parameters: which are allowed, and how they are kept.
+"""Rules for the values of parameters: the allowed values, and how they are converted and stored.
 
-A dataclass has them in its annotations, such as ``Annotated[float, real(0, 1)]``.
+A dataclass declares them in its annotations, such as ``Annotated[float, real(0, 1)]``.
 """
 
 import math
@@ -19,23 +19,23 @@ _MAX_SHOWN_CHARS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The rule of a field. The default takes any value."""
+    """The rule of a field. The default accepts any value."""
 
     types: tuple[Any, ...] = ()
     """The field's type, or the members of its union."""
     over_http: bool = True
-    """HTTP's bodies have the field."""
+    """Whether HTTP bodies have the field."""
     convert: Callable[[str, Any], Any] = lambda name, value: value
-    """The value in the form that is kept. Raises InvalidRequest, which tells the field's name."""
+    """Takes the field's name and a value; returns the value to store. Raises InvalidRequest."""
     none: object = None
-    """The form of ``None``, where the field's type has it."""
+    """The stored form of ``None``, if the field's type allows ``None``."""
     token_ids: Callable[[Any], Iterable[int]] | None = None
-    """Those in a kept value, which the vocabulary must have."""
+    """Returns the token ids in a stored value; the vocabulary must contain them."""
     allowed: str = ""
-    """Which values are, in words; empty: any of its type."""
+    """The allowed values, in words; empty: any value of the type."""
 
     def kept(self, name: str, value: Any) -> Any:
-        """Converts like ``convert``, and keeps ``None``."""
+        """Converts a value with ``convert``, but ``None`` to ``none`` if the type allows it."""
         if value is None and NoneType in self.types:
             return self.none
         return self.convert(name, value)
@@ -54,7 +54,7 @@ def rules_of(declared: type) -> dict[str, Rule]:
 def _number(
     types: Any, low: float, high: float = math.inf, *, but: float | None = None, said: str = ""
 ) -> Rule:
-    """A number from ``low`` to ``high``, not ``but``; ``said`` is that in words."""
+    """A number from ``low`` to ``high``, except ``but``; ``said`` describes these in words."""
     said = said or (f"{low} or more" if high == math.inf else f"{low} to {high}")
 
     def convert(name: str, value: Any) -> Any:
@@ -70,7 +70,8 @@ whole = partial(_number, int)
 
 
 def strings(most: int, *, but: str, max_chars: float = math.inf) -> Rule:
-    """One or several, as a tuple. ``but`` are refused: "empty" ones, or "blank" ones: spaces."""
+    """One string or several, stored as a tuple. ``but`` says which strings are refused: "empty"
+    ones, or also "blank" ones (only spaces)."""
     length = "" if max_chars == math.inf else f" of {max_chars} characters or fewer"
     allowed = f"at most {most} strings{length}, none {but}"
 
@@ -89,7 +90,7 @@ def strings(most: int, *, but: str, max_chars: float = math.inf) -> Rule:
 
 
 def ids(most: int, *, over_http: bool = True) -> Rule:
-    """Token ids, as a tuple."""
+    """Token ids, stored as a tuple."""
 
     def convert(name: str, value: Any) -> tuple[Any, ...]:
         listed = _listed(name, value, _IDS)
@@ -104,7 +105,7 @@ def ids(most: int, *, over_http: bool = True) -> Rule:
 
 
 def id_lists(most: int, most_ids: int, *, over_http: bool = True) -> Rule:
-    """Lists of token ids, none empty, as a tuple of tuples; ``most_ids`` in all together."""
+    """Nonempty lists of token ids, stored as a tuple of tuples; at most ``most_ids`` ids in all."""
     allowed = f"at most {most} lists of token ids, none empty, of {most_ids} tokens together"
 
     def convert(name: str, value: Any) -> tuple[Any, ...]:
@@ -124,7 +125,7 @@ def id_lists(most: int, most_ids: int, *, over_http: bool = True) -> Rule:
 
 
 def biases(most: int, *, limit: float) -> Rule:
-    """Numbers from ``-limit`` to ``limit`` by token id, which may be text."""
+    """Numbers from ``-limit`` to ``limit`` by token id. An id may be a decimal string."""
 
     def convert(name: str, value: Any) -> dict[int, float] | None:
         if not isinstance(value, Mapping):
@@ -148,7 +149,7 @@ def _out_of_range(name: str, value: object, allowed: str) -> InvalidRequest:
 
 
 def shown(value: object) -> str:
-    """``value`` in a message."""
+    """``value`` as it appears in a message: its repr, shortened."""
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…"
 

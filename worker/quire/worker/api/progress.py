@@ -1,19 +1,19 @@
-"""What an engine has done for one request, for those who ask to be told."""
+"""A record of what an engine has done for one request, for callers that want it."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """Written by the engine's thread as it goes, where a request has one; any thread may read it.
+    """The engine's thread updates it for a request that has one; any thread may read it.
 
-    Times are in seconds on `time.monotonic`.
+    Times are in seconds of `time.monotonic`.
     """
 
     scheduled_s: float | None = None
-    """When it was first let into a step."""
+    """When the request was first scheduled in a step."""
     num_chunks: int = 0
-    """Steps that computed parts of its prompt, or after a preemption of all its tokens."""
+    """Steps that computed a chunk of its prompt, or of all its tokens after a preemption."""
     num_prefilled_tokens: int = 0
-    """Tokens in them."""
+    """Tokens in these chunks."""
     num_preemptions: int = 0

@@ -1,10 +1,10 @@
-"""A request on its way: the client's call, and the form that a group gets.
+"""A request's types: the client's call, and the form that a group receives.
 
-    Request a client's call
-    Prepared the same, checked, tokenized and hashed
+    Request     a client's call
+    Prepared    the call, checked, tokenized and hashed
 
-Both are frozen and are handed on whole. A field that goes all the way stands once, in `Terms`. A
-completion is a `Prepared` with ``n`` of 1; an attempt at it adds the output that is already there.
+Both are frozen and are passed on whole. `Terms` declares the fields that both have. A completion
+is a `Prepared` with ``n`` of 1; an attempt is a completion with the tokens generated so far.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,15 +25,15 @@ MAX_SALT_CHARS = 1000
 MAX_CACHE_KEY_CHARS = 1000
 MAX_KEEP_S = 7 * 86_400.0
 MAX_MESSAGES = 10_000
-"""Messages in one chat."""
+"""Most messages in one chat."""
 MAX_TOOLS = 1024
-"""Tools in one chat, and calls in one message."""
+"""Most tools in one chat, and most calls in one message."""
 
 Task = Literal["generate", "embed"]
-"""What a group does with a request: "embed" makes one vector of its prompt."""
+"""What a group does with a request: generate tokens, or compute one vector of its prompt."""
 Output = Literal["hidden"]
-"""What a request can want of each of its tokens besides log-probabilities: the hidden state that it
-was drawn from, behind the model's last norm."""
+"""Outputs for each token that a request can ask for besides log-probabilities: "hidden" is the
+hidden state that the token was sampled from, after the model's last norm."""
 
 _NO_TOKENS: TokenIds = np.empty(0, dtype=np.uint32)
 
@@ -45,29 +45,29 @@ class Terms:
     sampling: SamplingParams
     task: Task = "generate"
     priority: int = 0
-    """Less runs sooner; 0 is the usual."""
+    """Lower numbers run first; 0 is the default."""
     tenant: str = ""
-    """The tenant whose request it is, without a "/"; empty if tenants are not distinguished."""
+    """The tenant that sent the request, without a "/"; empty if tenants are not distinguished."""
     key_name: str = ""
-    """The name of its API key, by which a gateway counts what is used. Groups are not told."""
+    """The name of its API key, for a gateway's usage counters. It is not sent to groups."""
     client_id: str = ""
-    """The client's name for it, by which its routing can be explained."""
+    """The client's id of the request, under which its routing can be looked up."""
     explain_routing: bool = False
-    """Tell the client of every group that it could have gone to."""
+    """Whether the client is sent an explanation with every group that was considered."""
     shown_token_ids: frozenset[int] = frozenset()
-    """Special tokens that the text has, although it leaves out the others."""
+    """Special tokens that appear in the text, although other special tokens are left out."""
     cache_key: str = ""
-    """Requests with the same one go to the same group, where groups are otherwise alike."""
+    """Requests with the same key go to the same group if groups are otherwise equal."""
     keep_s: float = 0.0
-    """How long the prompt's blocks stay cached at least, within what a tenant may keep; 0 is as
-    long as they are worth it."""
+    """Least time in seconds that the prompt's blocks stay cached, within the tenant's share; 0
+    leaves it to the eviction policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
     text: str
     add_special_tokens: bool = True
-    """Those that the tokenizer puts around a text, such as a begin token."""
+    """Whether the tokenizer adds its tokens around the text, such as a begin token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +81,18 @@ class Chat:
 
     messages: Sequence[Mapping[str, Any]]
     add_generation_prompt: bool = True
-    """The text ends where the assistant's next turn begins."""
+    """Whether the text ends with the beginning of the assistant's turn."""
     continue_final_message: bool = False
-    """The text ends within the last message, which the model goes on with."""
+    """Whether the text ends within the last message, so that the model continues it."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """More variables for the template, such as ``enable_thinking``."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """Those that the model may call, as in OpenAI's API."""
+    """The tools that the model may call, as in OpenAI's API."""
 
 
 Span = Text | Tokens | Chat
 Prompt = tuple[Span, ...]
-"""Spans that are tokenized one by one and follow on from each other."""
+"""Spans that are tokenized one by one; the prompt is the concatenation of their tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,14 +100,14 @@ class Request(Terms):
     """A client's request.
 
     Raises:
-        InvalidRequest: A value is out of its range; the message names it.
+        InvalidRequest: A value is out of range; the message names it.
     """
 
     prompt: Prompt
     cache_salt: str = ""
-    """The client's own."""
+    """The salt that the client sent. `salt` adds the tenant."""
     timeout_s: float | None = None
-    """From its arrival to its last token; ``None`` is as long as it takes."""
+    """Seconds from the request's arrival to its last token; ``None``: no limit."""
 
     def __post_init__(self) -> None:
         if not -(2**31) <= self.priority < 2**31:
@@ -137,8 +137,8 @@ class Request(Terms):
 
     @property
     def salt(self) -> str:
-        """The salt of the prompt's block hashes: requests with the same one share cached prefixes.
-        No two tenants have one in common, whatever their clients send, since no tenant has a "/".
+        """The salt of the prompt's block hashes. Requests with the same salt share cached prefixes.
+        Two tenants never have the same salt, whatever their clients send: no tenant has a "/".
         """
         return f"{self.tenant}/{self.cache_salt}" if self.tenant else self.cache_salt
 
@@ -152,47 +152,47 @@ class Request(Terms):
 class Prepared(Terms):
     """A request for a group, or for an engine in this process.
 
-    A gateway has put numbers into ``sampling.seed`` and ``sampling.max_tokens``; the engine does it
-    where they are ``None``. A group sees only the fields that `quire.cluster.wire` sends.
+    A gateway has set ``sampling.seed`` and ``sampling.max_tokens`` to numbers; the engine does so
+    if they are ``None``. A group receives only the fields that `quire.cluster.wire` sends.
     """
 
     request_id: str
-    """Unlike that of any other request that the engine has at the same time."""
+    """Unique among the requests that the engine has at the same time."""
     prompt_token_ids: TokenIds
     completion: int = 0
-    """Which of those that are drawn from the prompt it is."""
+    """Index of this completion among those of the same prompt."""
     resumed_token_ids: TokenIds = field(default_factory=lambda: _NO_TOKENS)
-    """Output that an earlier attempt has already produced: this one goes on behind it."""
+    """Output that earlier attempts have already generated. This attempt continues after it."""
     outputs: frozenset[Output] = frozenset()
     features: tuple[Feature, ...] = ()
-    """Content that some of the prompt's tokens stand for, in order."""
+    """Other content that some of the prompt's tokens are placeholders for, in order."""
     source: PeerSource | None = None
-    """Another group that holds blocks of it, which may be fetched instead of computed."""
+    """Another group that holds blocks of the prompt, which may be fetched instead of computed."""
     adapter: str = ""
-    """The digest of the content of the adapter to use; empty is the model alone."""
+    """The digest of the adapter's content; empty for the base model."""
     cache_salt: str = ""
-    """A salt that has the tenant's name. Only requests of the same salt share cached prefixes."""
+    """The salt with the tenant's name. Only requests with the same salt share cached prefixes."""
     is_checked: bool = False
-    """A gateway has checked it by its groups' limits."""
+    """Whether a gateway has checked the request against its groups' limits."""
     hashes: BlockHashes = field(default_factory=BlockHashes)
     """The names of the prompt's full blocks."""
     model: ModelCard | None = None
-    """The model for which it was tokenized and hashed. A group knows its own."""
+    """The model for which the prompt was tokenized and hashed. Groups know their own model."""
     arrival_s: float = 0.0
     deadline_s: float = inf
-    """Both on the gateway's clock."""
+    """Arrival and deadline are on the gateway's clock."""
     progress: Progress | None = None
-    """Where the engine notes what it does for it; ``None`` where nobody will read that."""
+    """Where the engine records its work on the request; ``None`` if nobody reads that."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory that its prompt takes up."""
+        """Bytes of memory that the prompt and its hashes take."""
         return self.prompt_token_ids.nbytes + len(self.hashes.data)
 
     def chain(
         self, *, model_fingerprint: str, numerics: str, kv_dtype: str, block_size: int
     ) -> HashChain:
-        """Names its blocks for a model. Nothing else names those of a request."""
+        """The hash chain that names the request's blocks for a model. All callers use this one."""
         root = root_hash(
             model_fingerprint=model_fingerprint,
             numerics=numerics,
@@ -204,7 +204,7 @@ class Prepared(Terms):
         return HashChain(root, block_size=block_size, features=self.features)
 
     def hashed_for(self, card: ModelCard) -> "Prepared":
-        """The same for ``card``'s model, with the names of the prompt's full blocks."""
+        """A copy for ``card``'s model, with the names of the prompt's full blocks."""
         chain = self.chain(
             model_fingerprint=card.model_fingerprint,
             numerics=card.numerics,
@@ -214,8 +214,8 @@ class Prepared(Terms):
         return replace(self, model=card, hashes=chain.extend(self.prompt_token_ids))
 
     def completions(self) -> Iterator["Prepared"]:
-        """One for each of ``sampling.n``, their seeds one after another. Only the first scores the
-        prompt."""
+        """One request for each of the ``sampling.n`` completions, with consecutive seeds. Only the
+        first returns log-probabilities of the prompt."""
         for number in range(self.sampling.n):
             yield replace(
                 self,

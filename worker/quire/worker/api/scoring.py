@@ -6,8 +6,8 @@ from math import tanh
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitScore:
-    """How a decoder scores a document for a query, as Qwen3-Reranker does: its chat template writes
-    both, and the score is how much more likely the one token is behind them than the other."""
+    """How a decoder scores a document for a query, as Qwen3-Reranker does: the chat template
+    renders both, and the score is how much likelier the true token follows than the false one."""
 
     true_token_id: int
     false_token_id: int
@@ -17,19 +17,19 @@ class LogitScore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PairScore:
-    """An encoder with a classifier of one label scores a query and a document that it reads as one
-    text, as BGE's rerankers and the cross-encoders of sentence-transformers do."""
+    """How a cross-encoder scores a query and a document that it reads as one text: a classifier
+    with one label, as in BGE's rerankers and those of sentence-transformers."""
 
     is_logistic: bool
-    """The score is the logistic function of the label's logit, from 0 to 1; else the logit."""
+    """Whether the score is the logistic function of the label's logit (0 to 1), or the logit."""
 
     def of(self, logit: float) -> float:
-        """The score."""
+        """The score for the label's ``logit``."""
         return logistic(logit) if self.is_logistic else logit
 
 
 def logistic(logit: float) -> float:
-    """From 0 to 1, at any ``logit``."""
+    """The logistic function, from 0 to 1, without overflow at any ``logit``."""
     return (1 + tanh(logit / 2)) / 2
 
 

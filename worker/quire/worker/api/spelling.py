@@ -1,6 +1,7 @@
-"""Parameters that need the tokenizer or the prompt, spelled out as the numbers that engines take.
+"""Resolves parameters that need the tokenizer or the prompt to the numbers that engines take.
 
-Gateways and the offline API do it before they check a request, and engines refuse what is left.
+Gateways and the offline API call `spell_out` before they check a request. Engines refuse
+parameters that are not resolved.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from quire.worker.api.hashing import TokenIds
 from quire.worker.api.request import Task
 from quire.worker.api.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # An engine has neither.
+if TYPE_CHECKING:  # An engine loads neither.
     from quire.worker.text.reasoning import ReasoningFormat
     from quire.worker.text.tokenizer import Tokenizer
 
@@ -27,12 +28,13 @@ def spell_out(
     max_model_len: int,
     task: Task = "generate",
 ) -> tuple[SamplingParams, TokenIds]:
-    """``params``, spelled out, and the tokens of the prompt that they keep.
+    """Returns the resolved ``params`` and the prompt, truncated if they say so.
 
-    ``tokenizer`` is called where one is needed; ``reasoning`` says how its model marks reasoning.
+    ``tokenizer`` is called only if one is needed. ``reasoning`` returns the format in which its
+    model marks reasoning.
 
     Raises:
-        InvalidRequest: The model cannot do what they ask for.
+        InvalidRequest: The model does not support a parameter.
     """
     if params.bad_words:
         params = _spell_bad_words(params, tokenizer())
@@ -56,12 +58,12 @@ def num_chars(params: SamplingParams) -> int:
 
 
 def takes_any_length(params: SamplingParams) -> bool:
-    """Whether a prompt may be longer than the context, since `spell_out` shortens it."""
+    """Whether a prompt may be longer than the context, because `spell_out` truncates it."""
     return params.truncate_prompt_tokens is not None
 
 
 def check_spelled_out(params: SamplingParams) -> None:
-    """Raises InvalidRequest: `spell_out` has not been called."""
+    """Raises InvalidRequest if `spell_out` has not been called."""
     first = "call `spelling.spell_out` first"
     if params.bad_words:
         raise InvalidRequest(f"bad_words are not tokens yet: {first}", param="bad_words")
@@ -77,8 +79,8 @@ def check_spelled_out(params: SamplingParams) -> None:
 
 
 def _spell_bad_words(params: SamplingParams, tokenizer: "Tokenizer") -> SamplingParams:
-    """Each word as it stands, and as it stands behind a space where that is not the same tokens
-    behind others."""
+    """Adds the tokens of each word, and of the word after a space unless those end with the same
+    tokens."""
     spelled = list(params.bad_words_token_ids or ())
     spaced = []
     for word in params.bad_words or ():
@@ -98,15 +100,15 @@ def _num_kept(asked: int, room: int, max_model_len: int) -> int:
             f"{max_model_len}",
             param="truncate_prompt_tokens",
         )
-    # What has no room at all is refused with the whole request's numbers.
+    # Without any room, the check of the whole request refuses it and gives the numbers.
     return max(room, 1) if asked == -1 else asked
 
 
 def _beginning(
     token_ids: TokenIds, num_kept: int, tokenizer: Callable[[], "Tokenizer"]
 ) -> TokenIds:
-    """The first tokens, and behind them the one that the tokenizer puts behind every text: models
-    of embeddings are trained on texts that end with it."""
+    """Truncates to the first tokens. Keeps the last token if the tokenizer appends it to every
+    text: embedding models are trained on texts that end with it."""
     if len(token_ids) <= num_kept:
         return token_ids
     added = tokenizer().encode("")
@@ -122,7 +124,8 @@ def _spell_thinking(
     tokenizer: "Tokenizer",
     reasoning: "ReasoningFormat | None",
 ) -> SamplingParams:
-    """Without a budget where the prompt has ended the reasoning."""
+    """Sets the tokens that begin and end the reasoning. Drops the budget if the prompt has ended
+    the reasoning already."""
     refused = f"thinking_token_budget={params.thinking_token_budget} is not supported"
     if reasoning is None:
         raise InvalidRequest(

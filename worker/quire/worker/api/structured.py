@@ -1,10 +1,10 @@
-"""The form that a request's output must have.
+"""Structured outputs: the constraint that a request's output must satisfy.
 
-    Constraint                what travels with a request: one of four kinds, and its text
-    StructuredOutputsParams   what users of vLLM write; its `constraint` is such a value
+    Constraint                part of a request: one of four kinds, and its text
+    StructuredOutputsParams   vLLM's form of it; its `constraint` is a `Constraint`
 
-What a text means, and which ones are refused, is `quire.worker.text.grammar`'s to say. This module
-needs nothing of it.
+`quire.worker.text.grammar` interprets constraints and refuses unsupported ones. This module does
+not import it.
 """
 
 import json
@@ -25,16 +25,16 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The form of an output.
+    """A constraint on an output.
 
     Raises:
-        InvalidRequest: The kind is not known, or the text is too long or no text.
+        InvalidRequest: The kind is unknown, or the text is too long, empty or not a string.
     """
 
     kind: ConstraintKind
     text: str
     """A JSON schema as JSON; or a regular expression that the whole output matches, in the syntax
-    of Rust's ``regex`` with digits and letters of ASCII; or a context-free grammar, in Lark's
+    of Rust's ``regex`` with ASCII digits and letters; or a context-free grammar, in Lark's
     syntax with llguidance's extensions or in llama.cpp's (``root ::= …``); or a structural tag as
     JSON, with ``structures`` and ``triggers`` or with ``format``."""
 
@@ -68,22 +68,22 @@ class Constraint:
 @explains_arguments(STRUCTURED)
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StructuredOutputsParams:
-    """The form of an output, in vLLM's words. Exactly one field is given.
+    """A constraint on an output, with vLLM's field names. Exactly one field must be set.
 
     Raises:
-        InvalidRequest: None is given, or several are, or one is not what it has to be.
+        InvalidRequest: No field or more than one is set, or a value is invalid.
     """
 
     json: str | Mapping[str, Any] | None = None
     """A JSON schema."""
     regex: str | None = None
-    """Matches the whole output."""
+    """A regular expression that the whole output must match."""
     choice: Sequence[str] | None = None
     """The output is one of these texts."""
     grammar: str | None = None
     """See `Constraint.text`."""
     json_object: bool | None = None
-    """``True``: any JSON object."""
+    """``True``: the output is any JSON object."""
     structural_tag: str | Mapping[str, Any] | None = None
     """See `Constraint.text`."""
 
@@ -115,9 +115,9 @@ class StructuredOutputsParams:
 
 
 def json_constraint(schema: str | Mapping[str, Any] = _ANY_OBJECT) -> Constraint:
-    """JSON of ``schema``; any object by default.
+    """Constrains the output to JSON that matches ``schema``; by default, to any object.
 
-    The properties of an object come in the schema's order.
+    The properties of an object must be in the schema's order.
 
     Raises:
         InvalidRequest: The schema is not JSON.
@@ -126,7 +126,7 @@ def json_constraint(schema: str | Mapping[str, Any] = _ANY_OBJECT) -> Constraint
 
 
 def structural_constraint(tag: str | Mapping[str, Any]) -> Constraint:
-    """A structural tag. Raises InvalidRequest: it is not JSON."""
+    """Constrains the output by a structural tag. Raises InvalidRequest if it is not JSON."""
     text = _as_json(tag, name="structural_tag", what="structural tag")
     return Constraint("structural_tag", text)
 
@@ -149,10 +149,10 @@ def _as_json(given: str | Mapping[str, Any], *, name: str, what: str) -> str:
 
 
 def choice_constraint(choice: Sequence[str]) -> Constraint:
-    """One of these texts.
+    """Constrains the output to one of these texts.
 
     Raises:
-        InvalidRequest: There is none, or one is empty or no text.
+        InvalidRequest: There is no text, or one is empty or not a string.
     """
     is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
     if not is_list or not choice or not all(isinstance(each, str) and each for each in choice):
@@ -160,5 +160,6 @@ def choice_constraint(choice: Sequence[str]) -> Constraint:
             "structured_outputs=choice must be a list of texts, none empty",
             param="structured_outputs",
         )
-    # As one terminal: each alternative of a rule would be an item of its own at the first token.
+    # One terminal: as alternatives of a rule, each text would be a separate parser item at the
+    # first token.
     return Constraint("grammar", "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choice)))

@@ -1,8 +1,8 @@
-"""Names of vLLM that its users bring along: which of ours each one is, or why there is none.
+"""vLLM's flags and arguments: Quire's name for each, or why Quire does not have it.
 
-A flag of ``vllm serve`` that both have under one name is in no table, and flags that ask for what
-is always so have no effect. `tests/cluster/test_vllm_flags.py` has the flags of vLLM 0.33. An
-argument of its ``LLM`` is called as the flag is, without dashes.
+A flag of ``vllm serve`` that Quire has under the same name is in no table. Flags that request
+Quire's only behaviour have no effect. `tests/cluster/test_vllm_flags.py` has the flags of vLLM
+0.33. An argument of vLLM's ``LLM`` is named like the flag, with underscores for dashes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ SPELLED: Mapping[str, str] = {
     "--uvicorn-log-level": "--log-level",
     "--disable-uvicorn-access-log": "--no-access-log",
 }
-"""vLLM's name, and ours, for one value."""
+"""vLLM's flag, and Quire's flag for the same setting."""
 
 VALUES: Mapping[str, Mapping[str, str]] = {
     "--dtype": {"half": "float16", "float": "float32"},
@@ -33,7 +33,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
     "--log-level": {"trace": "debug", "critical": "error"},
     "--scheduling-policy": {"priority": "fcfs"},
 }
-"""Values that we call otherwise. Requests of all policies have priorities."""
+"""By flag: vLLM's values with another name in Quire. Every scheduling policy has priorities."""
 
 ALWAYS: Mapping[str, str] = {
     "--enable-auto-tool-choice": "models that can call tools may always",
@@ -45,7 +45,7 @@ ALWAYS: Mapping[str, str] = {
     "--enable-log-requests": "each call is logged at its end, but its text never",
     "--enable-offline-docs": "/docs needs no network",
 }
-"""Flags without a value, and why they change nothing."""
+"""Flags without a value that have no effect, and why."""
 
 _TEXT = "only text is served: no images, audio or video"
 _PARALLEL = "a replica group is tensor-parallel only; --num-groups adds replica groups"
@@ -251,7 +251,7 @@ REFUSED: Mapping[str, str] = {
     **{flag: why for why, flags in _REFUSED_BY_REASON.items() for flag in flags},
     **_REFUSED_ALONE,
 }
-"""Flags that we have not, each with a sentence."""
+"""Flags that Quire does not have, and why or what to use instead."""
 
 _REFUSED_OFFLINE: Mapping[str, str] = {
     "disable_async_output_proc": "async_scheduling prepares the next step while one runs",
@@ -259,12 +259,12 @@ _REFUSED_OFFLINE: Mapping[str, str] = {
     "swap_space": "kv_offloading_size keeps evicted blocks in host memory",
     "task": "the task follows from the checkpoint",
 }
-"""Arguments of its ``LLM`` that are no flags of its server."""
+"""Arguments of vLLM's ``LLM`` that are not flags of its server, and why Quire lacks them."""
 
 
 def our_value(name: str, value: Any) -> Any:
-    """What vLLM calls ``value`` for its argument ``name``, in our words; its ``dtype`` may be
-    torch's own."""
+    """Quire's value for vLLM's ``value`` of the argument ``name``. A ``dtype`` may be a
+    `torch.dtype`."""
     written = str(value).removeprefix("torch.") if name == "dtype" else value
     return VALUES[f"--{name.replace('_', '-')}"].get(written, written)
 
@@ -282,7 +282,7 @@ ARGUMENTS: Mapping[str, str] = {
         for flag, ours in SPELLED.items()
     },
 }
-"""Arguments of its ``LLM`` that ours has not, or may not have."""
+"""Arguments of vLLM's ``LLM`` that Quire's may lack, and the end of the error message for each."""
 
 SAMPLING: Mapping[str, str] = {
     name: f"is not served: {why}"
@@ -301,7 +301,7 @@ SAMPLING: Mapping[str, str] = {
         "use_beam_search": "there is no beam search; n draws several completions",
     }.items()
 }
-"""Fields of its ``SamplingParams`` that ours has not."""
+"""Fields of vLLM's ``SamplingParams`` that Quire's lacks."""
 
 STRUCTURED: Mapping[str, str] = {
     name: f"is not served: {why}"
@@ -312,7 +312,7 @@ STRUCTURED: Mapping[str, str] = {
         "whitespace_pattern": "models write the whitespace that they were trained with",
     }.items()
 }
-"""Fields of its ``StructuredOutputsParams`` that ours has not."""
+"""Fields of vLLM's ``StructuredOutputsParams`` that Quire's lacks."""
 
 LORA: Mapping[str, str] = {
     "base_model_name": "can be left out: the adapter is of the model that is asked",
@@ -321,4 +321,4 @@ LORA: Mapping[str, str] = {
     "lora_local_path": "is not served: spell it lora_path",
     "tensorizer_config_dict": "is not served: safetensors files are read",
 }
-"""Fields of its ``LoRARequest`` that ours has not."""
+"""Fields of vLLM's ``LoRARequest`` that Quire's lacks."""

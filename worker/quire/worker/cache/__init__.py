@@ -1,1 +1,1 @@
-"""Blocks of KV cache and which of them make room for others."""
+"""The KV cache: its block pool, eviction, tiers of slower memory, and transfers of blocks."""

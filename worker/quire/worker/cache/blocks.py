@@ -1,12 +1,12 @@
-"""Blocks of KV cache: which are free, which are shared, which are cached for later requests.
+"""The block pool of a KV cache: tracks which blocks are free, held or cached.
 
     free    nobody holds it and its contents mean nothing
-    held    ``refs > 0`` sequences read it
+    held    it has ``refs > 0`` references, from sequences or transfers
     cached  nobody holds it, but its contents are a known prefix
 
 ``held + cached + free == num_blocks`` after every call.
 
-A full block can be *registered* under its hash; no two blocks bear the same one. A sequence that
+A full block can be *registered* under its hash; no two blocks have the same hash. A sequence that
 holds a registered block also holds the registered block before it (its *parent*), and only blocks
 without children are evicted. So a chain is evicted from its end and never has holes.
 """
@@ -25,8 +25,8 @@ from quire.worker.cache.retention import Retention
 BlockId = NewType("BlockId", int)
 
 Spill = Callable[[BlockId, BlockHash, BlockHash | None], None]
-"""Told of a block that is about to be evicted, with its name and its parent's. It is still as it
-was, and so are all blocks before it."""
+"""Called with a block that is about to be evicted, its name and its parent's name. The block and
+all blocks before it are still intact."""
 
 _NO_PARENT = -1
 
@@ -47,19 +47,19 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.log = log
-        """Hears of the blocks that are registered and evicted."""
+        """Receives the events of registered and evicted blocks."""
         self._policy = policy(num_blocks)
 
         # Flat arrays by block id: a pool may have millions of blocks.
         self._refs = array("i", bytes(4 * num_blocks))
-        self._index = array("i", bytes(4 * num_blocks))  # In its chain, as are the next two.
+        self._index = array("i", bytes(4 * num_blocks))  # Position in the block's chain.
         self._parent = array("i", bytes(4 * num_blocks))
         self._num_children = array("i", bytes(4 * num_blocks))
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, BlockId] = {}
 
-        self._returned: list[BlockId] = []  # Free, and used before.
-        self._num_ever_used = 0  # Blocks from here on were never taken.
+        self._returned: list[BlockId] = []  # Free blocks that have been used before.
+        self._num_ever_used = 0  # Blocks from this id on have never been used.
         self._num_cached = 0
         self.spill: Spill | None = None
         self._retention = Retention(num_blocks)
@@ -81,11 +81,11 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can give: those that nobody holds."""
+        """Number of blocks that `allocate` can take: those that nobody holds."""
         return self.num_free + self._num_cached
 
     def match(self, hashes: Iterable[BlockHash]) -> list[BlockId]:
-        """The blocks of the longest registered prefix of a chain. Takes nothing."""
+        """The blocks of the longest registered prefix of a chain. Adds no references."""
         block_ids: list[BlockId] = []
         for block_hash in hashes:
             block_id = self._block_of.get(block_hash)
@@ -95,21 +95,22 @@ class BlockPool:
         return block_ids
 
     def is_registered(self, block_hash: BlockHash) -> bool:
-        """Whether `match` would find the block, given all those before it."""
+        """Whether a block is registered under this hash."""
         return block_hash in self._block_of
 
     def find(self, block_hash: BlockHash) -> BlockId | None:
-        """The block of this name; takes nothing."""
+        """The block registered under this hash, if any. Adds no reference."""
         return self._block_of.get(block_hash)
 
     def named(self, block_id: BlockId) -> tuple[BlockHash, BlockHash | None]:
-        """A registered block's name, and that of the block before it."""
+        """A registered block's name, and its parent's name."""
         block_hash, parent = self._hash_of[block_id], self._parent[block_id]
         assert block_hash is not None, f"block {block_id} has no name"
         return block_hash, None if parent == _NO_PARENT else self._hash_of[parent]
 
     def most_useful(self, num_blocks: int) -> list[BlockId]:
-        """Registered blocks with the most hits, with all before each, parents before children."""
+        """At most ``num_blocks`` registered blocks: those with the most hits, and all blocks before
+        them in their chains. Parents come before children."""
         hits = self._policy.num_hits
         found: dict[BlockId, None] = {}
         for _, block_id in sorted(
@@ -128,21 +129,21 @@ class BlockPool:
         return list(found)
 
     def num_hits(self, block_id: BlockId) -> int:
-        """How often requests found a registered block."""
+        """How often requests have found a registered block."""
         return self._policy.num_hits(block_id)
 
     def hold(self, block_ids: Iterable[BlockId]) -> None:
-        """Adds a reference to each registered block, which is no hit of a request."""
+        """Adds a reference to each registered block without counting a hit."""
         for block_id in block_ids:
             self._hold(block_id)
 
     def disown(self, block_hash: BlockHash) -> list[BlockHash]:
-        """Takes the names of a block and of all behind it away, so that nobody finds them; returns
-        the names. Those that are held stay their holders' until they are released."""
+        """Unregisters a block and all its descendants, so that no request finds them. Returns their
+        names. Held blocks stay with their holders until they are released."""
         first = self._block_of.get(block_hash)
         if first is None:
             return []
-        # Parents first: a block whose parent loses its name loses it too.
+        # Parents first: a block whose parent is unregistered is unregistered too.
         lost: dict[BlockId, BlockHash] = {first: block_hash}
         more = True
         while more:
@@ -159,21 +160,22 @@ class BlockPool:
         return list(lost.values())
 
     def num_unheld(self, block_ids: Iterable[BlockId]) -> int:
-        """How many of these registered blocks `acquire` would take from those available."""
+        """How many of these registered blocks are available, so that `acquire` would take them."""
         refs = self._refs
         return sum(refs[block_id] == 0 for block_id in block_ids)
 
     def acquire(self, block_ids: Iterable[BlockId]) -> None:
         """Adds a reference to each block of a match, and counts a hit.
 
-        A caller that needs new blocks too acquires first: then `allocate` cannot evict the hits.
+        A caller that also needs new blocks must acquire first, so that `allocate` cannot evict the
+        matched blocks.
         """
         for block_id in block_ids:
             self._hold(block_id)
             self._policy.hit(block_id)
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
-        """Takes blocks for one holder to write: free ones first, then evicted ones.
+        """Allocates blocks for one holder to write: free blocks first, then evicted ones.
 
         Raises:
             NoFreeBlocks: Fewer are available. Nothing was taken.
@@ -203,13 +205,12 @@ class BlockPool:
         parent: BlockId | None,
         num_hits: Sequence[int] = (),
     ) -> list[BlockId]:
-        """Names full blocks of one holder, in chain order, so that others can find them.
+        """Registers full blocks of one holder, in chain order, so that requests can find them.
 
-        ``parent`` is the registered block before the first one; ``num_hits`` are those that each
-        had outside this pool, where it had some. Returns the block that bears
-        each hash: where that is another one, which came first, the caller's stays nameless and
-        the caller now holds both. It keeps the returned one, and releases its own when no step
-        writes there any more.
+        ``parent`` is the registered block before the first one. ``num_hits`` are the hits that each
+        block had outside this pool. Returns the block registered under each hash. If that is an
+        older block, the caller's own block stays unregistered and the caller now holds both. It
+        must keep the returned one, and release its own when no step writes to it any more.
         """
         named: list[BlockId] = []
         stored: list[BlockHash] = []
@@ -227,9 +228,9 @@ class BlockPool:
         return named
 
     def release(self, block_ids: Sequence[BlockId]) -> None:
-        """Gives back one reference to each block, given in chain order.
+        """Drops one reference to each block. Blocks must be in chain order.
 
-        A registered block that nobody holds any more is cached, any other is free.
+        A block without references becomes cached if it is registered, and else free.
         """
         for block_id in reversed(block_ids):
             self._refs[block_id] -= 1
@@ -245,15 +246,15 @@ class BlockPool:
                 self._offer(block_id)
 
     def keep(self, block_ids: Sequence[BlockId], *, tenant: str, keep_s: float) -> None:
-        """Keeps registered blocks cached for so long from now, within what a tenant may keep."""
+        """Keeps registered blocks cached for ``keep_s`` seconds, within the tenant's share."""
         until_s = self._seconds() + keep_s
-        # The first of a chain last: where there is too much, its end is kept no longer.
+        # Reversed: above the share, the end of the chain is dropped first.
         for block_id in reversed(block_ids):
             for let_go in self._retention.keep(block_id, tenant=tenant, until_s=until_s):
                 self._offer(let_go)
 
     def reset(self) -> bool:
-        """Forgets every cached block. Refused (false, nothing done) while any block is held."""
+        """Forgets every cached block. Returns false, and forgets none, while any block is held."""
         if self.num_held:
             return False
         evicted = [self._evict(spills=False) for _ in range(self._num_cached)]
@@ -296,7 +297,7 @@ class BlockPool:
         return BlockId(self._num_ever_used - 1)
 
     def _offer(self, block_id: int) -> None:
-        """The cached block has no children: it may be evicted, unless a client wants it kept."""
+        """Lets a cached block without children be evicted, unless a client asked to keep it."""
         if not self._retention.waits(block_id):
             self._policy.offer(block_id, now=self._clock)
             self._num_offered += 1
@@ -321,20 +322,20 @@ class BlockPool:
         return block_id, block_hash
 
     def _forget(self, block_id: BlockId, name: BlockHash) -> None:
-        """Takes a block's name away."""
+        """Unregisters a block."""
         is_waiting = self._retention.held(block_id)
         self._retention.forget(block_id)
         del self._block_of[name]
         self._hash_of[block_id] = None
         if not self._refs[block_id]:
-            self._policy.held(block_id, now=self._clock)  # It is not on offer any more.
+            self._policy.held(block_id, now=self._clock)  # Withdraws it from eviction.
             self._num_offered -= self._num_children[block_id] == 0 and not is_waiting
             self._num_cached -= 1
             self._returned.append(block_id)
         self._leave(block_id)
 
     def _leave(self, block_id: BlockId) -> None:
-        """The block is in no chain any more: its parent may be evicted."""
+        """Removes a block from its chain. Its parent may be evicted if it was the last child."""
         parent = self._parent[block_id]
         if parent != _NO_PARENT:
             self._num_children[parent] -= 1

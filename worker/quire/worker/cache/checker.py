@@ -1,8 +1,8 @@
-"""Checksums of blocks that host memory keeps: computed by a thread when a block has come, and
-compared before it is used again.
+"""Checksums of blocks in host memory: a thread computes them when a block has arrived, and they are
+compared before the block is used again.
 
-What is used at once is compared at once. Where that would hold up others, because a prefix is long,
-a thread compares it first (`Checker.begin`), and its request waits.
+Short prefixes are compared in the engine's thread. A long prefix would delay other requests, so a
+thread compares it first (`Checker.begin`) while its request waits.
 """
 
 from collections import deque
@@ -16,12 +16,12 @@ from quire.worker.cache.copies import Slot
 from quire.worker.cache.shelf import Shelf
 
 _AT_ONCE_BYTES = 8 << 20
-"""Compared at once at most: this takes about a millisecond."""
+"""Most bytes that the engine's thread compares: this takes about a millisecond."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Check:
-    """Kept blocks that a thread reads; their slots are pinned until `Checker.end`."""
+    """A check of kept blocks by a thread. Their slots are pinned until `Checker.end`."""
 
     slots: Sequence[Slot]
     checksums: Sequence[Future[bytes]]
@@ -32,36 +32,36 @@ class Check:
 
 
 class Checker:
-    """Belongs to the engine's thread, and has two of its own."""
+    """Used from the engine's thread. Has two threads of its own."""
 
     def __init__(
         self, shelf: Shelf, *, host_blocks_XC: Bytes, on_change: Callable[[], None]
     ) -> None:
-        """``on_change`` is called, in a thread, when a check is done."""
+        """``on_change`` is called in another thread when a check is done."""
         self._shelf = shelf
         self._host_XC = host_blocks_XC
         self._on_change = on_change
         self._new: deque[tuple[Slot, Future[bytes]]] = deque()
-        self._equal: set[Slot] = set()  # Compared, and not used or filled since.
+        self._equal: set[Slot] = set()  # Checked slots that have not been used or filled since.
         self._writer = ThreadPoolExecutor(1, "quire-checksums")
         self._reader = ThreadPoolExecutor(1, "quire-checks")
 
     def filled(self, slot: Slot) -> None:
-        """A block has come to the slot, which is pinned: its bytes are what they should be. The pin
-        is taken off when its checksum is known."""
+        """Called when a block has been copied into a pinned slot. Starts to compute the checksum of
+        its bytes; the slot is unpinned when that is known."""
         self._equal.discard(slot)
         self._new.append((slot, self._writer.submit(checksum_of, self._host_XC[slot])))
 
     def settle(self, *, waits: bool = False) -> None:
-        """Takes in the checksums that were computed; ``waits``: all of them."""
+        """Stores the checksums that have been computed. With ``waits``, waits for all of them."""
         while self._new and (waits or self._new[0][1].done()):
             slot, checksum = self._new.popleft()
             self._shelf.set_checksum(slot, checksum.result())
             self._shelf.unpin(slot)
 
     def begin(self, slots: Sequence[Slot]) -> Check | None:
-        """Has a thread compare kept blocks that are to be used; ``None`` where that need not be.
-        `end` must follow."""
+        """Starts a check of kept blocks in a thread; `end` must follow. Returns ``None`` if they
+        are few or have been checked."""
         if len(slots) * self._host_XC.shape[1] <= _AT_ONCE_BYTES or self._equal.issuperset(slots):
             return None
         for slot in slots:
@@ -71,7 +71,7 @@ class Checker:
         return Check(slots, checksums)
 
     def end(self, check: Check) -> None:
-        """Takes in a check that is done, or gives one up."""
+        """Stores the results of a check that is done, or cancels it."""
         for slot, checksum in zip(check.slots, check.checksums, strict=True):
             checksum.cancel()
             is_known = checksum.done() and not checksum.cancelled()
@@ -80,7 +80,7 @@ class Checker:
             self._shelf.unpin(slot)
 
     def is_whole(self, slot: Slot) -> bool:
-        """Whether the kept block's bytes are still what they were."""
+        """Whether the kept block's bytes match its checksum, or that is not known yet."""
         if slot in self._equal:
             self._equal.discard(slot)
             return True

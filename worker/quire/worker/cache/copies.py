@@ -1,6 +1,6 @@
-"""Copies of blocks that wait for a step, and what may happen once the step that makes them has run.
+"""Block copies to be made by the next step, and callbacks for when that step has run.
 
-All copies go with the next step that is submitted, in the order in which they were asked for.
+The next submitted step makes all copies, in the order in which they were requested.
 """
 
 from collections import deque
@@ -19,40 +19,41 @@ _POOL, _HOST = 0, 1
 
 
 class Copies:
-    """Used from the engine's thread."""
+    """The pending copies. Used from the engine's thread."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[tuple[int, int], tuple[int, int]]] = []
-        # For each block, the last of the newest copies into the KV cache, which are made at once.
+        # By target: index of the copy into the KV cache, for the copies since the last `out`.
+        # These are made together.
         self._into: dict[BlockId, int] = {}
         self._then: list[Callable[[], None]] = []
         self._under_way: deque[list[Callable[[], None]]] = deque()
 
     def __len__(self) -> int:
-        """Copies that no step has."""
+        """Number of copies that no submitted step makes."""
         return len(self._copies)
 
     def out(self, block_id: BlockId, slot: Slot) -> None:
-        """Copies a block of the KV cache to host memory."""
+        """Adds a copy of a block of the KV cache to host memory."""
         self._copies.append(((_POOL, block_id), (_HOST, slot)))
         self._into.clear()
 
     def into(self, slot: Slot, block_id: BlockId) -> None:
-        """Copies a block in host memory to the KV cache."""
+        """Adds a copy of a block in host memory to the KV cache."""
         copy = ((_HOST, slot), (_POOL, block_id))
         place = self._into.get(block_id)
-        if place is not None:  # Whom that one was for has let go of the block.
+        if place is not None:  # The holder that the earlier copy was for has released the block.
             self._copies[place] = copy
             return
         self._into[block_id] = len(self._copies)
         self._copies.append(copy)
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` once the step that makes all copies asked for so far has run."""
+        """Calls ``callback`` once the step that makes all copies requested so far has run."""
         self._then.append(callback)
 
     def submitted(self) -> Ints | None:
-        """A step is submitted, which has to make the copies that this returns: ``[X, 2, 2]``."""
+        """Called when a step is submitted. Returns the copies that it must make: ``[X, 2, 2]``."""
         copies, self._copies = self._copies, []
         self._into.clear()
         callbacks, self._then = self._then, []
@@ -60,6 +61,6 @@ class Copies:
         return np.array(copies, dtype=np.int32) if copies else None
 
     def finished(self) -> None:
-        """The oldest step under way has run."""
+        """Called when the oldest step under way has run. Runs its callbacks."""
         for callback in self._under_way.popleft():
             callback()

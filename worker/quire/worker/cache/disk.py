@@ -1,16 +1,16 @@
-"""Blocks on a local disk, by name: bounded in bytes, and still there after a restart.
+"""A store of blocks on a local disk, by name. Its size is bounded, and it survives restarts.
 
     <kv_disk_dir>/<slot>/lock
     <kv_disk_dir>/<slot>/<identity>/<xx>/<block>-<parent>     one file a block, hexadecimal
     <kv_disk_dir>/<slot>/<identity>/unfinished/               deleted at the start
 
-Engines may share the folder: each takes the first slot that no other has locked, and with it what
-a former engine left there. Files of another identity (another model, another format) count toward
-the bound, and go first. A file appears whole or not at all, as it is renamed into its place; what a
-crash of the machine leaves of it is found out when it is read (`disk_file`).
+Engines may share the folder: each takes the first slot that no other has locked, with the files
+that an earlier engine left there. Files of another identity (another model, another format) count
+toward the bound, and are deleted first. A file appears whole or not at all, as it is renamed into
+its place; damage after a crash of the machine is detected when the file is read (`disk_file`).
 
-The index is in memory. Calls that only ask it (`__contains__`, `match`) never wait for the disk;
-`put` and `read` do, so that they are for threads other than an engine's.
+The index is in memory. Calls that only use the index (`__contains__`, `match`) never wait for the
+disk. `put` and `read` do, so they must not be called from an engine's thread.
 """
 
 import errno
@@ -38,11 +38,11 @@ _log = logging.getLogger(__name__)
 # C bytes of a block
 
 MAX_SLOTS = 1024
-"""Engines that may share a folder."""
+"""Most engines that can share a folder."""
 RETRY_S = 30.0
-"""After the disk refused a write, none is tried for so long."""
+"""After a failed write, no write is tried for this long."""
 TOUCH_S = 60.0
-"""A block's use is noted on disk at most this often."""
+"""A block's last use is written to disk at most this often."""
 
 _PAGE_BYTES = 4096
 _UNFINISHED = "unfinished"
@@ -51,32 +51,32 @@ _GONE = {errno.ENOENT, errno.ENOTDIR, errno.EIO, errno.ESTALE}
 
 
 class DiskReadError(Exception):
-    """A block cannot be had from disk. The message names its file and says why."""
+    """A block cannot be read from disk. The message names its file and the reason."""
 
     def __init__(self, path: Path, what: str, removed: Sequence[BlockHash] = ()) -> None:
         super().__init__(f"{path}: {what}")
         self.path = path
         self.what = what
         self.removed = tuple(removed)
-        """Blocks that are not on disk any more: this one and those behind it."""
+        """Blocks that are no longer on disk: this one and its descendants."""
 
 
 class BlockCorrupt(DiskReadError):
-    """Its bytes are not what was written. It was deleted."""
+    """A block's bytes differ from what was written. The block was deleted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Put:
-    """What became of a block that was to be written."""
+    """The result of writing a block."""
 
     error: str = ""
-    """Why it is not on disk; empty where it is."""
+    """Why the block is not on disk; empty if it is."""
     removed: tuple[BlockHash, ...] = ()
-    """Blocks that made room for it, whether it was written or not."""
+    """Blocks that were deleted to make room, whether or not the block was written."""
 
 
 class DiskStore:
-    """The blocks of one engine on its disk. Safe for threads."""
+    """The blocks of one engine on its disk. Thread-safe."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class DiskStore:
         max_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Takes a slot and looks through its files' names. ``identity`` is everything besides the
-        format that decides what a block of some name holds.
+        """Takes a slot and lists its files. ``identity`` covers everything besides the format that
+        determines the contents of a block with a given name.
 
         Raises:
             ConfigError: The folder cannot be used.
@@ -130,14 +130,14 @@ class DiskStore:
 
     @property
     def why_not(self) -> str:
-        """Why blocks are not written at present; empty where they are."""
+        """Why blocks are currently not written; empty if they are."""
         return self._pause if self._clock() < self._paused_until_s else ""
 
     def __contains__(self, block: BlockHash) -> bool:
         return block in self._index
 
     def match(self, hashes: Sequence[BlockHash]) -> int:
-        """How many of a chain's blocks are on disk, from the first on."""
+        """Length in blocks of the beginning of a chain that is on disk."""
         with self._lock:
             for number, block in enumerate(hashes):
                 if block not in self._index:
@@ -145,15 +145,15 @@ class DiskStore:
         return len(hashes)
 
     def blocks(self) -> list[Named]:
-        """All, each with its parent, parents before children."""
+        """All blocks, each with its parent. Parents come before children."""
         with self._lock:
             return self._index.blocks()
 
     def put(
         self, block: BlockHash, parent: BlockHash | None, bytes_C: Bytes, checksum: bytes
     ) -> Put:
-        """Writes a block, whose parent must be there. Does not raise: what the disk refuses is
-        logged, and then no write is tried for a while."""
+        """Writes a block, whose parent must be on disk. Does not raise: a failed write is logged,
+        and no further write is tried for `RETRY_S`."""
         with self._lock:
             if block in self._index:
                 self._index.use(block)
@@ -191,12 +191,11 @@ class DiskStore:
         return Put(error=error, removed=tuple(name for name, _ in removed))
 
     def read(self, block: BlockHash, into_C: Bytes) -> bytes:
-        """Fills ``into_C`` with a block's bytes, which have been checked, and returns their
-        checksum.
+        """Reads a block's bytes into ``into_C``, checks them, and returns their checksum.
 
         Raises:
-            BlockCorrupt: They are not what was written.
-            DiskReadError: It is not there, or the disk does not give it.
+            BlockCorrupt: The bytes differ from what was written.
+            DiskReadError: The block is not on disk, or the disk returned an error.
         """
         with self._lock:
             parent = self._index.parent(block) if block in self._index else None
@@ -219,11 +218,11 @@ class DiskStore:
         return checksum
 
     def discard(self, block: BlockHash) -> list[BlockHash]:
-        """Deletes a block and all behind it; returns those that were there. Waits for the disk."""
+        """Deletes a block and its descendants, and returns those deleted. Waits for the disk."""
         return self._forget(block)
 
     def close(self) -> None:
-        """Lets another engine have the slot. Nothing may be written afterwards."""
+        """Unlocks the slot for other engines. Nothing may be written afterwards."""
         with self._lock:
             self._pause, self._paused_until_s = "the store is closed", float("inf")
             lock, self._slot_lock = self._slot_lock, -1
@@ -231,7 +230,7 @@ class DiskStore:
             os.close(lock)
 
     def _load(self) -> None:
-        """Fills the index from the names of files, the least recently used first."""
+        """Fills the index from the names of files, least recently used first."""
         found: dict[BlockHash, tuple[int, BlockHash | None]] = {}
         bad: list[Path] = []
         for path, status in _files(self._folder):
@@ -252,7 +251,7 @@ class DiskStore:
         for block in sorted(found, key=lambda block: found[block][0]):
             if block in self._index:
                 self._index.use(block)
-            else:  # Of no use without the blocks before it.
+            else:  # Useless without the blocks before it.
                 bad.append(self._path(block, found[block][1]))
         self._num_bytes = len(self._index) * self._file_bytes
         _delete(bad)
@@ -267,8 +266,8 @@ class DiskStore:
         return ""
 
     def _make_room(self, num_bytes: int) -> tuple[list[Path], list[Named]]:
-        """Takes files out of the count until there is room, or none may go: foreign ones and
-        blocks. `_delete` must follow, without the lock."""
+        """Chooses files to delete, foreign files first and then blocks, until there is room or none
+        may be deleted. They count no longer. `_delete` must follow, without the lock."""
         foreign: list[Path] = []
         removed: list[Named] = []
         while self._num_bytes + num_bytes > self._max_bytes:
@@ -329,7 +328,7 @@ class DiskStore:
         return error
 
     def _forget(self, block: BlockHash) -> list[BlockHash]:
-        """Deletes a block and all behind it; returns those that were there."""
+        """Deletes a block and its descendants, and returns those deleted."""
         with self._lock:
             gone = self._index.remove_with_descendants(block)
             self._num_bytes -= len(gone) * self._file_bytes
@@ -343,7 +342,7 @@ class DiskStore:
 
 
 def _take_slot(folder: Path) -> tuple[Path, int]:
-    """Raises OSError, also where all are taken."""
+    """Locks the first free slot. Raises OSError, also if all slots are taken."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for number in range(MAX_SLOTS):
         slot = folder / str(number)
@@ -362,7 +361,7 @@ def _take_slot(folder: Path) -> tuple[Path, int]:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """All files two levels down, without opening any."""
+    """All files two levels below ``folder``. Opens none of them."""
     for fan in os.scandir(folder):
         if fan.is_dir(follow_symlinks=False) and fan.name != _UNFINISHED:
             for file in os.scandir(fan):
@@ -393,7 +392,7 @@ def _parse(name: str) -> Named | None:
 
 def _delete(paths: Iterable[Path]) -> None:
     for path in paths:
-        with suppress(OSError):  # It is not counted any more, and the next start looks again.
+        with suppress(OSError):  # The file no longer counts; the next start counts it again.
             path.unlink()
 
 

@@ -1,4 +1,4 @@
-"""Brings the blocks of pulls from the group's disk into host memory, in threads of its own."""
+"""Reads the blocks of pulls from the group's disk into host memory, in its own threads."""
 
 import logging
 import threading
@@ -13,33 +13,33 @@ _log = logging.getLogger(__name__)
 
 NUM_THREADS = 4
 CLOSE_S = 1.0
-"""Threads that a stalled disk keeps for longer are left behind."""
+"""How long `close` waits for threads; those blocked by a stalled disk are abandoned."""
 
 _TURN_S, _SLOT_WAIT_S = 0.005, 0.1
-"""How long a thread waits for a pull's next slot while other pulls wait for a thread, and else."""
+"""How long a thread waits for a pull's next slot: if other pulls wait for a thread, and if not."""
 
 
 class DiskFetcher:
     """A `quire.worker.cache.pull.Fetch` for pulls whose source is the disk.
 
-    A pull without a free slot waits in a queue, and takes no thread from others.
+    A pull without a free slot waits in a queue and occupies no thread.
     """
 
     def __init__(
         self, store: DiskStore, *, on_error: Callable[[DiskReadError], None] = lambda _: None
     ) -> None:
-        """``on_error`` is called in a fetcher's thread, before the pull ends: it says which blocks
-        are not on disk any more, and whether one was damaged."""
+        """``on_error`` is called in a fetcher's thread before the pull ends. The error says which
+        blocks are no longer on disk, and whether one was damaged."""
         self._store = store
         self._on_error = on_error
         self._jobs: deque[tuple[Pull, int]] = deque()
-        """Pulls, and how many of the blocks of each have landed."""
+        """Pulls, each with the number of its blocks that have been read."""
         self._changed = threading.Condition()
         self._is_closed = False
         self._threads: list[threading.Thread] = []
 
     def __call__(self, pull: Pull) -> None:
-        """Raises nothing; ends the pull where this is closed."""
+        """Queues a pull. If the fetcher is closed, ends the pull instead."""
         with self._changed:
             if not self._is_closed:
                 self._jobs.append((pull, 0))
@@ -52,7 +52,7 @@ class DiskFetcher:
         pull.end("disk: closed")
 
     def close(self) -> None:
-        """Ends all pulls, but for those that wait for the disk: these end when it answers."""
+        """Ends all pulls. Those that wait for the disk end when it responds."""
         with self._changed:
             self._is_closed = True
             left = list(self._jobs)
@@ -85,7 +85,8 @@ class DiskFetcher:
             pull.end("disk: closed")
 
     def _advance(self, pull: Pull, index: int) -> int:
-        """Fills the slots that it has; returns how many blocks have landed, -1 if it has ended."""
+        """Reads blocks into the pull's slots. Returns how many of its blocks have been read; -1 if
+        the pull has ended."""
         while True:
             if index == len(pull.hashes):
                 pull.end()

@@ -1,7 +1,7 @@
-"""One block's file: a header that names it and tells of its bytes, then the bytes.
+"""The file format of a block on disk: a header with its name, format and checksum, then its bytes.
 
-Nothing is read from a file that has not been checked: every byte of the header is compared, and the
-rest has a checksum. So files are never flushed: what a crash leaves of one is found out.
+A read checks every byte: the header is compared, and the rest has a checksum. So files need not be
+flushed: damage after a crash is detected.
 """
 
 import os
@@ -28,7 +28,7 @@ _NAMES = (
 
 
 class BadFile(Exception):
-    """A file is not what it should be; the message says in what."""
+    """A file is not a valid block file; the message says why."""
 
 
 def write_file(
@@ -43,7 +43,7 @@ def write_file(
     """Writes a new file.
 
     Raises:
-        OSError: It cannot be written, or is there. What was written of it stays.
+        OSError: The file exists or cannot be written. A partly written file is not removed.
     """
     header = _FIELDS.pack(*_expected(format, block, parent), checksum)
     left = [memoryview(header), bytes_C.data]
@@ -70,8 +70,8 @@ def read_file(
     """Fills ``into_C`` with the block's bytes and returns their checksum.
 
     Raises:
-        BadFile: It is no such file, or its bytes have another checksum. ``into_C`` holds anything.
-        OSError: It cannot be read.
+        BadFile: It is not this block's file, or the checksum differs. ``into_C`` is undefined.
+        OSError: The file cannot be read.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

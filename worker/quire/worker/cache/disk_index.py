@@ -1,7 +1,7 @@
-"""Which blocks a disk has, in which order they were used, and which goes next.
+"""The index of the blocks on a disk: which there are, their last use, and which to delete next.
 
-A block's parent is there too, always, so that no chain has a hole; so only a block without children
-may go. The index knows nothing of files.
+A block's parent is always in the index too, so that no chain has a hole. So only blocks without
+children are removed to make room. The index does not access files.
 """
 
 import heapq
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from quire.worker.api.hashing import BlockHash
 
 Named = tuple[BlockHash, BlockHash | None]
-"""A block and the one before it; ``None`` where it is the first of its chain."""
+"""A block and its parent; ``None`` for the first block of a chain."""
 
 
 @dataclass(slots=True)
@@ -24,13 +24,13 @@ class _Entry:
 
 
 class DiskIndex:
-    """Blocks by name. Not for two threads at once."""
+    """Blocks by name. Not thread-safe."""
 
     def __init__(self) -> None:
         self._entries: dict[BlockHash, _Entry] = {}
         self._num_uses = 0
         self._ends: list[tuple[int, BlockHash]] = []
-        """A heap of blocks without children, by their last use; and of what was once true."""
+        """A heap of blocks without children by their last use. It may have stale entries."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -39,16 +39,16 @@ class DiskIndex:
         return block in self._entries
 
     def parent(self, block: BlockHash) -> BlockHash | None:
-        """Raises KeyError where it is not there."""
+        """The block's parent. Raises KeyError if the block is not in the index."""
         return self._entries[block].parent
 
     def blocks(self) -> list[Named]:
-        """All, parents before children."""
+        """All blocks, parents before children."""
         roots = [block for block, entry in self._entries.items() if entry.parent is None]
         return [(block, self._entries[block].parent) for block in self._below(roots)]
 
     def add(self, block: BlockHash, parent: BlockHash | None) -> None:
-        """A block that is not there yet, and whose parent is. It is the last one used."""
+        """Adds a new block, whose parent must be in the index, as the most recently used one."""
         if parent is not None:
             self._entries[parent].children.add(block)
         self._entries[block] = _Entry(parent, 0)
@@ -60,7 +60,8 @@ class DiskIndex:
         self._offer(block)
 
     def wants_touch(self, block: BlockHash, *, now_s: float, every_s: float) -> bool:
-        """Whether its last use is to be noted on disk now, as it was not for so long."""
+        """Whether the block's last use should be written to disk now: the last write was at least
+        ``every_s`` ago. Records the write."""
         entry = self._entries[block]
         if now_s - entry.touched_s < every_s:
             return False
@@ -68,19 +69,19 @@ class DiskIndex:
         return True
 
     def pin(self, block: BlockHash) -> object:
-        """Until `unpin`, which takes what this returns, it does not go to make room."""
+        """Protects the block from removal to make room, until `unpin` with the returned object."""
         entry = self._entries[block]
         entry.num_pins += 1
         return entry
 
     def unpin(self, block: BlockHash, pin: object) -> None:
         entry = self._entries.get(block)
-        if entry is not None and entry is pin:  # else it was removed, as damaged ones are
+        if entry is not None and entry is pin:  # else it was removed, for example as damaged
             entry.num_pins -= 1
             self._offer(block)
 
     def pop_least_used(self) -> Named | None:
-        """Removes the block without children or pins that was not used for the longest time."""
+        """Removes and returns the least recently used block without children or pins, if any."""
         while self._ends:
             used, block = heapq.heappop(self._ends)
             entry = self._entries.get(block)
@@ -91,7 +92,7 @@ class DiskIndex:
         return None
 
     def remove_with_descendants(self, block: BlockHash) -> list[Named]:
-        """Removes what cannot be used without it too; returns all, children before parents."""
+        """Removes a block and its descendants. Returns them, children before parents."""
         if block not in self._entries:
             return []
         gone = [(each, self._entries[each].parent) for each in self._below([block])]
@@ -120,7 +121,7 @@ class DiskIndex:
             heapq.heapify(self._ends)
 
     def _below(self, blocks: Iterable[BlockHash]) -> Iterator[BlockHash]:
-        """These and all their descendants, parents before children."""
+        """These blocks and all their descendants, parents before children."""
         left = list(blocks)
         while left:
             block = left.pop()

@@ -1,8 +1,8 @@
-"""Writes blocks that the KV cache evicts to disk, with all before them that the disk lacks; and,
-when the engine is closed, those that it still has.
+"""Saves blocks to disk that the KV cache evicts, with all earlier blocks of the chain that the disk
+lacks. When the engine is closed, also saves the blocks that it still has.
 
-A block's bytes are taken from host memory where they are kept, else through a free slot. What does
-not find room on the way is left out: it costs a later request its computation, and nothing waits.
+A block's bytes are read from host memory if it is kept there, else copied through a free slot.
+Without a free slot, a block is not saved: a later request recomputes it, but nothing waits.
 """
 
 import threading
@@ -20,9 +20,9 @@ from quire.worker.cache.disk import DiskStore, Put
 from quire.worker.cache.shelf import Shelf
 
 _SLOT_SHARE = 0.25
-"""Part of the free slots, and of all slots, that blocks on their way to disk may take."""
+"""Share of the free slots, and of all slots, that blocks being saved may use."""
 CLOSE_S = 5.0
-"""How long blocks are still written when the engine is closed."""
+"""How long blocks are written when the engine is closed."""
 _LOOK_S = 0.002
 
 
@@ -32,11 +32,11 @@ class _Job:
     parent: BlockHash | None
     slot: Slot
     is_kept: bool
-    """Whether the slot keeps the block; else it is free once the block is written."""
+    """Whether the slot keeps the block; if not, it is freed once the block is written."""
 
 
 class DiskSaver:
-    """Used from the engine's thread; it has one of its own, which writes."""
+    """Used from the engine's thread. Has its own thread that writes."""
 
     def __init__(
         self,
@@ -48,26 +48,25 @@ class DiskSaver:
         host_blocks_XC: Bytes,
         on_corrupt: Callable[[BlockHash], None],
     ) -> None:
-        """``on_corrupt`` is told, by `settle`, of a kept block whose bytes are not what they
-        were."""
+        """`settle` calls ``on_corrupt`` with a kept block whose checksum does not match."""
         self._disk = disk
         self._pool = pool
         self._shelf = shelf
         self._copies = copies
         self._host_XC = host_blocks_XC
         self._on_corrupt = on_corrupt
-        self._coming: set[BlockHash] = set()  # On their way.
+        self._coming: set[BlockHash] = set()  # Blocks being saved.
         self._num_slots = 0
         self._jobs: deque[_Job] = deque()
         self._done: deque[tuple[_Job, Put | None]] = deque()
-        """Jobs that are over; without a `Put` the bytes were corrupt."""
+        """Finished jobs. ``None`` instead of a `Put` means that the block was corrupt."""
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
     def save(self, name: BlockHash, parent: BlockHash | None) -> bool:
-        """Has a block written that the KV cache or host memory has. Whether it is on disk or on its
-        way."""
+        """Starts to save a block of the KV cache or host memory. Returns whether it is on disk or
+        being saved."""
         chain: list[tuple[BlockHash, BlockHash | None]] = []
         at: BlockHash | None = name
         before = parent
@@ -81,7 +80,7 @@ class DiskSaver:
                 elif at in self._shelf:
                     before = self._shelf.parent(at)
                 elif at not in self._coming and at not in self._disk:
-                    return False  # The disk keeps no chain with a hole.
+                    return False  # Chains on disk have no holes.
         jobs = []
         for each, its_parent in reversed(chain):
             job = self._job(each, its_parent)
@@ -96,13 +95,13 @@ class DiskSaver:
     def save_all(
         self, named: Sequence[tuple[BlockHash, BlockHash | None]], run_copies: Callable[[], None]
     ) -> None:
-        """Has blocks written, parents before children, and waits for that; `CLOSE_S` at most.
-        ``run_copies`` runs a step that makes all copies."""
+        """Saves blocks, parents before children, and waits for at most `CLOSE_S`. ``run_copies``
+        runs a step that makes all copies."""
         until_s = time.monotonic() + CLOSE_S
         for name, parent in named:
             while not self.save(name, parent) and time.monotonic() < until_s:
                 if not self._coming:
-                    break  # It has no room at all.
+                    break  # There is no room even for one block.
                 run_copies()
                 self._wait_for_some(until_s)
         run_copies()
@@ -110,8 +109,8 @@ class DiskSaver:
             self._wait_for_some(until_s)
 
     def settle(self) -> tuple[list[BlockHash], list[BlockHash]]:
-        """Gives back the slots of what was written; returns which blocks came to disk, and which
-        made room for them."""
+        """Frees the slots of finished jobs. Returns the blocks that were written to disk, and those
+        that were deleted to make room."""
         stored, removed = list[BlockHash](), list[BlockHash]()
         while self._done:
             job, put = self._done.popleft()
@@ -130,11 +129,11 @@ class DiskSaver:
 
     @property
     def num_coming(self) -> int:
-        """Blocks on their way."""
+        """Number of blocks being saved."""
         return len(self._coming)
 
     def close(self) -> None:
-        """Ends the thread, when what it has is written or after `CLOSE_S`."""
+        """Ends the thread when its jobs are written, or abandons it after `CLOSE_S`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -142,13 +141,14 @@ class DiskSaver:
             self._thread.join(CLOSE_S)
 
     def _wait_for_some(self, until_s: float) -> None:
-        """Waits for the thread to end some job."""
+        """Waits until the thread has finished a job or ``until_s``; settles finished jobs."""
         while not self._done and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
         self.settle()
 
     def _job(self, name: BlockHash, parent: BlockHash | None) -> _Job | None:
-        """Where the block's bytes will be once the next step has run."""
+        """A job whose slot has the block's bytes once the next step has run; ``None`` if there is
+        no room."""
         if len(self._coming) >= max(1.0, _SLOT_SHARE * self._shelf.num_slots):
             return None
         kept = self._shelf.find(name)
@@ -167,7 +167,7 @@ class DiskSaver:
         return _Job(name, parent, taken[0], is_kept=False)
 
     def _begin(self, jobs: list[_Job]) -> None:
-        """The bytes are there."""
+        """Passes jobs to the thread. Called when the bytes are in their slots."""
         with self._changed:
             self._jobs += jobs
             self._changed.notify()

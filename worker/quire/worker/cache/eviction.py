@@ -1,12 +1,12 @@
-"""Which cached block is evicted when a new one is needed.
+"""Eviction policies: choose the cached block to evict when a new block is needed.
 
 A *policy* observes the events of one pool's registered blocks and chooses the block to evict. It
-only chooses among blocks that the pool offers, those that nobody holds and that have no children,
-so that no policy can cut a chain in its middle or keep its end longer than its beginning. A policy
-sees neither clock nor randomness: the same events give the same choices.
+only chooses among blocks that the pool offers: those that nobody holds and that have no children.
+So no policy can cut a chain in its middle or keep its end longer than its beginning. A policy
+uses neither clock nor randomness: the same events give the same choices.
 
-`now` is the pool's clock: it ticks once per block allocated. An *age* is the ticks since the last
-holder released it; after as many ticks as the pool has blocks, plain LRU would have evicted it.
+``now`` is the pool's clock: it ticks once per block allocated. A block's *age* is the ticks since
+its last holder released it. At an age equal to the pool's size, plain LRU would have evicted it.
 """
 
 import heapq
@@ -19,62 +19,63 @@ from quire.worker.api.hashing import BlockHash
 
 
 class EvictionPolicy(Protocol):
-    """Block ids are below the pool's ``num_blocks``, and stand for a block while it has a name."""
+    """The events of a pool. An id is below ``num_blocks`` and identifies a block while it is
+    registered."""
 
     def stored(
         self, block_id: int, block_hash: BlockHash, *, position: int, now: int, num_hits: int = 0
     ) -> None:
-        """The block has got its name. ``position`` is its first token's index in the sequence;
-        ``num_hits`` it had outside this pool."""
+        """The block was registered. ``position`` is its first token's index in the sequence;
+        ``num_hits`` are its hits outside this pool."""
 
     def hit(self, block_id: int) -> None:
-        """A request found the block, cached or held by others."""
+        """A request found the block, which was cached or held by other requests."""
 
     def num_hits(self, block_id: int) -> int:
-        """How often requests found it, as far as that is known."""
+        """How often requests have found the block, as far as the policy counts."""
 
     def held(self, block_id: int, *, now: int) -> None:
         """The cached block is held again and cannot be evicted."""
 
     def released(self, block_id: int, *, now: int) -> None:
-        """Its last holder released it: the block is cached."""
+        """The last holder released the block, which is now cached."""
 
     def offer(self, block_id: int, *, now: int) -> None:
-        """The cached block has no children, or lost the last one: it may be evicted."""
+        """The cached block has no children (any more): it may be evicted."""
 
     def evict(self, *, now: int) -> int:
-        """Takes one of the blocks on offer, of which there is one at least: it loses its name."""
+        """Chooses one of the offered blocks, of which there must be one. It is unregistered."""
 
 
 PolicyFactory = Callable[[int], EvictionPolicy]
-"""From a pool's number of blocks to a policy of its own."""
+"""Makes the policy of a pool with a number of blocks."""
 
 _NUM_CLASSES = 7
-"""By hits: 0, 1, 2–3, 4–7, 8–15, 16–31, more. More of them would learn more slowly."""
+"""Classes by hits: 0, 1, 2–3, 4–7, 8–15, 16–31, more. More classes would learn more slowly."""
 _MAX_HITS = 255
 _BUCKETS_PER_POOL = 16
-"""The youngest bucket of ages is this part of the pool wide; each next one is twice as wide."""
+"""The first bucket of ages covers 1/16 of the pool's turnover; each next one is twice as wide."""
 _NUM_BUCKETS = 8
-"""The last begins at 8 turnovers of the pool. Hardly a ghost is remembered for so long: a block
-that has waited longer than any that came back is worth nothing."""
+"""The last bucket begins at 8 turnovers of the pool. Ghosts are hardly remembered for so long: a
+block that has waited longer than any that was requested again is worth nothing."""
 _GHOSTS_PER_BLOCK = 4
 _MAX_GHOSTS = 2_000_000
 _DECAY = 0.93
-"""Share of earlier counts that remains after half a turnover of the pool."""
+"""Share of the counts that remains after half a turnover of the pool."""
 _CHOICES_PER_POOL = 64
-"""Worths are compared again at the latest after this part of the pool was allocated."""
+"""Worths are compared again at the latest after 1/64 of the pool was allocated."""
 
 
 class LowestUtility:
     """Evicts the block with the fewest expected hits per tick of residence.
 
-    Blocks with the same number of hits form a class. Of each class it learns how many blocks come
-    back at which age, also after they were evicted: *ghosts* are the names of evicted blocks, with
-    their hits. From that follows the worth of a block of some age: hits per block and tick if kept
-    for the best time from now on (its Gittins index; the same quantity, without the choice of time,
-    is the hit density of LHD, NSDI'18). The oldest block of the class and age with the least worth
-    is evicted: the oldest of all where worth falls with age, and one of the newest where it rises,
-    as with blocks that return after a fixed period.
+    Blocks with similar numbers of hits form a class. For each class, the policy learns how many
+    blocks are requested again at which age, also after eviction: *ghosts* are the names of evicted
+    blocks, with their hits. This gives the worth of a block at an age: hits per block and tick if
+    kept for the best time from now on (its Gittins index; with a fixed time this is the hit density
+    of LHD, NSDI'18). The policy evicts the oldest block of the class and age with the least worth:
+    the oldest of all if worth falls with age, and one of the newest if it rises, as for blocks that
+    are requested again after a fixed period.
 
     O(log n) per event; remembers `_GHOSTS_PER_BLOCK` evicted blocks for each block of the pool.
     """
@@ -97,7 +98,7 @@ class LowestUtility:
         self._returned = [[0.0] * _NUM_BUCKETS for _ in range(_NUM_CLASSES)]
         self._worth = [[0.0] * _NUM_BUCKETS for _ in range(_NUM_CLASSES)]
         self._next_learning = 0
-        self._choice = self._queues[0][0]  # Of the class and age worth least.
+        self._choice = self._queues[0][0]  # The queue with the least worth.
         self._next_choice = 0
 
     def stored(
@@ -134,7 +135,7 @@ class LowestUtility:
         self._queues[self._class_of[block_id]][bucket].push(block_id, since)
 
     def withdraw(self, block_id: int) -> None:
-        """The block, which is cached as before, may not be evicted until it is offered again."""
+        """The block stays cached, but may not be evicted until it is offered again."""
         self._queues[self._class_of[block_id]][self._queue_of[block_id]].remove(block_id)
 
     def evict(self, *, now: int) -> int:
@@ -154,7 +155,7 @@ class LowestUtility:
         return block_id
 
     def _choose(self, now: int) -> None:
-        """Finds the class and age worth least; of equals, those whose oldest waits longest."""
+        """Finds the class and age with the least worth; of equals, that with the oldest block."""
         if now >= self._next_learning:
             self._learn()
             self._next_learning = now + max(self._num_blocks // 2, 64)
@@ -168,7 +169,8 @@ class LowestUtility:
         self._next_choice = now + self._num_blocks // _CHOICES_PER_POOL + 1
 
     def _oldest(self, queues: list["EvictionQueue[int]"], bucket: int, now: int) -> int | None:
-        """Since when the oldest block of a bucket waits, after those too old for it moved on."""
+        """The tick at which the oldest block of a bucket was released; ``None`` if it is empty.
+        First moves blocks that are too old to the next bucket."""
         queue = queues[bucket]
         while (since := queue.lowest()) is not None and self._bucket(now - since) > bucket:
             block_id = queue.pop()
@@ -183,10 +185,10 @@ class LowestUtility:
     def _learn(self) -> None:
         """Computes the worth of blocks from the counts, and decays the counts.
 
-        Blocks released and blocks returned fade alike, so that in a steady state their ratio is
-        the share that returns, without waiting for the fate of those still out. Until then a
-        class looks worse than it is, and one of many hits fills last: so more hits are never worth
-        less.
+        Counts of released and of returned blocks decay alike, so that in a steady state their ratio
+        is the share that returns, without waiting for blocks that may still return. Before that, a
+        class looks worse than it is, and classes of many hits reach it last. So a class is never
+        worth less than one with fewer hits.
         """
         floor = [0.0] * _NUM_BUCKETS
         for class_id, returned in enumerate(self._returned):
@@ -197,16 +199,16 @@ class LowestUtility:
 
 
 def _worth_by_age(num_released: float, returned: list[float]) -> list[float]:
-    """Per bucket of ages, the hits per block and tick of a block that has got so old.
+    """For each bucket of ages, the hits per tick of a block that has reached it.
 
-    A block is kept until the end of whichever later bucket makes that ratio the largest: hits
-    that come late count only as far as they pay for the wait.
+    The block is assumed to be kept until the end of the bucket that maximizes this ratio: late
+    hits count only as far as they pay for the wait.
     """
     hits: list[float] = []
     ticks: list[float] = []
-    num_left = num_released + 1  # One that never comes back: few samples promise nothing.
+    num_left = num_released + 1  # Plus one that never returns: few samples show little.
     for bucket, count in enumerate(returned):
-        # Counts have faded since the releases that they are of: more may return than are left.
+        # The releases have decayed for longer than the returns, so more may return than are left.
         num_left = max(num_left, count)
         hits.append(count)
         ticks.append((num_left - count / 2) * 2**bucket)
@@ -224,7 +226,8 @@ Score = TypeVar("Score", int, float)
 
 
 class EvictionQueue(Generic[Score]):
-    """Blocks by score. Each operation is O(log n); removing marks, popping skips what is marked."""
+    """A priority queue of blocks by score. Operations are O(log n); `remove` leaves a stale entry
+    that `pop` skips."""
 
     def __init__(self) -> None:
         self._scores: dict[int, Score] = {}
@@ -241,7 +244,7 @@ class EvictionQueue(Generic[Score]):
             heapq.heapify(self._heap)
 
     def remove(self, block_id: int) -> None:
-        """Takes ``block_id`` out of the queue, if it is there."""
+        """Removes ``block_id`` if it is in the queue."""
         self._scores.pop(block_id, None)
 
     def lowest(self) -> Score | None:
@@ -255,7 +258,7 @@ class EvictionQueue(Generic[Score]):
         return None
 
     def pop(self) -> int:
-        """Takes out the block of lowest score. The queue must not be empty."""
+        """Removes and returns the block with the lowest score. The queue must not be empty."""
         while True:
             score, block_id = heapq.heappop(self._heap)
             if self._scores.get(block_id) == score:

@@ -1,8 +1,8 @@
-"""Host memory for blocks outside the KV cache: one array, which the engine's process and all ranks
-of its node map.
+"""Host memory for blocks outside the KV cache: one array that the engine's process and all ranks of
+its node map.
 
-A page of it costs memory once it is touched, and the first touch is ten times as slow as later
-ones. So the part through which blocks travel is touched at the start.
+A page uses memory once it is touched, and the first touch is ten times as slow as later ones. So
+the part that transfers use is touched at the start.
 """
 
 import mmap
@@ -16,11 +16,11 @@ from quire.worker.api.kv_format import Bytes, KvFormat
 # X blocks outside the cache   C bytes of one of them
 
 MIN_SLOTS = 32
-"""Blocks that have room where there is host memory at all."""
+"""Least number of slots, if there is host memory at all."""
 
 
 def num_host_blocks(config: EngineConfig, format: KvFormat) -> int:
-    """Slots of host memory, each for one block; 0 where ``config`` asks for none."""
+    """Number of slots of host memory, each for one block; 0 if ``config`` needs none."""
     if not config.host_kv_bytes:
         return 0
     return max(MIN_SLOTS, config.host_kv_bytes // format.block_bytes)
@@ -34,10 +34,10 @@ def host_bytes(format: KvFormat, *, num_slots: int) -> int:
 def map_host_blocks(
     format: KvFormat, *, num_slots: int, fd: int | None = None, offset: int = 0
 ) -> Bytes | None:
-    """``[X, C]``, mapped as long as somebody has it; ``None`` where there are no slots.
+    """Maps the array ``[X, C]``, until nothing refers to it; ``None`` if there are no slots.
 
-    ``fd`` is a file that has `host_bytes` from ``offset`` on, a multiple of the page size; without
-    one, the memory is this process's alone. To be called before anything is written there: the
+    ``fd`` is a file that has `host_bytes` from ``offset`` on, a multiple of the page size. Without
+    it, the memory is private to this process. Must be called before anything is written there: the
     first `STAGING_BYTES` are touched.
     """
     if not num_slots:
@@ -47,7 +47,7 @@ def map_host_blocks(
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     else:
         memory = mmap.mmap(fd, size, offset=offset)
-    with suppress(OSError):  # A kernel may have none.
+    with suppress(OSError):  # The kernel may not support huge pages.
         memory.madvise(mmap.MADV_HUGEPAGE)
     bytes_all = np.frombuffer(memory, np.uint8)
     bytes_all[: STAGING_BYTES : mmap.PAGESIZE] = 0
@@ -55,7 +55,7 @@ def map_host_blocks(
 
 
 def host_offset(shared_bytes: int) -> int:
-    """Where host memory begins behind so many bytes of a file."""
+    """The offset of host memory in a file that begins with ``shared_bytes`` other bytes."""
     return _whole_pages(shared_bytes)
 
 

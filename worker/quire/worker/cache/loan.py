@@ -1,8 +1,7 @@
-"""Blocks that a group lends to another one, or to its own disk.
+"""A loan: blocks that a group sends to another group.
 
-The engine holds a reference to each, so that none is evicted, and copies them, a few in each step,
-into slots of host memory. A consumer takes them from there in a thread of its own and gives the
-slots back.
+The engine holds a reference to each block, so that none is evicted, and copies a few in each step
+into slots of host memory. A consumer reads them from there in its own thread and returns the slots.
 """
 
 import threading
@@ -18,22 +17,23 @@ from quire.worker.cache.checksum import checksum_of
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """A block whose bytes lie in host memory until the consumer gives the slot back."""
+    """A block whose bytes are in host memory until the consumer returns the slot."""
 
     index: int
-    """Which of the loan's blocks it is."""
+    """Index of the block in the loan."""
     slot: int
     checksum: bytes = b""
-    """XXH3 of its bytes, 128 bits; until the consumer has it, what it must be, if that is known."""
+    """XXH3 of its bytes, 128 bits. Before `Loan.next` returns the block: the expected checksum, or
+    empty if it is not known."""
     is_kept: bool = False
-    """It lay in host memory before, so that no step has copied it."""
+    """Whether host memory kept the block already, so that no step has copied it."""
 
 
 class Loan:
-    """Some blocks, parents before children. Safe for threads: the engine's and the consumer's.
+    """Lent blocks, parents before children. Thread-safe: used by the engine and the consumer.
 
-    ``hashes`` are their names; ``parents`` the name of the block before each, and ``None`` for the
-    first of a chain.
+    ``hashes`` are their names. ``parents`` has the name of each block's parent; ``None`` for the
+    first block of a chain.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Loan:
         on_change: Callable[[], None],
         pause_s: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
-        """``on_change`` is called, in the consumer's thread, when there are slots to take back.
-        ``pause_s`` tells how long to wait before so many bytes of kept blocks are read."""
+        """``on_change`` is called in the consumer's thread when it returns slots. ``pause_s`` says
+        how many seconds to wait before a number of bytes of kept blocks are read."""
         self.hashes = hashes
         self.parents = parents
         self.format = format
@@ -65,13 +65,13 @@ class Loan:
 
     @property
     def error(self) -> str:
-        """Why no more blocks come; empty while they do."""
+        """Why the loan has ended; empty while more blocks follow."""
         return self._error
 
     def next(self, timeout_s: float) -> Lent | None:
-        """The next block, in order; ``None`` after ``timeout_s`` and once there is an `error`. Its
-        checksum is computed here, beside the engine's steps; one that differs from the known one
-        ends the loan."""
+        """The next block, in order; ``None`` after ``timeout_s`` and once there is an `error`.
+        Computes the checksum here, in parallel with the engine's steps. If it differs from the
+        expected one, the loan ends."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error, timeout_s)
             lent = self._ready.popleft() if self._ready else None
@@ -92,13 +92,14 @@ class Loan:
         return None
 
     def give_back(self, slot: int) -> None:
-        """The block's bytes are not read any more."""
+        """Returns a slot whose bytes the consumer has read."""
         with self._changed:
             self._returned.append(slot)
         self._on_change()
 
     def close(self) -> None:
-        """No more blocks are wanted, and no slot is read any more. Must be called once."""
+        """Ends the loan: the consumer wants no more blocks and reads no slot any more. Must be
+        called once."""
         with self._changed:
             self._is_closed = True
         self._on_change()
@@ -116,20 +117,20 @@ class Loan:
                 self._changed.notify()
 
     def take_corrupt(self) -> list[BlockHash]:
-        """Blocks that were found not to be what they should be, since the last call."""
+        """Blocks whose checksum did not match, since the last call."""
         with self._changed:
             corrupt, self._corrupt = self._corrupt, []
             return corrupt
 
     def take_returned(self) -> list[int]:
-        """Slots that were given back since the last call. With a closed loan, all others too are
-        free."""
+        """Slots that were returned since the last call. When a loan is closed, all of its other
+        slots are free too."""
         with self._changed:
             returned, self._returned = self._returned, []
             return returned
 
     def fail(self, error: str) -> None:
-        """No more blocks come."""
+        """Ends the loan with an error."""
         with self._changed:
             self._error = error
             self._changed.notify()

@@ -1,11 +1,11 @@
-"""Loans under way: their blocks go from the KV cache, or from where host memory keeps them, to
-threads that send them to other groups.
+"""The loans under way: passes blocks from the KV cache and host memory to threads that send them to
+other groups.
 
-A loan's blocks are held until it ends: closed by its consumer, or because its lease is over. While
-sequences decode, copies for loans take a small share of each step. What host memory keeps is lent
-from where it lies, and a chain that lies there whole without the engine's thread: `lend_kept` does
-not wait for a step. While sequences decode, it is read as slowly as others are copied: on a CPU,
-the decodes need the memory's bandwidth.
+A loan's blocks are held until it ends: its consumer closes it, or its lease expires. While
+sequences decode, copies for loans take a small share of each step. Blocks in host memory are lent
+in place. If host memory has a whole chain, `lend_kept` lends it without waiting for a step. While
+sequences decode, blocks in host memory are read at the rate of copies: on a CPU, the decodes need
+the memory bandwidth.
 """
 
 from collections import deque
@@ -23,12 +23,12 @@ from quire.worker.cache.shelf import Shelf
 MAX_LOANS = 16
 LEASE_S = 30.0
 _STEP_SHARE = 0.02
-"""Part of the steps' time that all loans together may take while sequences decode."""
+"""Most of the steps' time that all loans together may take while sequences decode."""
 _POOL_SHARE = 0.5
-"""Part of the KV cache that all loans together hold at most."""
+"""Most of the KV cache that all loans together may hold."""
 _ALL_HELD = "busy: loans hold as much of the KV cache as they may"
 _BYTES_PER_S = 4e9
-"""About how fast blocks are copied; the share above is small enough for an estimate."""
+"""Estimated copy rate. `_STEP_SHARE` is so small that an estimate is enough."""
 
 
 @dataclass(eq=False)
@@ -36,17 +36,17 @@ class _Lending:
     loan: Loan
     until_s: float
     blocks: deque[tuple[int, BlockId | None, Slot | None]]
-    """Those that are not lent yet: which, and where in the KV cache or in host memory."""
+    """Blocks that are not lent yet: index in the loan, and place in the KV cache or host memory."""
     holds: list[BlockId]
     pins: set[Slot] = field(default_factory=set)
-    """Slots of the shelf that are pinned for it."""
+    """Slots with kept blocks that are pinned for the loan."""
     out: set[Slot] = field(default_factory=set)
-    """Slots that it has, of free ones."""
+    """Free slots that were taken for copies of the loan's blocks."""
     num_copying: int = 0
 
 
 class Loans:
-    """Used from the engine's thread."""
+    """Used from the engine's thread, except `lend_kept`."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Loans:
         on_corrupt: Callable[[BlockHash], None],
         clock: Callable[[], float],
     ) -> None:
-        """``on_corrupt`` is told of a kept block whose bytes are not what they were."""
+        """``on_corrupt`` is called with a kept block whose checksum does not match."""
         self.num_lent_tokens = 0
         self._pool = pool
         self._shelf = shelf
@@ -71,9 +71,9 @@ class Loans:
         self._on_corrupt = on_corrupt
         self._clock = clock
         self._lendings = deque[_Lending]()
-        self._begun = deque[_Lending]()  # By other threads.
+        self._begun = deque[_Lending]()  # New loans from other threads.
         self._num_held = 0
-        self._credit = 0.0  # Bytes that loans may still take.
+        self._credit = 0.0  # Bytes that may still be copied for loans.
         self._pace = Pace(_STEP_SHARE * _BYTES_PER_S)
         self._is_decoding = False
 
@@ -82,8 +82,8 @@ class Loans:
         return len(self._lendings) + len(self._begun)
 
     def lend(self, hashes: BlockHashes) -> Loan | str:
-        """The longest beginning of ``hashes`` that the KV cache has, then host memory; or why none
-        is lent."""
+        """Lends the longest prefix of ``hashes`` that is in the KV cache and then in host memory.
+        Returns a reason if none is lent."""
         if self.num_loans >= MAX_LOANS:
             return f"busy: {self.num_loans} loans are under way"
         found = self._pool.match(hashes)
@@ -97,7 +97,7 @@ class Loans:
         return self._begin(names, parents, block_ids, slots)
 
     def lend_kept(self, hashes: BlockHashes) -> Loan | None:
-        """All of ``hashes``, if host memory keeps them. May be called in any thread."""
+        """Lends ``hashes`` if host memory has them all. Can be called from any thread."""
         if self.num_loans >= MAX_LOANS or not hashes:
             return None
         pinned = self._shelf.pin_all(hashes)
@@ -113,7 +113,8 @@ class Loans:
         return loan
 
     def lend_most_useful(self, num_bytes: int) -> Loan | str:
-        """Blocks of the KV cache that requests find most often, with those before them."""
+        """Lends up to ``num_bytes`` of the most requested blocks of the KV cache, each with all
+        blocks before it in its chain. Returns a reason if none is lent."""
         if self.num_loans >= MAX_LOANS:
             return f"busy: {self.num_loans} loans are under way"
         if not self._most_held:
@@ -126,10 +127,11 @@ class Loans:
         return self._begin(names, [parent for _, parent in named], block_ids, [])
 
     def advance(self, *, is_decoding: bool, step_s: float) -> None:
-        """Takes back what consumers have read, and has more copied for them, by turns."""
+        """Takes back slots that consumers have read, and schedules copies of more blocks. Loans
+        take turns."""
         self._is_decoding = is_decoding
         per_step = _STEP_SHARE * step_s * _BYTES_PER_S
-        # What a step leaves adds up to a block, where a block is more than a step's share.
+        # Unused bytes accumulate up to one block, since a block may exceed a step's share.
         self._credit = min(self._credit + per_step, max(per_step, self._format.block_bytes))
         if not is_decoding:
             self._credit = float("inf")
@@ -153,7 +155,8 @@ class Loans:
                 self._lend_some(lending)
 
     def yield_room(self) -> bool:
-        """Lets go of all blocks of the KV cache, which ends their loans; whether there were any."""
+        """Releases all blocks of the KV cache, and so ends their loans. Returns whether there were
+        any."""
         had_some = self._num_held > 0
         for lending in self._lendings:
             if lending.holds:
@@ -195,11 +198,11 @@ class Loans:
 
     @property
     def _most_held(self) -> int:
-        """How many blocks one loan more may hold."""
+        """Most blocks that a new loan may hold."""
         return max(0, int(_POOL_SHARE * self._pool.num_blocks) - self._num_held)
 
     def _fail(self, lending: _Lending, reason: str) -> None:
-        """Lends no more; slots come back when the consumer has read them."""
+        """Ends a loan. Its slots are taken back when the consumer has read them."""
         if not lending.loan.error:
             lending.loan.fail(reason)
         lending.blocks.clear()
@@ -213,7 +216,7 @@ class Loans:
         return [parent, *list(names)[:-1]]
 
     def _lend_some(self, lending: _Lending) -> None:
-        """Has as many blocks copied or lent as the credit and the free slots allow."""
+        """Copies or lends as many blocks as the credit and the free slots allow."""
         ready: list[tuple[int, Slot]] = []
         most = max(1, (self._shelf.num_free + len(lending.out)) // (2 * len(self._lendings)))
         while lending.blocks:
@@ -221,7 +224,7 @@ class Loans:
             if block_id is None:
                 assert slot is not None
                 if ready or lending.num_copying:
-                    break  # Blocks are lent in their order.
+                    break  # Blocks are lent in order.
                 self._lend(lending, Lent(index, slot, self._shelf.checksum(slot), is_kept=True))
             elif (
                 self._credit >= self._format.block_bytes
@@ -261,8 +264,8 @@ class Loans:
             self._shelf.unpin(slot)
 
     def _let_go(self, lending: _Lending) -> None:
-        """Drops the references to blocks of the KV cache: copies under way are made all the same,
-        before any step that writes there."""
+        """Drops the references to blocks of the KV cache. Copies under way are still made, before
+        any step that writes to these blocks."""
         self._pool.release(lending.holds)
         self._num_held -= len(lending.holds)
         lending.holds = []
@@ -270,7 +273,7 @@ class Loans:
     def _end(self, lending: _Lending) -> None:
         self._lendings.remove(lending)
         self._let_go(lending)
-        if lending.num_copying:  # Their slots come back when the step has run.
+        if lending.num_copying:  # The slots of these copies are free when the step has run.
             copying = lending
             self._copies.then(lambda: self._take_back_all(copying))
         else:

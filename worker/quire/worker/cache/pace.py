@@ -1,11 +1,11 @@
-"""How fast bytes may be read, by any number of threads together."""
+"""A rate limit for bytes that several threads read."""
 
 import threading
 import time
 
 
 class Pace:
-    """Safe for threads."""
+    """Limits reads to ``bytes_per_s`` for all threads together. Thread-safe."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -13,7 +13,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def delay_s(self, num_bytes: int) -> float:
-        """How long to wait before so many bytes are read."""
+        """Seconds that the caller must wait before it reads ``num_bytes``."""
         with self._lock:
             now_s = time.monotonic()
             begin_s = max(self._free_s, now_s)

@@ -1,9 +1,9 @@
-"""Blocks on their way into a group's host memory, from its disk or from another group.
+"""A pull: a transfer of blocks into a group's host memory, from its disk or from another group.
 
-An engine wants some blocks of one chain and makes a `Pull`. A *fetcher* brings them, in order, in a
-thread of its own: it takes a slot of host memory, fills it, and says which block lies there. The
-engine copies it into the cache with its next step and grants the slot again. So a pull of any
-length needs only a few slots, and waits where the engine has no room.
+An engine makes a `Pull` of some blocks of one chain. A *fetcher* delivers them, in order, in its
+own thread: it takes a slot of host memory, fills it, and says which block is there. The engine
+copies the block into the cache with its next step and grants the slot again. So a pull of any
+length needs only a few slots, and waits while the engine has no room.
 """
 
 import threading
@@ -18,24 +18,24 @@ from quire.worker.api.kv_format import Bytes, KvFormat, PeerSource
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A block that has arrived whole, and whose bytes were checked."""
+    """A block that has arrived completely and whose bytes have been checked."""
 
     index: int
-    """Which of the pull's blocks it is."""
+    """Index of the block in the pull."""
     slot: int
-    """Where in host memory."""
+    """The block's slot in host memory."""
     checksum: bytes
-    """XXH3 of its bytes, 128 bits, as its source told."""
+    """XXH3 of its bytes, 128 bits, as sent by its source."""
 
 
 Source = PeerSource | None
-"""Where a pull's blocks come from; ``None`` is the group's own disk."""
+"""The source of a pull's blocks; ``None`` is the group's own disk."""
 
 
 class Pull:
-    """One chain's blocks that an engine waits for. Safe for threads: the engine's, the fetcher's.
+    """Blocks that an engine waits for. Thread-safe: used by the engine and the fetcher.
 
-    Indices count from the first block of ``hashes``, and blocks land in their order.
+    Indices count from the first block of ``hashes``, and blocks land in this order.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class Pull:
         on_change: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``on_change`` is called, in the fetcher's thread, when there is something to `take`."""
+        """``on_change`` is called in the fetcher's thread when there is something to `take`."""
         self.hashes = hashes
         self.format = format
         self.host_blocks_XC = host_blocks_XC
         self.source = source
         self.error = ""
-        """Why it ended early, with the source's name; for logs and explanations."""
+        """Why the pull ended early, with the source's name; for logs and explanations."""
         self.num_bytes = 0
-        """Received, checked or not."""
+        """Bytes received, whether checked or not."""
         self.began_s = clock()
         self.first_s: float | None = None
-        """From then until its first block had landed."""
+        """Seconds from ``began_s`` until the first block landed; ``None`` before that."""
         self._clock = clock
         self._on_change = on_change
         self._changed = threading.Condition()
@@ -72,17 +72,17 @@ class Pull:
 
     @property
     def is_cancelled(self) -> bool:
-        """Nobody waits for it any more: call `end`."""
+        """Whether the engine no longer wants the pull. The fetcher must then call `end`."""
         return self._is_cancelled
 
     def next_slot(self, timeout_s: float) -> int | None:
-        """A slot to fill; ``None`` after ``timeout_s``, and once it is cancelled."""
+        """A slot to fill; ``None`` after ``timeout_s``, and once the pull is cancelled."""
         with self._changed:
             self._changed.wait_for(lambda: self._granted or self._is_cancelled, timeout_s)
             return self._granted.popleft() if self._granted and not self._is_cancelled else None
 
     def landed(self, index: int, slot: int, checksum: bytes) -> None:
-        """The block's bytes are in the slot, and have this checksum."""
+        """Reports that the block's bytes are in the slot and have this checksum."""
         if self.first_s is None:
             self.first_s = self._clock() - self.began_s
         with self._changed:
@@ -90,8 +90,8 @@ class Pull:
         self._on_change()
 
     def end(self, error: str = "") -> None:
-        """No more blocks come, and nothing writes to a slot any more. Must be called once, however
-        it ends; ``error`` says why before the last block."""
+        """Ends the pull: no more blocks follow, and nothing writes to a slot any more. Must be
+        called exactly once. ``error`` says why it ended before the last block."""
         with self._changed:
             self.error = error
             self._is_over = True
@@ -101,7 +101,7 @@ class Pull:
 
     @property
     def is_over(self) -> bool:
-        """The fetcher writes to no slot any more. There may still be something to `take`."""
+        """Whether the fetcher writes to no slot any more. Blocks may still be left to `take`."""
         return self._is_over
 
     def grant(self, slots: Sequence[int]) -> None:
@@ -117,11 +117,11 @@ class Pull:
             return landed
 
     def cancel(self) -> None:
-        """No more is wanted; `is_over` tells when the slots are free."""
+        """Cancels the pull. The slots are free when `is_over` is true."""
         with self._changed:
             self._is_cancelled = True
             self._changed.notify()
 
 
 Fetch = Callable[[Pull], None]
-"""Has a fetcher bring a pull's blocks, and returns at once. Called from the engine's thread."""
+"""Makes a fetcher start a pull, and returns at once. Called from the engine's thread."""

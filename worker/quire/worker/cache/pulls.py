@@ -1,8 +1,8 @@
-"""Pulls under way: their blocks go from host memory into the KV cache as they land.
+"""The pulls under way: copies their blocks from host memory into the KV cache as they land.
 
-An *arrival* is a pull and what it has brought. Its blocks are held, with all before them in their
-chain, until nobody waits for it any more; then they are cached as others are. Always true: a slot
-of host memory is granted to a pull, or being copied, or given back.
+An *arrival* is a pull and the blocks that it has delivered. These blocks, and all before them in
+their chain, are held until no request waits for the arrival; then they are cached like others.
+Always true: a slot of host memory is granted to a pull, or being copied, or given back.
 """
 
 from collections import Counter, deque
@@ -20,36 +20,36 @@ from quire.worker.cache.shelf import Shelf
 _MAX_ARRIVALS = 64
 _MAX_ORIGINS = 256
 _MAX_GRANTED = 16
-"""Arrivals from one source that have slots at a time, the oldest ones: as many loans as a group
-gives."""
+"""Most arrivals from one source that have slots at the same time, the oldest ones: as many as the
+loans that a group gives."""
 _SLOT_SHARE = 0.75
-"""Part of the free slots that all arrivals together have."""
+"""Most of the free slots that all arrivals together may have."""
 _MOST_SLOTS = 0.25
-"""Part of those that one of them has."""
+"""Most of the arrivals' slots that one arrival may have."""
 _POOL_SHARE = 0.5
-"""Part of the KV cache that all arrivals together hold at most."""
+"""Most of the KV cache that all arrivals together may hold."""
 _ROOM_SHARE = 1 / 32
-"""Part of it that they leave to running sequences."""
+"""Share of the KV cache that arrivals leave to running sequences."""
 
 
 @dataclass(eq=False)
 class Origin:
-    """The disk or a group that blocks come from, and how it has answered."""
+    """A source of blocks (the disk or a group), and its response times."""
 
     num_landed: int = 0
-    """Blocks that came from there."""
+    """Blocks received from this source."""
     first_s: float = 0.0
-    """How long a pull takes until its first block has landed, about."""
+    """Estimated seconds until a pull's first block lands."""
     num_declined: int = 0
-    """Pulls since the last one that were not made, as they take too long."""
+    """Pulls that were not made, because they would take too long, since the last that was."""
 
     def answered(self, first_s: float) -> None:
-        """A pull's first block landed after ``first_s``."""
+        """Records that a pull's first block landed after ``first_s``."""
         self.first_s = (self.first_s + first_s) / 2 if self.first_s else first_s
         self.num_declined = 0
 
     def was_silent(self, for_s: float) -> None:
-        """A pull was given up after so long, and no block had landed."""
+        """Records that a pull was given up after ``for_s`` seconds before any block had landed."""
         self.first_s = max(self.first_s, for_s)
         self.num_declined = 0
 
@@ -59,27 +59,27 @@ class Arrival:
     pull: Pull
     origin: Origin
     parents: Sequence[BlockHash | None]
-    """The name of the block before each."""
+    """The name of each block's parent."""
     is_chain: bool
-    """Whether somebody waits for the chain; else blocks are let go as they come."""
+    """Whether requests wait for the chain; if not, blocks are released as they land."""
     holds: list[BlockId] = field(default_factory=list)
     granted: set[Slot] = field(default_factory=set)
     landed: deque[Landed] = field(default_factory=deque)
-    """Blocks that lie in host memory and have no room in the KV cache yet."""
+    """Blocks in host memory for which the KV cache has no room yet."""
     num_here: int = 0
-    """Blocks that the KV cache has."""
+    """Blocks of the pull that are in the KV cache."""
     num_users: int = 0
     is_over: bool = False
-    """Nothing more comes."""
+    """Whether no more blocks will land."""
 
     @property
     def num_lying(self) -> int:
-        """Slots that it has."""
+        """Number of slots that the arrival uses."""
         return len(self.granted) + len(self.landed)
 
 
 class Pulls:
-    """Used from the engine's thread."""
+    """The arrivals under way. Used from the engine's thread."""
 
     def __init__(
         self,
@@ -116,13 +116,13 @@ class Pulls:
         return len(self._arrivals)
 
     def coming(self, block_hash: BlockHash) -> Arrival | None:
-        """What brings a block, if anything does."""
+        """The arrival that a block will come with, if any."""
         return self._coming.get(block_hash)
 
     def origin(self, source: Source) -> Origin:
-        """What is known about a source."""
+        """The record of a source."""
         group_id = None if source is None else source.group_id
-        # The newest: those whose groups have gone are forgotten.
+        # Moved to the end: the least recently used are forgotten, since their groups may be gone.
         origin = self._origins.pop(group_id, None) or Origin()
         self._origins[group_id] = origin
         if len(self._origins) > _MAX_ORIGINS:
@@ -130,7 +130,7 @@ class Pulls:
         return origin
 
     def has_room_for(self, num_blocks: int) -> bool:
-        """Whether arrivals may hold so many more blocks."""
+        """Whether arrivals may hold ``num_blocks`` more blocks."""
         pool = self._pool
         room = pool.num_available - pool.num_blocks * _ROOM_SHARE
         return num_blocks < min(room, pool.num_blocks * _POOL_SHARE - self._num_held)
@@ -143,26 +143,26 @@ class Pulls:
         source: PeerSource | None,
         holds: list[BlockId],
     ) -> Arrival | None:
-        """Brings blocks of a chain. ``holds`` are all before them, ``after`` the last one's name;
-        they are held for the arrival from now on. ``None`` where too much is under way, or nobody
-        can bring it."""
+        """Starts a pull of blocks of a chain. ``holds`` are all blocks before them, and ``after``
+        is the last one's name; the arrival takes over their references. Returns ``None`` if too
+        many pulls are under way, or the source cannot be used."""
         parents = [after, *list(names)[:-1]]
         return self._begin(names, parents, source, holds=holds, is_chain=True)
 
     def take_in(
         self, hashes: BlockHashes, parents: Sequence[BlockHash | None], source: PeerSource
     ) -> None:
-        """Brings blocks of any chains, parents before children, for nobody in particular. Raises
-        QueueFull: too much is under way."""
+        """Starts a pull of blocks of any chains, parents before children, that no request waits
+        for. Raises QueueFull: too many pulls are under way."""
         if self._begin(hashes, parents, source, holds=[], is_chain=False) is None:
             raise QueueFull(f"{len(self._arrivals)} pulls are under way")
 
     def distrust(self, group_id: str) -> None:
-        """Fetches nothing from that group any more."""
+        """Starts no more pulls from that group."""
         self._distrusted.add(group_id)
 
     def let_go(self, arrival: Arrival) -> None:
-        """One that waited for it does not any more."""
+        """Called when a request stops waiting for the arrival. After the last one, releases it."""
         arrival.num_users -= 1
         if not arrival.num_users:
             if not arrival.is_over:
@@ -171,8 +171,8 @@ class Pulls:
             self._release(arrival)
 
     def yield_room(self) -> bool:
-        """Lets go of all blocks, which are cached then; whether there were any. What is on its way
-        ends with what has come."""
+        """Releases the blocks of all arrivals, which stay cached, and cancels their pulls. Returns
+        whether any blocks were held."""
         had_some = self._num_held > 0
         for arrival in self._arrivals:
             if arrival.is_chain:
@@ -182,9 +182,9 @@ class Pulls:
         return had_some
 
     def advance(self) -> None:
-        """Has what landed copied into the KV cache, as far as there is room."""
+        """Schedules copies of landed blocks into the KV cache, as far as there is room."""
         for arrival in list(self._arrivals):
-            is_over = arrival.pull.is_over  # Before `take`: nothing lands behind it.
+            is_over = arrival.pull.is_over  # Read before `take`, so that no block is missed.
             for landed in arrival.pull.take():
                 arrival.granted.discard(Slot(landed.slot))
                 arrival.landed.append(landed)
@@ -229,8 +229,8 @@ class Pulls:
         return arrival
 
     def _grant(self) -> None:
-        """Lets fetchers fill some more slots, the oldest arrivals' first: a step that computes a
-        prompt takes long, and each that is whole by then need not be computed."""
+        """Grants slots to fetchers, the oldest arrivals' first: prefill steps take long, and an
+        arrival that completes meanwhile saves its computation."""
         num_lying = sum([each.num_lying for each in self._arrivals])
         num_slots = int(_SLOT_SHARE * (self._shelf.num_free + num_lying))
         num_left = num_slots - num_lying
@@ -244,7 +244,7 @@ class Pulls:
             num[group] += 1
             num_wanted = len(pull.hashes) - arrival.num_here
             num_more = min(num_wanted, most) - arrival.num_lying
-            # Each has one, so that none waits for another.
+            # Each gets at least one, so that no arrival waits for another.
             num_more = max(min(num_more, num_left), int(not arrival.num_lying))
             slots = self._shelf.take(max(0, num_more))
             if slots:
@@ -269,10 +269,10 @@ class Pulls:
                     arrival.num_here += 1
                     self._keep(arrival, here)
                 elif is_lost:
-                    arrival.pull.cancel()  # What follows could not be found.
+                    arrival.pull.cancel()  # Blocks behind a lost parent cannot be used.
                 continue
             if not arrival.is_chain and pool.num_free <= pool.num_blocks * _ROOM_SHARE:
-                arrival.pull.cancel()  # Nothing is evicted for blocks that nobody waits for.
+                arrival.pull.cancel()  # No block is evicted for blocks that no request waits for.
                 is_wanted = False
                 continue
             if not self.has_room_for(1):
@@ -296,7 +296,7 @@ class Pulls:
             self._coming.pop(name, None)
 
     def _keep(self, arrival: Arrival, block_id: BlockId) -> None:
-        """Somebody else has computed the block meanwhile."""
+        """Holds a landed block that is in the KV cache already, since a request computed it."""
         if arrival.is_chain and not arrival.pull.is_cancelled:
             self._pool.hold([block_id])
             arrival.holds.append(block_id)

@@ -1,28 +1,31 @@
-"""Blocks that stay cached for a time because a client asked for it.
+"""Retention: blocks that stay cached for a time because a client requested it (``keep_s``).
 
-A tenant may keep a share of the pool: beyond that, the block whose time ends first is kept no
-longer. Kept blocks are evicted all the same where nothing else is left, those first whose time ends
-first: so keeping never refuses a request.
+A tenant may keep a share of the pool. Above the share, the blocks whose time ends first are no
+longer kept. If nothing else can be evicted, kept blocks are, those first whose time ends first. So
+keeping blocks never causes a request to be refused.
 """
 
 import heapq
 from collections import Counter
 
 SHARE = 0.25
-"""Part of a pool that one tenant may keep."""
+"""Share of a pool that one tenant may keep."""
 _TOTAL_SHARE = 0.5
-"""Part that all tenants may keep together."""
+"""Share of a pool that all tenants together may keep."""
 
 
 class Retention:
-    """Which blocks are kept, by whom, and until when. Each operation is O(log n) per block."""
+    """The kept blocks, with tenant and time. Each operation is O(log n) per block.
+
+    A kept block *waits* if it could be evicted otherwise.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self._most = max(1, int(SHARE * num_blocks))
         self._most_of_all = max(1, int(_TOTAL_SHARE * num_blocks))
         self._until_s: dict[int, tuple[float, str]] = {}
-        # Each tenant's, by end and then by when it was asked for; entries that a later one replaced
-        # are skipped.
+        # For each tenant, a heap of blocks by end of time, then by order of request. Entries that a
+        # later one has replaced are skipped.
         self._ends: dict[str, list[tuple[float, int, int]]] = {}
         self._num_asked = 0
         self._num_kept = Counter[str]()
@@ -33,8 +36,8 @@ class Retention:
         return len(self._until_s)
 
     def keep(self, block_id: int, *, tenant: str, until_s: float) -> list[int]:
-        """Keeps a block until then, or for longer where it is kept so already. Returns the blocks
-        that are kept no longer for it and `waits`."""
+        """Keeps a block at least until ``until_s``. Returns waiting blocks that are no longer kept,
+        because a share was exceeded."""
         before = self._until_s.get(block_id)
         if before is not None:
             if before[0] >= until_s:
@@ -56,8 +59,8 @@ class Retention:
         return [each for each in map(self._drop, let_go) if each is not None]
 
     def waits(self, block_id: int) -> bool:
-        """Whether the block, which could be evicted, is kept instead: `expire` or `give_up` says
-        when it may be."""
+        """Called when a block could be evicted. Returns whether it is kept instead; then `expire`
+        or `give_up` returns it when it may be evicted."""
         kept = self._until_s.get(block_id)
         if kept is None:
             return False
@@ -69,13 +72,13 @@ class Retention:
         return True
 
     def held(self, block_id: int) -> bool:
-        """The block is in use again; whether it waited."""
+        """Called when the block is held again. Returns whether it waited."""
         is_waiting = block_id in self._waiting
         self._waiting.discard(block_id)
         return is_waiting
 
     def expire(self, now_s: float) -> list[int]:
-        """The waiting blocks whose time is over."""
+        """Stops keeping blocks whose time is over. Returns those that waited."""
         ended = []
         for tenant, ends in list(self._ends.items()):
             while ends and ends[0][0] <= now_s:
@@ -87,7 +90,7 @@ class Retention:
         return [each for each in map(self._drop, ended) if each is not None]
 
     def give_up(self) -> int | None:
-        """The waiting block whose time ends first, which is kept no longer."""
+        """Stops keeping the waiting block whose time ends first, and returns it."""
         while self._waiting_by_end:
             until_s, block_id = heapq.heappop(self._waiting_by_end)
             if block_id in self._waiting and self._until_s[block_id][0] == until_s:
@@ -95,7 +98,7 @@ class Retention:
         return None
 
     def forget(self, block_id: int) -> None:
-        """The block has lost its name."""
+        """Called when the block is unregistered."""
         self._drop(block_id)
 
     def _first_of(self, tenant: str) -> int:
@@ -106,7 +109,7 @@ class Retention:
                 return block_id
 
     def _drop(self, block_id: int) -> int | None:
-        """Keeps it no longer; returns it if it waited."""
+        """Stops keeping the block. Returns it if it waited."""
         kept = self._until_s.pop(block_id, None)
         if kept is None:
             return None

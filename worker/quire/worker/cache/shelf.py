@@ -1,14 +1,14 @@
-"""Blocks that are kept in host memory, and the slots through which others travel.
+"""The slots of host memory: they keep blocks evicted from the KV cache, and carry transfers.
 
-    free       nothing lies there
+    free       the slot is unused
     in use     a thread or a step reads or writes it
-    kept       a block that the KV cache has evicted, or a copy of one that it has again
+    kept       it has a block that the KV cache has evicted, or a copy of one that it has again
 
 ``free + in use + kept == num_slots`` after every call. A kept block is evicted only while no step
-and no thread uses its slot, and only if no kept block comes behind it in its chain: first copies of
-what the KV cache has too, then the block with the least expected hits, as in the KV cache
-(`quire.worker.cache.eviction`). The hits that requests had of a block go with it from the one to
-the other and back: without them, each tier would learn of half of them.
+and no thread uses its slot, and only if no kept block follows it in its chain. Copies of blocks
+that the KV cache has too are evicted first, then the block with the least expected hits, as in the
+KV cache (`quire.worker.cache.eviction`). A block's hit count moves with it between the tiers, or
+each tier would know only a part of the hits.
 """
 
 import threading
@@ -24,7 +24,7 @@ HOST_TIER = 1
 
 
 class Shelf:
-    """Used from the engine's thread, but for `pin_all`."""
+    """Used from the engine's thread, except `pin_all`."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Shelf:
         max_kept: int,
         log: EventLog,
     ) -> None:
-        """``max_kept`` of the slots may keep blocks; 0 keeps none. The log hears of those."""
+        """At most ``max_kept`` slots keep blocks; 0 keeps none. Kept blocks are logged."""
         self.num_slots = num_slots
         self.max_kept = min(max_kept, num_slots)
         self._log = log
@@ -49,7 +49,7 @@ class Shelf:
         self._children: dict[BlockHash, set[BlockHash]] = {}
         self._spare: dict[BlockHash, None] = {}
         self._clock = 0  # Ticks once per block kept.
-        # Held while pins change, and what is kept.
+        # Guards pins and kept blocks.
         self._lock = threading.RLock()
 
     @property
@@ -67,7 +67,7 @@ class Shelf:
         return self._slot_of.get(block_hash)
 
     def match(self, hashes: Iterable[BlockHash]) -> list[Slot]:
-        """The slots of the longest kept beginning of ``hashes`` that are filled. Takes nothing."""
+        """The slots of the longest prefix of ``hashes`` that is kept and filled. Pins nothing."""
         slots = []
         for block_hash in hashes:
             slot = self._slot_of.get(block_hash)
@@ -77,21 +77,21 @@ class Shelf:
         return slots
 
     def parent(self, block_hash: BlockHash) -> BlockHash | None:
-        """The name of the block before a kept one."""
+        """The name of a kept block's parent."""
         named = self._name_of[self._slot_of[block_hash]]
         assert named is not None
         return named[1]
 
     def named(self) -> list[tuple[BlockHash, BlockHash | None]]:
-        """All kept blocks with the names of those before them, in no order."""
+        """All kept blocks with the names of their parents, in no order."""
         return [named for named in self._name_of if named is not None]
 
     def num_hits(self, slot: Slot) -> int:
-        """How often requests found the kept block, in the KV cache or here."""
+        """How often requests have found the kept block, in the KV cache or in host memory."""
         return self._policy.num_hits(slot)
 
     def take(self, num_slots: int) -> list[Slot]:
-        """At most that many free slots, which are in use from now on until `give_back`."""
+        """Takes at most ``num_slots`` free slots, which are in use until `give_back`."""
         return [self._free.pop() for _ in range(min(num_slots, len(self._free)))]
 
     def give_back(self, slots: Iterable[Slot]) -> None:
@@ -100,8 +100,8 @@ class Shelf:
     def keep(
         self, block_hash: BlockHash, parent: BlockHash | None, *, num_hits: int
     ) -> Slot | None:
-        """A slot for a block that the KV cache evicts, pinned for the caller, who fills it and
-        says so by `filled`; ``None`` where the block is not kept, or has its slot already."""
+        """Returns a pinned slot for a block that the KV cache evicts. The caller must fill it and
+        call `filled`. ``None`` if there is no room for the block, or it is kept already."""
         with self._lock:
             slot = self._slot_of.get(block_hash)
             if slot is not None:
@@ -128,12 +128,12 @@ class Shelf:
             return slot
 
     def filled(self, slot: Slot) -> None:
-        """The block lies in the slot, still pinned, that `keep` returned."""
+        """Called when the block is in the slot that `keep` returned. The slot stays pinned."""
         with self._lock:
             self._filling.discard(slot)
 
     def loaded(self, slots: Iterable[Slot]) -> None:
-        """The KV cache has these blocks again: they are the first to go."""
+        """Called when the KV cache has these blocks again: they are now evicted first."""
         with self._lock:
             for slot in slots:
                 named = self._name_of[slot]
@@ -144,14 +144,14 @@ class Shelf:
                 self._spare[named[0]] = None
 
     def checksum(self, slot: Slot) -> bytes:
-        """Checksum of the kept block's bytes; empty where nobody has computed it."""
+        """Checksum of the kept block's bytes; empty if it has not been computed."""
         return self._checksums[slot]
 
     def set_checksum(self, slot: Slot, checksum: bytes) -> None:
         self._checksums[slot] = checksum
 
     def pin(self, slot: Slot) -> None:
-        """A step or a thread uses the kept block's slot: it is not evicted until `unpin`."""
+        """Protects a kept block, whose slot a step or thread uses, from eviction until `unpin`."""
         with self._lock:
             self._pins[slot] += 1
             self._withdraw(slot)
@@ -159,8 +159,8 @@ class Shelf:
     def pin_all(
         self, hashes: Sequence[BlockHash]
     ) -> tuple[BlockHash | None, list[tuple[Slot, bytes]]] | None:
-        """Pins the blocks of a chain if all are kept: the name of the block before them, and the
-        slot and checksum of each. May be called in any thread."""
+        """Pins the blocks of a chain if all are kept. Returns the name of the first one's parent,
+        and each one's slot and checksum. Can be called from any thread."""
         with self._lock:
             slots = self.match(hashes)
             if len(slots) < len(hashes):
@@ -175,12 +175,12 @@ class Shelf:
             assert self._pins[slot] >= 0, f"slot {slot} was unpinned too often"
             if not self._pins[slot]:
                 if self._name_of[slot] is None:
-                    self._free.append(slot)  # It was dropped meanwhile.
+                    self._free.append(slot)  # The block was dropped while pinned.
                 else:
                     self._offer(slot)
 
     def drop(self, block_hash: BlockHash) -> None:
-        """Forgets a kept block that is of no use, and those behind it in its chain."""
+        """Forgets a kept block and its kept descendants."""
         with self._lock:
             self._drop_behind(block_hash)
             self._forget(self._slot_of[block_hash])
@@ -192,7 +192,7 @@ class Shelf:
                 self._forget(slot)
 
     def _drop_behind(self, block_hash: BlockHash) -> None:
-        """Forgets the kept blocks behind one that is in no tier any more."""
+        """Forgets the kept descendants of a block that is in no tier any more."""
         found = list(self._children.get(block_hash, ()))
         for each in found:
             found += self._children.get(each, ())
@@ -200,14 +200,14 @@ class Shelf:
             self._forget(self._slot_of[each])
 
     def _release(self, slot: Slot, num_hits: int) -> None:
-        """The kept block is no longer in the KV cache, where it had so many hits."""
+        """Records that the KV cache has evicted the kept block, which has ``num_hits`` hits."""
         named = self._name_of[slot]
         assert named is not None
         self._policy.stored(slot, named[0], position=0, now=self._clock, num_hits=num_hits)
         self._policy.released(slot, now=self._clock)
 
     def _offer(self, slot: Slot) -> None:
-        """Lets the kept block be evicted, where nothing speaks against it."""
+        """Lets the kept block be evicted if it is the end of its chain, unpinned and no copy."""
         named = self._name_of[slot]
         assert named is not None
         is_last = named[0] not in self._children
@@ -223,7 +223,7 @@ class Shelf:
             self._num_offered -= 1
 
     def _evict(self) -> bool:
-        """Makes room for one block, if it can."""
+        """Evicts one kept block. Returns whether it could."""
         for block_hash in self._spare:
             slot = self._slot_of[block_hash]
             if not self._pins[slot]:

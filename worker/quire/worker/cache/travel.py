@@ -1,13 +1,13 @@
-"""Blocks beyond the KV cache: kept in host memory and on disk, brought from there and from other
-groups, and lent to those.
+"""Transfers of blocks between the KV cache, host memory, disk and other groups.
 
-    evicted     the shelf keeps the block, and the disk gets it with all before it that it lacks
-    wanted      what the shelf has is copied back within the step that needs it; a `Pull` brings
-                what disk or another group has, in threads of its own (`quire.worker.cache.pulls`)
-    lent        a `Loan` takes blocks out through free slots (`quire.worker.cache.loans`)
+    evicted     the shelf keeps the block; it is saved to disk, with all earlier blocks of its chain
+                that the disk lacks
+    wanted      blocks on the shelf are copied back within the step that needs them; a `Pull` brings
+                blocks from disk or another group in its own threads (`quire.worker.cache.pulls`)
+    lent        a `Loan` sends blocks through free slots (`quire.worker.cache.loans`)
 
-Every block that comes back has the bytes that left: its checksum is computed when it leaves the KV
-cache and compared whenever it is used. One that differs is thrown away and computed instead.
+A block's checksum is computed when it leaves the KV cache and compared whenever it is used. A block
+with another checksum is discarded and computed instead.
 """
 
 import logging
@@ -40,20 +40,20 @@ _log = logging.getLogger(__name__)
 
 DISK_TIER = 2
 MIN_PULL_TOKENS = 32
-"""Fewer are computed sooner than a group answers."""
+"""Fewer tokens are computed faster than a group responds."""
 _WAIT_S = 0.002
-"""How long an engine that has nothing else to do waits for blocks before it looks for requests."""
+"""How long an idle engine waits for blocks before it looks for new requests."""
 
 
 def num_tiers(config: EngineConfig) -> int:
-    """Where an engine keeps blocks: in its KV cache, in host memory, on disk."""
+    """Number of tiers of an engine: 1 (KV cache), 2 (and host memory) or 3 (and disk)."""
     if config.kv_disk_dir is not None:
         return DISK_TIER + 1
     return HOST_TIER + 1 if config.kv_offloading_size else 1
 
 
 class Travel:
-    """Used from the engine's thread, but for what threads call through `Pull` and `Loan`."""
+    """Used from the engine's thread. Other threads use `lend_kept`, `Pull` and `Loan`."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class Travel:
         fetch: Fetch | None,
         clock: Callable[[], float],
     ) -> None:
-        """``identity``: all that decides what a block of some name holds, for the disk. ``fetch``
-        brings pulls that have a source; without it they are not made.
+        """``identity`` identifies the contents of blocks on disk, see `DiskStore`. ``fetch`` runs
+        pulls from other groups; without it, none are made.
 
         Raises:
             ConfigError: The disk's folder cannot be used.
@@ -118,21 +118,21 @@ class Travel:
 
     @property
     def has_work(self) -> bool:
-        """Whether steps are needed though no request is there."""
+        """Whether steps are needed although there are no requests."""
         is_saving = self._saver is not None and self._saver.num_coming > 0
         return bool(
             len(self.copies) or self.pulls.num_arrivals or self.loans.num_loans or is_saving
         )
 
     def wait(self, *, for_arrivals: bool, most_s: float) -> None:
-        """Waits a moment for what threads bring and take, ``most_s`` at most, if anything is under
-        way or requests wait ``for_arrivals``. There is nothing else to do."""
+        """Called when the engine is idle. Waits briefly, at most ``most_s`` seconds, for a change
+        by a thread, if transfers are under way or requests wait ``for_arrivals``."""
         if for_arrivals or self.has_work:
             self._changed.wait(max(0.0, min(_WAIT_S, most_s)))
 
     def advance(self, *, is_decoding: bool, step_s: float) -> None:
-        """Takes in what threads have brought and given back; to be called before each step, which
-        makes the copies. ``step_s``: about how long a step takes."""
+        """Processes blocks and slots that threads have delivered or returned. Must be called before
+        each step, which makes the copies. ``step_s``: approximate duration of a step."""
         self._changed.clear()
         self.checker.settle()
         if self._saver is not None:
@@ -141,15 +141,15 @@ class Travel:
         self.loans.advance(is_decoding=is_decoding, step_s=step_s)
 
     def on_shelf(self, hashes: Sequence[BlockHash]) -> list[Slot]:
-        """The slots of the longest beginning of ``hashes`` that is kept in host memory."""
+        """The slots of the longest prefix of ``hashes`` that is kept in host memory."""
         return self.shelf.match(hashes) if self.shelf.num_kept else []
 
     def load(
         self, slots: list[Slot], hashes: Sequence[BlockHash], parent: BlockId | None
     ) -> list[BlockId]:
-        """Takes blocks of the KV cache, has the next step copy kept ones there, and registers them
-        under their names. ``parent`` is the registered block before them. Fewer where a checksum
-        differs. The caller holds the blocks, for which there must be room."""
+        """Allocates blocks of the KV cache, has the next step copy kept blocks there, and registers
+        them. ``parent`` is the registered block before them. Returns the blocks, which the caller
+        then holds; fewer than ``slots`` if a checksum differs. There must be room for them."""
         for number, slot in enumerate(slots):
             if not self.checker.is_whole(slot):
                 self._throw_away(hashes[number])
@@ -172,8 +172,8 @@ class Travel:
             self.shelf.unpin(slot)
 
     def check(self, hashes: Sequence[BlockHash]) -> Check | None:
-        """Has a thread compare the blocks of a chain that host memory keeps with their checksums,
-        where they are many; `Checker.end` must follow."""
+        """Starts a thread's check of the checksums of the blocks of a chain in host memory, if they
+        are many. `Checker.end` must follow."""
         return self.checker.begin(self.on_shelf(hashes[len(self._pool.match(hashes)) :]))
 
     def want(
@@ -184,9 +184,9 @@ class Travel:
         source: PeerSource | None,
         pays: Callable[[Origin, int], bool],
     ) -> Arrival | None:
-        """Has blocks brought of which the KV cache and the shelf have not all: the first
-        ``num_useful`` of a chain. ``None`` where nobody has enough of them, or to fetch that many
-        from there does not pay. `Pulls.let_go` must follow for each arrival that is returned."""
+        """Fetches the first ``num_useful`` blocks of a chain that are not all in the KV cache and
+        on the shelf. Returns ``None`` if no source has enough of them, or if fetching them does not
+        pay. `Pulls.let_go` must follow for each arrival that is returned."""
         held = self._pool.match(hashes[:num_useful])
         slots = self.on_shelf(hashes[len(held) : num_useful])
         num_here = len(held) + len(slots)
@@ -224,8 +224,8 @@ class Travel:
         num_useful: int,
         source: PeerSource | None,
     ) -> tuple[int, PeerSource | None]:
-        """Up to which block the disk or else another group has the chain from ``begin`` on, and
-        which of the two."""
+        """The end of the blocks from ``begin`` on that the disk, or else another group, has; and
+        which source that is."""
         if self._disk is not None:
             end = begin + self._disk.match(hashes[begin:num_useful])
             if (end - begin) * self._pool.block_size >= MIN_PULL_TOKENS:
@@ -233,14 +233,14 @@ class Travel:
         return (begin, None) if source is None else (min(num_useful, source.num_blocks), source)
 
     def lend(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | str:
-        """Lends the longest beginning of ``hashes`` that is in the KV cache or host memory; or says
-        why not."""
+        """Lends the longest prefix of ``hashes`` that is in the KV cache and host memory, or
+        returns why not."""
         if difference := self.format.difference(borrower_format):
             return f"formats differ: the lender's blocks have {difference}"
         return self.loans.lend(hashes)
 
     def lend_kept(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | None:
-        """Lends ``hashes`` if host memory keeps them all. May be called in any thread."""
+        """Lends ``hashes`` if host memory has them all. Can be called from any thread."""
         if self.format.difference(borrower_format):
             return None
         return self.loans.lend_kept(hashes)
@@ -259,26 +259,26 @@ class Travel:
         }
 
     def yield_room(self) -> bool:
-        """Lets go of the blocks that are held for loans and arrivals, as running sequences need
-        the room; whether there were any."""
+        """Releases the blocks that are held for loans and arrivals, so that running sequences can
+        use them. Returns whether there were any."""
         lent, arrived = self.loans.yield_room(), self.pulls.yield_room()
         return lent or arrived
 
     def submitted(self) -> Ints | None:
-        """A step is submitted; what it has to copy."""
+        """Called when a step is submitted. Returns the copies that it must make."""
         return self.copies.submitted()
 
     def finished(self) -> None:
-        """The oldest step under way has run."""
+        """Called when the oldest step under way has run."""
         self.copies.finished()
 
     def reset(self) -> None:
-        """Forgets what host memory keeps. The disk keeps what it has."""
+        """Forgets the blocks in host memory. Blocks on disk stay."""
         self.shelf.reset()
 
     def save_all(self, run_copies: Callable[[], None]) -> None:
-        """Writes what is here and not on disk yet, the blocks first that were found most, for a
-        few seconds at most. ``run_copies`` runs a step that makes all copies."""
+        """Saves blocks that are not on disk yet, those with the most hits first, for a few seconds
+        at most. ``run_copies`` runs a step that makes all copies."""
         if self._saver is None:
             return
         pool = self._pool
@@ -314,7 +314,7 @@ class Travel:
         self._log.stored([name for name, _ in disk.blocks()], tier=DISK_TIER)
 
     def _settle_disk(self, saver: DiskSaver) -> None:
-        """Tells of blocks that came to disk or were lost there."""
+        """Logs blocks that were written to disk or lost there."""
         disk = self._disk
         assert disk is not None
         stored, removed = saver.settle()
@@ -322,12 +322,12 @@ class Travel:
             error = self._lost_on_disk.popleft()
             removed += error.removed
             self.num_corrupt_blocks += isinstance(error, BlockCorrupt)
-        # A block may have come and gone meanwhile: what is true now counts.
+        # A block may have been written and deleted since, so its current state is logged.
         self._log.stored([name for name in stored if name in disk], tier=DISK_TIER)
         self._log.removed([name for name in removed if name not in disk], tier=DISK_TIER)
 
     def throw_away(self, names: Sequence[BlockHash]) -> None:
-        """Forgets blocks that are not what they should be, wherever they are kept."""
+        """Deletes corrupt blocks from host memory and disk."""
         for name in names:
             if name in self.shelf:
                 self.shelf.drop(name)
@@ -343,14 +343,14 @@ class Travel:
             self._saver.save(name, parent)
 
     def _filled(self, slot: Slot) -> None:
-        """A block has left the KV cache."""
+        """Called when a block has been copied from the KV cache into its slot."""
         self.shelf.filled(slot)
         self.checker.filled(slot)
 
     def _throw_away(self, name: BlockHash) -> None:
         slot = self.shelf.find(name)
         if slot is None:
-            return  # It was evicted or dropped before.
+            return  # It has been evicted or dropped already.
         _log.error(
             "host memory (tier 1), slot %d: block %s is corrupt and is dropped",
             slot,
@@ -370,7 +370,7 @@ def make_travel(
     fetch: Fetch | None,
     clock: Callable[[], float],
 ) -> Travel | None:
-    """``None`` where blocks stay in the KV cache. Raises ConfigError, as `Travel` does."""
+    """A `Travel`, or ``None`` if blocks stay in the KV cache. Raises ConfigError like `Travel`."""
     host_blocks_XC = executor.host_blocks_XC
     if host_blocks_XC is None or not config.enable_prefix_caching or model.is_encoder:
         return None

@@ -1,1 +1,1 @@
-"""The processes of a tensor-parallel group and how the engine reaches them."""
+"""The processes of a tensor-parallel group, and the engine's connections to them."""

@@ -1,4 +1,4 @@
-"""The ranks of one group, as the engine sees them: in this process, or one process each."""
+"""Makes the executor of one group: its rank runs in this process, or each rank in its own."""
 
 from collections import deque
 from collections.abc import Callable
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 def make_executor(config: EngineConfig) -> tuple[Executor, ModelFacts]:
     """Starts the ranks of ``config.model`` and waits until they are ready.
 
-    The facts come without a fingerprint, unless blocks are kept on disk: only processes need it
-    that compare names of blocks.
+    The facts have no fingerprint unless blocks are kept on disk: only processes that compare
+    block names need it.
 
     Raises:
         CheckpointError: The model's files cannot be read.
-        ConfigError: The model cannot be run like this.
+        ConfigError: The model cannot be run with this configuration.
         RankFailure: A rank died or raised while starting. No process is left.
     """
     facts = model_facts(config, with_fingerprint=config.kv_disk_dir is not None)
@@ -44,13 +44,13 @@ class InProcessExecutor:
     """The only rank of a group, in this process. ``step_timeout_s`` has no effect."""
 
     def __init__(self, config: EngineConfig) -> None:
-        # Not above: with rank processes, this one needs no torch, whose import takes a second.
+        # Imported here: with rank processes, this process needs no torch (a second to import).
         import torch
 
         from quire.worker.model.tensor_parallel import TensorParallel
         from quire.worker.runner.model_runner import ModelRunner, pick_device
 
-        if config.num_threads is not None:  # else as this process has it
+        if config.num_threads is not None:  # else the process's setting stays
             torch.set_num_threads(config.num_threads)
         device = pick_device(config, rank=0)
         runner = ModelRunner(config, device=device, tp=TensorParallel())
@@ -63,7 +63,7 @@ class InProcessExecutor:
         self.num_ahead = config.num_ahead(is_gpu=device.type == "cuda")
         self._thread = None
         if self.num_ahead:
-            # A thread has a number of its own for what it computes with.
+            # torch keeps the number of threads per calling thread.
             self._thread = ThreadPoolExecutor(
                 1, "quire-rank", torch.set_num_threads, (torch.get_num_threads(),)
             )
@@ -80,8 +80,7 @@ class InProcessExecutor:
         if self._thread is None:
             self._results.append(partial(self._runner.execute, step))
             return
-        # The thread launches the next step while the device runs this one; who takes the result
-        # waits for it.
+        # The thread launches the next step while the device runs this one; `result` waits for it.
         launched = self._thread.submit(self._runner.launch, step, edits=self._edits.get)
         self._results.append(lambda: _output(launched))
 
@@ -103,7 +102,7 @@ class InProcessExecutor:
         self._runner = None
         self._results.clear()
         if self._thread is not None:
-            self._edits.put(None)  # For a step that waits for some, and whose tokens nobody wants.
+            self._edits.put(None)  # Releases a step that waits for edits; its tokens are dropped.
             self._thread.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,10 +1,10 @@
-"""Ranks in other processes that work in lockstep, on one node or on several.
+"""The executor for ranks in other processes, which run each step in lockstep, on one node or more.
 
-Each has a connection, over which it takes steps and rank 0 answers; how it was started and
-connected is its launcher's. On one node the steps themselves lie in memory that all share.
+Each rank has a connection on which it receives steps; rank 0 sends outputs back. A launcher starts
+and connects the ranks. On one node, the steps themselves are in shared memory.
 
-Ranks hold no requests, so on the first sign of trouble all are ended, and the group is lost as
-a whole.
+Ranks hold no requests, so on the first failure all ranks are ended, and the group is lost as a
+whole.
 """
 
 import os
@@ -31,43 +31,44 @@ from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.step.sampling_batch import Adjustments
 
 COLLECTIVES_BYTES_PER_RANK = 4 << 20
-"""Memory that the ranks of one node map for their collectives; untouched pages cost nothing."""
+"""Memory for each rank that the ranks of a node map for collectives; untouched pages are free."""
 
 START_TIMEOUT_S = 1800.0
-"""Loading from slow storage takes minutes; a rank that dies meanwhile is noticed at once."""
+"""Timeout of loading, which takes minutes from slow storage. A rank's death is noticed at once."""
 
 _SETTLE_S = 0.3
-"""When one rank dies the others soon fail too, in a collective: wait this long for the cause."""
+"""When one rank dies, the others soon fail in a collective: wait this long for the cause."""
 
 _DEATH_S = 10.0
-"""A rank that hangs up without a word is ending: wait this long until the kernel says how. On a
-busy machine a process may be stopped between closing its sockets and being dead."""
+"""A rank that closes its connection without a message is ending: wait this long for its exit
+status. On a busy machine, a process may be stopped between closing its sockets and exiting."""
 
 _Message = TypeVar("_Message")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank(ABC):
-    """A rank that is connected, as its executor sees it."""
+    """A connected rank, from the executor's side."""
 
     number: int
     pid: int
     host: str | None = None
-    """Its node's address, if that is another one's."""
+    """Address of the rank's node; ``None`` for this node."""
     connection: Connection
 
     def describe(self) -> str:
-        """Such as "rank 1 (pid 4711)"."""
+        """A name for messages, such as "rank 1 (pid 4711)"."""
         where = f" on {self.host}" if self.host is not None else ""
         return f"rank {self.number} (pid {self.pid}{where})"
 
     @abstractmethod
     def state(self) -> str:
-        """Its present state, such as "stopped"."""
+        """The rank's current state, such as "stopped"."""
 
     @abstractmethod
     def how_it_died(self) -> str | None:
-        """ "died with signal 9"; ``None`` while it runs, and where nobody can know."""
+        """How the rank ended, such as "died with signal 9"; ``None`` while it runs, and if that
+        cannot be known."""
 
 
 class Launcher(Protocol):
@@ -77,19 +78,20 @@ class Launcher(Protocol):
 
     @property
     def shared_fd(self) -> int | None:
-        """Memory that all ranks and this process share, where they are on one node."""
+        """File descriptor of the memory that this process and all ranks share, if all are on this
+        node."""
 
     def start(self, config: EngineConfig, *, shared_bytes: int) -> tuple[Sequence[Rank], Store]:
-        """Starts all ranks, with that much shared memory of zeros, and returns them by number when
-        all are connected; and where they find each other. The memory may grow later."""
+        """Starts all ranks with ``shared_bytes`` of zeroed shared memory, which may grow later.
+        When all are connected, returns them by rank, and the `Store` where they meet."""
 
     def stop(self) -> None:
-        """Ends the ranks and closes their connections. It is called once."""
+        """Ends the ranks and closes their connections. Called once."""
 
 
 class LockstepExecutor:
-    """Gives each step to all ranks and takes rank 0's answer. Used from one thread; `close` from
-    any."""
+    """Sends each step to all ranks and receives rank 0's output. Used from one thread, except
+    `close`."""
 
     num_ahead: int
     numerics: str
@@ -99,8 +101,8 @@ class LockstepExecutor:
     def __init__(self, config: EngineConfig, launcher: Launcher) -> None:
         """
         Raises:
-            ConfigError, CheckpointError: As a rank says.
-            RankFailure: A rank died or raised while starting. None is left.
+            ConfigError, CheckpointError: A rank raised it.
+            RankFailure: A rank died or raised while starting. No rank is left.
         """
         self._step_timeout_s = config.step_timeout_s
         self._failure: str | None = None
@@ -109,7 +111,7 @@ class LockstepExecutor:
         self._num_submitted = 0
         self._num_answered = 0
         self._oldest_began_s = 0.0
-        """When the ranks could begin with the oldest step that is under way."""
+        """When the ranks could begin the oldest step under way."""
         try:
             self._start(config, launcher)
         except BaseException:
@@ -118,7 +120,7 @@ class LockstepExecutor:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The ranks' process ids, each on its own node."""
+        """The ranks' process ids, each as seen on its own node."""
         return tuple(rank.pid for rank in self._ranks)
 
     @property
@@ -150,7 +152,7 @@ class LockstepExecutor:
         self._check_open()
         deadline = self._oldest_began_s + self._step_timeout_s
         try:
-            # The others only speak to say that they failed; rank 0 has the tokens.
+            # Rank 0 sends the tokens. Other ranks only send failures.
             while True:
                 for rank in self._wait(self._ranks, deadline, self._step_timeout_s):
                     message = self._receive(rank)
@@ -159,7 +161,7 @@ class LockstepExecutor:
                         self._num_answered += 1
                         self._oldest_began_s = time.monotonic()
                         return output
-        except BaseException:  # after a KeyboardInterrupt too: the answer is still on its way
+        except BaseException:  # after a KeyboardInterrupt too: the output has not been received
             self.close()
             raise
 
@@ -187,7 +189,7 @@ class LockstepExecutor:
         self._poll = select.poll()
         for rank in self._ranks:
             self._poll.register(rank.connection.fileno(), select.POLLIN)
-            # A hung rank's full socket must not hang its executor too.
+            # A hung rank's full socket must not block the executor.
             bound_waits(rank.connection, config.step_timeout_s)
         for rank in self._ranks:
             start = RankStart(
@@ -204,7 +206,7 @@ class LockstepExecutor:
         self.num_ahead = config.num_ahead(is_gpu=loaded[0].is_gpu)
         self.kv_format = loaded[0].kv_format
         allocate = self._make_host_blocks(loaded[0], launcher, offset=host_offset(shared_bytes))
-        # One, but where ranks are on nodes of different kinds.
+        # A single value, unless ranks are on nodes of different kinds.
         self.numerics = " and ".join(sorted({message.numerics for message in loaded}))
         for rank in self._ranks:
             self._send(rank, pack(allocate))
@@ -216,7 +218,7 @@ class LockstepExecutor:
         if num_slots:
             assert fd is not None, "several nodes were refused"
             os.ftruncate(fd, offset + host_bytes(loaded.kv_format, num_slots=num_slots))
-            # Here first: the ranks then find the pages that were touched.
+            # Mapped here first, so that the pages are touched before the ranks map them.
             self.host_blocks_XC = map_host_blocks(
                 loaded.kv_format, num_slots=num_slots, fd=fd, offset=offset
             )
@@ -227,7 +229,7 @@ class LockstepExecutor:
             raise RankFailure(self._failure or "the executor is closed")
 
     def _receive_all(self, kind: type[_Message]) -> list[_Message]:
-        """One message of each rank, in whatever order they come."""
+        """One message from each rank, whatever the order of arrival."""
         deadline = time.monotonic() + START_TIMEOUT_S
         missing = list(self._ranks)
         messages: list[_Message] = []
@@ -249,7 +251,8 @@ class LockstepExecutor:
             self._fail()
 
     def _wait(self, silent: Sequence[Rank], deadline: float, timeout_s: float) -> list[Rank]:
-        """The ranks that have something to say, at least one, of which ``silent`` ones should."""
+        """Waits until at least one rank can be read, and returns those. ``silent`` are the ranks
+        whose message is awaited."""
         remaining_s = max(0.0, deadline - time.monotonic())
         ready = {fd for fd, _ in self._poll.poll(remaining_s * 1e3)}
         if not ready:
@@ -274,10 +277,10 @@ class LockstepExecutor:
         self._lose(f"{silent} did not answer within {timeout_s:g} s; now: {states}")
 
     def _fail(self, first: tuple[Rank, Failed] | None = None) -> NoReturn:
-        """Finds the rank that failed first, in all likelihood, and raises for it.
+        """Finds the rank that most likely failed first, and raises for it.
 
-        A rank that was killed says nothing, and those that waited for it in a collective then
-        raise: so a death comes before all that was said, and what was said first before the rest.
+        A rank that was killed sends nothing, and ranks that wait for it in a collective then
+        raise. So a death is the cause before any message, and else the first message is.
         """
         said = [first] if first is not None else []
         begin_s = time.monotonic()
@@ -324,7 +327,7 @@ class LockstepExecutor:
 
 
 def _host_settings(config: EngineConfig) -> str:
-    """Those that need host memory, such as "kv_transfer=True"."""
+    """The settings that need host memory, for messages, such as "kv_transfer=True"."""
     values = {
         name: getattr(config, name) for name in ("kv_offloading_size", "kv_disk_dir", "kv_transfer")
     }
@@ -332,7 +335,8 @@ def _host_settings(config: EngineConfig) -> str:
 
 
 def bound_waits(connection: Connection, timeout_s: float) -> None:
-    """A longer operation on it raises `BlockingIOError`; 0 waits for ever."""
+    """Sets a timeout: a longer operation on the connection raises `BlockingIOError`; 0 means no
+    timeout."""
     seconds, fraction = divmod(timeout_s, 1)
     value = struct.pack("ll", int(seconds), int(fraction * 1e6))
     with socket.socket(fileno=socket.dup(connection.fileno())) as raw:

@@ -2,9 +2,9 @@
 
 executor → rank    `RankStart`; then `Allocate`; then a message per step
 rank → executor    `Loaded`; then `Ready`; then, from rank 0, a message per step
-                   `Failed`, at any time, and the rank ends
+                   `Failed` at any time, after which the rank ends
 
-The messages of steps and their outputs are those of `quire.worker.step.codec.StepSlots`.
+`quire.worker.step.codec.StepSlots` defines the messages of steps and their outputs.
 """
 
 from dataclasses import dataclass
@@ -14,39 +14,39 @@ from quire.worker.api.config import EngineConfig
 from quire.worker.api.kv_format import KvFormat
 
 Store = Path | tuple[str, int]
-"""Where the ranks find each other: an empty file on their node, or an address at which rank 0
-listens."""
+"""Where the ranks of a group meet: an empty file on their node, or the address of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStart:
-    """The first message to a rank: who it is, and where it finds the others."""
+    """The first message to a rank: its number, and where it meets the others."""
 
     rank: int
     config: EngineConfig
     num_on_node: int
-    """Ranks that share its node."""
+    """Ranks on the same node, including this one."""
     store: Store
     slots_offset: int
-    """Offset in shared memory at which the slots of steps begin, and the size of each."""
+    """Offset in shared memory of the slots of steps. ``slot_bytes`` is the size of each."""
     slot_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """The weights are there, and this many blocks of KV would fit."""
+    """The rank has loaded its weights, and this many blocks of KV would fit."""
 
     num_blocks: int
     is_gpu: bool
     numerics: str
     kv_format: KvFormat
     num_host_blocks: int
-    """Slots of host memory that are wanted; all ranks of one node want as many."""
+    """Slots of host memory that the rank needs; equal for all ranks of one node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocate:
-    """What all ranks have room for, and where in shared memory the slots of host memory begin."""
+    """The number of blocks that all ranks have room for, and the offset in shared memory of the
+    slots of host memory."""
 
     num_blocks: int
     num_host_blocks: int
@@ -55,12 +55,12 @@ class Allocate:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The KV cache is there."""
+    """The rank has allocated its KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed:
-    """An exception ended the rank."""
+    """The rank ends because of an exception."""
 
     kind: str
     """"ConfigError", "CheckpointError" or another exception's name."""

@@ -1,6 +1,6 @@
-"""The ranks of one group as child processes on this node.
+"""Launches the ranks of one group as child processes on this node.
 
-Rank processes are started by ``subprocess`` and not by ``multiprocessing``, whose "spawn" runs
+Rank processes are started with ``subprocess`` and not with ``multiprocessing``, whose "spawn" runs
 the user's main module again and so needs a guard in every script.
 """
 
@@ -41,7 +41,8 @@ class RankProcess(Rank):
         return _STATES.get(letter, f"in state {letter}")
 
     def how_it_died(self) -> str | None:
-        """ "died with signal 9"; ``None`` while it runs and after a clean exit."""
+        """How the process ended, such as "died with signal 9"; ``None`` while it runs and after a
+        clean exit."""
         code = self.process.poll()
         if not code:
             return None
@@ -49,20 +50,20 @@ class RankProcess(Rank):
 
 
 class RankProcesses:
-    """Starts rank processes that all end when this one does, even by SIGKILL."""
+    """Starts rank processes that all end when this process does, even by SIGKILL."""
 
     num_nodes = 1
 
     def __init__(self) -> None:
         self._ranks: list[RankProcess] = []
         self._owner_pid = os.getpid()
-        # Memory without a name: gone with its last user, however that ends.
+        # Anonymous memory: freed with its last user, however that ends.
         self.shared_fd = os.memfd_create("quire-ranks")
         self._store_fd = os.memfd_create("quire-store")
 
     def start(self, config: EngineConfig, *, shared_bytes: int) -> tuple[list[RankProcess], Path]:
         environment = os.environ | {
-            # A rank can import whatever this process can, however the paths got there.
+            # A rank can import everything that this process can.
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             # All ranks are on this machine, and gloo should not listen outside of it.
             "GLOO_SOCKET_IFNAME": "lo",
@@ -73,21 +74,21 @@ class RankProcesses:
             with theirs:
                 fds = (theirs.fileno(), self.shared_fd)
                 process = subprocess.Popen(
-                    # -P: the working directory is no place to import from unasked.
+                    # -P: Python must not import from the working directory.
                     [sys.executable, "-P", "-m", RANK_MODULE, *map(str, fds)],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     pass_fds=(*fds, self._store_fd),
-                    # Not in the terminal's foreground group: Ctrl-C is for this process alone.
+                    # Not in the terminal's foreground group: only this process gets Ctrl-C.
                     process_group=0,
                 )
             rank = RankProcess(number=number, pid=process.pid, connection=ours, process=process)
             self._ranks.append(rank)
-        # The store, under the name that each rank has for it.
+        # The path of the store as each rank sees it.
         return self._ranks, Path(f"/proc/self/fd/{self._store_fd}")
 
     def stop(self) -> None:
-        """Kills and reaps every rank; they hold nothing that is worth a farewell."""
+        """Kills and reaps every rank. They hold no state that needs a clean shutdown."""
         if os.getpid() != self._owner_pid:  # a forked child of the owner, at its exit
             return
         for rank in self._ranks:

@@ -1,9 +1,9 @@
-"""A tensor-parallel rank: a process that takes steps from its executor over one connection.
+"""A tensor-parallel rank: a process that runs steps received from its executor over a connection.
 
-As a child of its executor it is ``python -m quire.worker.ranks.rank CONNECTION SHARED`` (fds); on
-several nodes something else starts it, and calls `run_rank`. It ends when the executor does,
-however that ends, or falls silent: a thread that watches the connection ends the process even in
-the middle of a step.
+As a child of its executor it is ``python -m quire.worker.ranks.rank CONNECTION SHARED`` (fds). On
+several nodes, the launcher starts the process in another way, and the process calls `run_rank`. The
+rank ends when the executor ends, however that happens, or is unreachable: a thread watches the
+connection and ends the process even in the middle of a step.
 """
 
 import gc
@@ -28,14 +28,14 @@ from quire.worker.cache.host_memory import map_host_blocks
 from quire.worker.ranks.messages import Allocate, Failed, Loaded, RankStart, Ready
 from quire.worker.step.codec import StepSlots, pack, unpack
 
-if TYPE_CHECKING:  # Slow to import, and a rank first sees to it that it does not outlive others.
+if TYPE_CHECKING:  # Slow to import, and a rank must first watch its executor.
     from quire.worker.step.late_tokens import Pending
 
 _FAREWELL_S = 10.0
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the executor, which decides.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The executor handles Ctrl-C.
     connection_fd, shared_fd = (int(arg) for arg in sys.argv[1:])
     run_rank(Connection(connection_fd), shared_fd=shared_fd, parent_pid=os.getppid())
 
@@ -47,10 +47,10 @@ def run_rank(
     listener: socket.socket | None = None,
     parent_pid: int | None = None,
 ) -> NoReturn:
-    """Is a rank until its executor leaves, then ends the process.
+    """Runs a rank until its executor is gone, then ends the process.
 
     ``shared_fd`` is memory that all ranks of one node share with the executor. On several nodes
-    rank 0 has a ``listener``, at the address where the ranks find each other.
+    rank 0 has a ``listener`` at the address where the ranks meet.
     """
     watched = (connection.fileno(), parent_pid)
     threading.Thread(target=_watch, args=watched, daemon=True).start()
@@ -61,8 +61,8 @@ def run_rank(
     except BaseException as error:
         with suppress(OSError):
             connection.send(failed(error))
-        # The executor ends this process, or hangs up, when it has read that. Hanging up first, with
-        # steps unread, would reset the connection, and the message could be lost.
+        # The executor ends this process, or closes the connection, when it has read the message.
+        # If the rank closed first, with steps unread, the reset could lose the message.
         time.sleep(_FAREWELL_S)
     # Skips the teardown of torch and of its process group, which would wait for other ranks.
     sys.stdout.flush()
@@ -71,14 +71,14 @@ def run_rank(
 
 
 def _run(connection: Connection, shared_fd: int | None, listener: socket.socket | None) -> NoReturn:
-    """Loads the rank's share of the model and runs steps for ever.
+    """Loads the rank's share of the model and runs steps forever.
 
     Raises:
         EOFError, OSError: The executor is gone.
     """
     start = connection.recv()
     assert isinstance(start, RankStart)
-    # Here and not above: the executor must be watched before the slow imports begin.
+    # Imported here: the executor must be watched before the slow imports begin.
     import torch
 
     from quire.worker.model.hub import fetch_checkpoint
@@ -88,7 +88,7 @@ def _run(connection: Connection, shared_fd: int | None, listener: socket.socket 
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(start.config.num_threads or max(1, cores // start.num_on_node))
     if shared_fd is None:
-        device = pick_device(start.config, rank=0, num_ranks=1)  # Ray shows it its own GPU alone.
+        device = pick_device(start.config, rank=0, num_ranks=1)  # Ray exposes only its own GPU.
     else:
         device = pick_device(start.config, rank=start.rank)
     tp = join(
@@ -122,7 +122,7 @@ def _run(connection: Connection, shared_fd: int | None, listener: socket.socket 
     )
     runner.allocate(allocate.num_blocks, host_blocks_XC)
     gc.collect()
-    gc.freeze()  # A full collection looked through all that was loaded, while every rank waited.
+    gc.freeze()  # A full collection scanned all loaded objects while every rank waited.
     connection.send(Ready())
 
     slots = StepSlots(start.slot_bytes, shared_fd=shared_fd, offset=start.slots_offset)
@@ -141,7 +141,7 @@ def _run(connection: Connection, shared_fd: int | None, listener: socket.socket 
 class Answers:
     """Sends rank 0's outputs in the order of their steps.
 
-    ``in_thread``: a thread waits for the device, so that the next step can be launched meanwhile.
+    ``in_thread``: a thread waits for the device, so that the next step can be launched.
     """
 
     def __init__(
@@ -152,14 +152,14 @@ class Answers:
         in_thread: bool,
         end: Callable[[int], object] = os._exit,
     ) -> None:
-        """``end`` ends the process where the thread cannot go on."""
+        """``end`` ends the process if the thread fails."""
         self._connection = connection
         self._slots = slots
         self._end = end
         self._thread = ThreadPoolExecutor(1, "quire-answers") if in_thread else None
 
     def add(self, number: int, pending: "Pending") -> None:
-        """Answers step ``number`` once its output is there."""
+        """Sends the output of step ``number`` once it is ready."""
         if self._thread is None:
             self._send(number, pending)
         else:
@@ -178,9 +178,9 @@ class Answers:
 
 
 def failed(error: BaseException) -> Failed:
-    """The message about the exception that ends a rank."""
+    """The message for the exception that ends a rank."""
     kind = type(error)
-    # By its base, so that a subclass arrives as what a caller can handle.
+    # Subclasses are sent as the base class that a caller can handle.
     name = next((k.__name__ for k in (ConfigError, CheckpointError) if issubclass(kind, k)), None)
     return Failed(
         kind=name or kind.__name__,
@@ -190,9 +190,9 @@ def failed(error: BaseException) -> Failed:
 
 
 def _watch(fd: int, parent_pid: int | None) -> None:
-    """Ends the process when the executor's end of the connection closes or is out of reach.
+    """Ends the process when the executor's end of the connection closes or is unreachable.
 
-    The parent's id is a second sign, for when a child that it forked still holds that end.
+    The parent's id is checked too: a child forked by the executor may keep that end open.
     """
     poll = select.poll()
     poll.register(fd, select.POLLRDHUP)

@@ -1,1 +1,1 @@
-"""What one rank does with a step: KV cache, CUDA graphs, the model, the sampler."""
+"""Runs steps on one rank: KV cache, CUDA graphs, model and sampler."""

@@ -1,4 +1,4 @@
-"""The adapters in one rank's slots, and those kept for the next time. They come from the store."""
+"""Loads LoRA adapters from the node's store into a rank's slots, and keeps recent ones packed."""
 
 import torch
 
@@ -12,8 +12,8 @@ from quire.worker.model.spec import ModelSpec
 
 
 class RankAdapters:
-    """Fills a program's slots. The engine has every adapter read, checked and held in the store
-    before a step names it, so that loading it here takes as long as copying memory."""
+    """Fills a program's slots. Before a step names an adapter, the engine has it read, checked and
+    held in the store, so that loading it here only copies memory."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class RankAdapters:
         shard: Shard,
         dtype: torch.dtype,
     ) -> None:
-        """Makes room for all slots."""
+        """Allocates all slots."""
         slots.open(num_slots=config.max_loras, max_rank=config.max_lora_rank)
         self._slots = slots
         self._spec = spec
@@ -32,15 +32,15 @@ class RankAdapters:
         self._dtype = dtype
         self._max_rank = config.max_lora_rank
         self._max_kept = config.num_kept_loras
-        # The one first that was loaded longest ago.
+        # The least recently loaded adapter first.
         self._kept: dict[str, PackedAdapter] = {}
         self._store = AdapterStore()
 
     def load(self, loads: tuple[tuple[int, str], ...]) -> None:
-        """Puts the adapters of these digests into these slots.
+        """Loads adapters: ``loads`` are slots and the digests of their adapters.
 
         Raises:
-            AdapterError: One is not in the store, or cannot be read.
+            AdapterError: An adapter is not in the store, or cannot be read.
         """
         for slot, digest in loads:
             adapter = self._kept.pop(digest, None)

@@ -1,9 +1,9 @@
-"""Copies of whole blocks, within one rank's KV cache and between it and host memory.
+"""Copies whole blocks within one rank's KV cache, and between it and host memory.
 
-A cache is one tensor for K and V of each layer, with this rank's heads; host memory has a block's
-bytes in one piece, with all heads (`quire.worker.api.kv_format`). A rank writes and reads its own
-heads there. Where several ranks have the same head, the first of them writes it, and the others
-wait for it before they read.
+The cache has a tensor for K and one for V of each layer, with this rank's heads. Host memory has a
+block's bytes in one piece, with all heads (`quire.worker.api.kv_format`). A rank writes and reads
+its own heads there. If several ranks have the same head, the first of them writes it, and the
+others wait for it before they read.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,14 +25,14 @@ from quire.worker.step.staging import stage
 # rank   A = 2 * layers, K and V of each   T tokens   W words of a token in one head
 
 CACHE, HOST = 0, 1
-"""Tiers, as `StepInput.copies_X22` names them."""
+"""Numbers of the tiers in `StepInput.copies_X22`."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheLayout:
-    """How the cache's blocks lie, and those outside."""
+    """The memory layouts of blocks in the cache and outside."""
 
     format: KvFormat
     is_head_major: bool
@@ -40,7 +40,7 @@ class CacheLayout:
 
 
 class BlockCopies:
-    """Makes the copies of steps, on one rank. On a GPU they are queued on the current stream."""
+    """Makes the block copies of steps on one rank. On a GPU, queues them on the current stream."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class BlockCopies:
         host_blocks_XC: Bytes | None,
         meet: Callable[[], object] = lambda: None,
     ) -> None:
-        """On a GPU, host memory is pinned here, for as long as the process runs. ``meet`` waits
-        until all ranks have called it."""
+        """On a GPU, pins host memory until the process ends. ``meet`` is a barrier: it waits until
+        all ranks have called it."""
         first, end = shard.kv_heads(layout.format.num_kv_heads)
         before = Shard(rank=max(0, shard.rank - 1), size=shard.size)
         self._writes = shard.rank == 0 or before.kv_heads(layout.format.num_kv_heads)[0] != first
@@ -75,9 +75,10 @@ class BlockCopies:
                 )
 
     def run(self, copies_X22: Ints) -> None:
-        """
+        """Makes the copies of a step.
+
         Raises:
-            IndexError: There is no such tier, or no such block in it.
+            IndexError: A tier, or a block in it, does not exist.
             ValueError: A copy is from host memory to host memory, which no step needs.
         """
         for number, (tiers, places_X2) in enumerate(_runs(copies_X22)):
@@ -98,7 +99,7 @@ class BlockCopies:
             self._copy(tiers, *stage([from_X, to_X], self._device))
 
     def _copy(self, tiers: tuple[int, int], from_X: Tensor, to_X: Tensor) -> None:
-        """What `PieceCopies` does, in PyTorch."""
+        """The same copies as `PieceCopies`, in PyTorch."""
         for number, cache_NKTW in enumerate(self._caches):
             source = self._host_XAKTW[:, number] if tiers[0] == HOST else cache_NKTW
             target = self._host_XAKTW[:, number] if tiers[1] == HOST else cache_NKTW
@@ -114,7 +115,8 @@ class BlockCopies:
 
 
 def _runs(copies_X22: Ints) -> Iterator[tuple[tuple[int, int], Ints]]:
-    """Neighbours between the same two tiers: these, and the blocks from and to which."""
+    """Splits the copies into runs between the same two tiers: the tiers, and source and target
+    blocks."""
     tiers_X2 = copies_X22[:, :, 0]
     bounds = np.flatnonzero((tiers_X2[1:] != tiers_X2[:-1]).any(axis=1)) + 1
     for run_X22 in np.split(copies_X22, bounds):
@@ -124,7 +126,7 @@ def _runs(copies_X22: Ints) -> Iterator[tuple[tuple[int, int], Ints]]:
 
 
 def _last_of_each(places_X2: Ints) -> Ints:
-    """Without the copies whose target a later one overwrites: all others may be made at once."""
+    """Drops copies whose target a later copy overwrites, so that the others can be made at once."""
     targets = places_X2[:, 1].tolist()
     if len(set(targets)) == len(targets):
         return places_X2
@@ -133,7 +135,7 @@ def _last_of_each(places_X2: Ints) -> Ints:
 
 
 def _by_heads(cache: Tensor, *, is_head_major: bool) -> Tensor:
-    """A view ``[N, K, T, W]`` of one cache, in the widest words that a token's head has."""
+    """A view ``[N, K, T, W]`` of one cache, in the widest words that divide a token's head."""
     num_blocks, num_tokens, num_heads, width = cache.shape
     num_bytes = width * cache.element_size()
     word = next(size for size in _WORDS if num_bytes % size == 0)
@@ -144,19 +146,19 @@ def _by_heads(cache: Tensor, *, is_head_major: bool) -> Tensor:
 
 
 def _on_device(host_blocks_XC: Bytes, device: torch.device) -> Tensor:
-    """The same memory as the device reaches it."""
+    """Host memory as a tensor that the device can access."""
     if device.type != "cuda":
         return torch.from_numpy(host_blocks_XC)
     runtime: Any = torch.cuda
     address = host_blocks_XC.ctypes.data
     torch.cuda.check_error(runtime.cudart().cudaHostRegister(address, host_blocks_XC.nbytes, 0))
-    # Kernels read and write pinned memory under its own address, so that one call copies scattered
-    # blocks of one layer, where the runtime's copies would take one for each piece.
+    # Kernels access pinned memory at its host address, so that one launch copies scattered blocks
+    # of one layer. With the runtime's copies, each piece would take a call.
     return torch.as_tensor(_Pinned(host_blocks_XC), device=device)
 
 
 class _Pinned:
-    """Pinned memory, as torch takes over another library's array on a GPU."""
+    """Pinned memory with the interface by which torch imports another library's GPU array."""
 
     def __init__(self, host_blocks_XC: Bytes) -> None:
         self._host_blocks_XC = host_blocks_XC  # Keeps the memory mapped.

@@ -1,9 +1,9 @@
-"""Decodes as CUDA graphs: a step's hundreds of launches become one.
+"""CUDA graphs for decode steps: a step's hundreds of kernel launches become one.
 
-A graph is a forward pass of a fixed number of rows, over buffers that never move, whose attention
-has room for a fixed length. It is captured for each of a ladder of both; a step takes the
-smallest that it fits, filled up with rows of length 0 that write to a spare block. A step that
-fits none, because it holds a chunk of a prompt or rows too many and too long, runs call by call.
+A graph is a forward pass of a fixed number of rows, with a fixed greatest length, over buffers with
+fixed addresses. One is captured for each combination of a series of both. A step runs in the
+smallest graph that fits, padded with rows of length 0 that write to a spare block. A step that fits
+no graph, because it has a prefill chunk, or too many or too long rows, runs eagerly.
 """
 
 from collections.abc import Callable
@@ -24,22 +24,22 @@ from quire.worker.step.staging import Array, stage
 # V vocabulary
 
 MAX_PARTS = 8192
-"""Rows times splits of their context in one graph. It bounds the partial results that decode
-attention keeps (134 MB at 32 heads of 128) and the programs that find nothing to do; above it a
-step takes so long that its launches no longer matter."""
+"""Most rows times splits of their context in one graph. It bounds the partial results that decode
+attention keeps (134 MB at 32 heads of 128) and the programs without work. Above it, a step takes so
+long that its launches no longer matter."""
 _SMALL_SIZES = (1, 2, 4, 8, 16, 32)
 _SIZE_STEP = 32
 _LENGTH_STEP = 4
 
 
 class Graph(Protocol):
-    """What was captured; `torch.cuda.CUDAGraph` is one."""
+    """A captured graph, such as a `torch.cuda.CUDAGraph`."""
 
     def replay(self) -> None: ...
 
 
 Capture = Callable[[Callable[[], None]], Graph]
-"""Runs a function once, in a way that its work on the device can be replayed."""
+"""Runs a function once and captures its work on the device for replay."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -68,9 +68,9 @@ class DecodeGraphs:
     ) -> None:
         """Captures nothing yet.
 
-        ``forward`` computes a step on the device. ``spare_block`` is where rows that fill a batch
-        up write; no sequence may have it. ``vocab_size`` is ``None`` where ``forward`` returns
-        no logits; ``dtype`` is theirs.
+        ``forward`` computes a step on the device. Padding rows write to ``spare_block``, which no
+        sequence may have. ``vocab_size`` is ``None`` if ``forward`` returns no logits; ``dtype`` is
+        the type of the logits.
         """
         self._forward = forward
         self.buckets = sorted(buckets)
@@ -92,12 +92,12 @@ class DecodeGraphs:
         self._starts_N1 = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._adapter_slots_N = torch.full((rows,), -1, dtype=torch.int32, device=device)
         self._last_tokens_N = torch.arange(rows, device=device)
-        # All graphs write here: each would keep its own logits alive.
+        # All graphs write here, or each would keep its own logits alive.
         self._logits_NV = None if vocab_size is None else zeros(rows, vocab_size, dtype=dtype)
 
     def capture(self, bucket: Bucket) -> None:
-        """Captures one bucket, on rows of length 0. The largest ones first take the least memory,
-        as the others find room in what these have left."""
+        """Captures one bucket, on rows of length 0. Capturing the largest first takes the least
+        memory, as later ones reuse its memory."""
         batch = self._batch(bucket)
         self._longs_3N[2].fill_(self._spare_slot)
         self._seq_lens_N.zero_()
@@ -108,13 +108,13 @@ class DecodeGraphs:
                 assert self._logits_NV is not None, "vocab_size says that there are no logits"
                 self._logits_NV[: bucket.num_rows].copy_(logits_BV)
 
-        run()  # what compiles or allocates on first use may not do so in a graph
+        run()  # compilation and allocation on first use must not happen during the capture
         self._graphs[bucket] = self._capture(run)
 
     def bucket_of(self, step: StepInput) -> Bucket | None:
-        """The smallest captured bucket for a step; ``None`` where there is none."""
+        """The smallest captured bucket that fits a step; ``None`` if there is none."""
         num_rows = len(step.seq_lens_B)
-        # A row that is not sampled, or a chunk, or hidden states: of these there is no graph.
+        # There is no graph for rows that are not sampled, chunks or hidden states.
         if step.num_decodes != num_rows or len(step.samples_S) != num_rows:
             return None
         if step.hidden_rows_H is not None:
@@ -138,7 +138,7 @@ class DecodeGraphs:
         return None if self._logits_NV is None else self._logits_NV[: len(step.seq_lens_B)]
 
     def _fill(self, step: StepInput, bucket: Bucket, late: LateTokens | None) -> None:
-        """Puts a step where the graphs read: the only place that knows of both."""
+        """Copies a step into the buffers that the graphs read."""
         used, num_rows = len(step.seq_lens_B), bucket.num_rows
         longs = np.zeros((3, num_rows), np.int64)
         longs[2] = self._spare_slot
@@ -181,8 +181,8 @@ class DecodeGraphs:
 def make_buckets(
     *, max_num_seqs: int, max_model_len: int, with_adapters: bool = False
 ) -> list[Bucket]:
-    """The ladder: batch sizes close enough that filling up costs little, and lengths by fours.
-    ``with_adapters``: each with and without, as a graph with them launches more kernels."""
+    """All buckets: batch sizes close enough that padding costs little, and lengths by factors of
+    four. ``with_adapters``: each with and without, as adapters launch more kernels."""
     sizes = {size for size in _SMALL_SIZES if size < max_num_seqs}
     sizes |= {*range(2 * _SIZE_STEP, max_num_seqs, _SIZE_STEP), max_num_seqs}
     lengths = [max_model_len]
@@ -200,14 +200,14 @@ def make_buckets(
 
 
 class CudaCapture:
-    """`Capture` on a GPU. The graphs share their memory: they never run at the same time."""
+    """`Capture` on a GPU. The graphs share memory, since they never run at the same time."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Callable[[], None]) -> Graph:
         graph = torch.cuda.CUDAGraph()
-        # Only this thread is watched for calls that a capture forbids: NCCL has one of its own.
+        # Only this thread is checked for calls that a capture forbids, since NCCL has its own.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             function()
         return graph

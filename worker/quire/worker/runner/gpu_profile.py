@@ -1,4 +1,4 @@
-"""GPU memory needed besides KV: for the largest steps, and for the graphs of decodes."""
+"""Measures the GPU memory needed besides KV: for the largest steps, and for decode graphs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +14,7 @@ from quire.worker.step.sampling_batch import Adjustments, Edits, SamplingBatch
 
 
 def peak_bytes(run: Callable[[StepInput], object], steps: Iterator[StepInput]) -> int:
-    """The most memory that the allocator held during these steps, weights included."""
+    """Most bytes that the allocator held during these steps, including weights."""
     torch.cuda.reset_peak_memory_stats()
     for step in steps:
         run(step)
@@ -23,9 +23,8 @@ def peak_bytes(run: Callable[[StepInput], object], steps: Iterator[StepInput]) -
 
 
 def graph_bytes(make_graphs: Callable[[], DecodeGraphs]) -> int:
-    """The memory of all graphs: the first two are captured, and the others are assumed to be as
-    large as the second, because they reuse the memory of the first. The captured graphs are
-    freed."""
+    """Bytes of all graphs. The first two are captured and then freed; the others are assumed to be
+    as large as the second, since they reuse the memory of the first."""
     free = [_free_bytes()]
     graphs = make_graphs()
     for bucket in list(reversed(graphs.buckets))[:2]:
@@ -47,9 +46,10 @@ def _free_bytes() -> int:
 def largest_steps(
     config: EngineConfig, *, block_size: int, max_model_len: int
 ) -> Iterator[StepInput]:
-    """Chunks that fill the token budget, and decodes; of each, one row is as long as can be.
+    """A step of chunks that fill the token budget, and one of decodes; each has one row of the
+    greatest length.
 
-    All tokens are in block 0 of the cache, over and over: it is memory that counts.
+    All tokens are in block 0 of the cache: only the memory use matters.
     """
     rows, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
     row_len = min(num_tokens // rows, block_size)
@@ -71,25 +71,25 @@ def largest_steps(
 
 
 def with_adapters(step: StepInput) -> StepInput:
-    """The same where all rows have an adapter; it may be an empty slot's."""
+    """A copy of the step in which all rows use adapter slots, which may be empty."""
     return replace(step, adapter_slots_A=np.zeros(len(step.seq_lens_B), np.int32))
 
 
 def warm_up_steps(
     config: EngineConfig, *, block_size: int, max_model_len: int
 ) -> tuple[StepInput, StepInput, StepInput]:
-    """A step with a decode and a chunk; one with a token far behind its prompt's beginning; and one
-    of decodes of one long prefix that are sampled in every way there is and need tokens of the step
+    """Three steps: a decode with a chunk; a chunk of one token at a late position of its prompt;
+    and decodes with a long common prefix, with every kind of sampling and with tokens of the step
     before. All tokens are in block 0.
 
-    The first has as many tokens as a step may have, most of them of no row: ranks add large tensors
-    with another kernel. The second has a chunk of one token, which starts the fewest programs, so
-    that each split gets one of its own."""
+    The first has as many tokens as a step may have, most of which belong to no row: ranks use
+    another kernel to add large tensors. The second has a chunk of one token, which starts the
+    fewest programs, so that each split gets its own program."""
     rows = min(2, config.max_num_seqs)
     length = min(max_model_len, 2 * SPLIT_TOKENS + 1)
     num_blocks = -(-length // block_size)
     chunk = max(1, min(config.max_num_batched_tokens - 1, length, 2 * block_size))
-    # With room for one row only, that is the chunk.
+    # With room for one row only, that row is the chunk.
     ends = np.array([0, 1, 1 + chunk] if rows > 1 else [0, chunk])
     lens = np.array([1, chunk][-rows:])
     mixed = _step(
@@ -139,7 +139,7 @@ def _step(
     num_blocks: int,
     num_scored: int = 0,
 ) -> StepInput:
-    """``num_scored``: samples beside each row's last token."""
+    """A step with these rows. ``num_scored``: samples besides each row's last token."""
     rows = len(seq_lens_B)
     samples = np.concatenate([np.arange(num_scored), starts_B1[1:] - 1])
     return StepInput(

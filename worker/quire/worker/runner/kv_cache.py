@@ -1,7 +1,7 @@
-"""How many blocks of KV fit, and the tensors that hold them.
+"""Computes how many blocks of KV fit into memory, and allocates the tensors for them.
 
-``num_blocks`` is the same on every rank: each says how many it has room for, the group takes the
-fewest. Where memory is committed on first touch (CPU), a block costs nothing until it is used.
+``num_blocks`` is the same on every rank: each rank reports how many it has room for, and the group
+takes the least. If memory is committed on first touch (CPU), a block costs nothing until used.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from quire.worker.model.spec import Attention
 
 CPU_SHARE = 0.4
 CPU_MAX_BYTES = 4 << 30
-"""Limit of the default share, which should leave a laptop usable."""
+"""Limit of the default share in bytes, so that a laptop stays usable."""
 GPU_SHARE = 0.9
 
 _STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -38,25 +38,25 @@ class KvLayout:
 
     @property
     def width(self) -> int:
-        """Elements of one token and head: its values and, in int8, the bytes of their scale."""
+        """Elements of one token and head: its values and, for int8, the bytes of their scale."""
         return self.head_size + (SCALE_BYTES if self.dtype == torch.int8 else 0)
 
     @property
     def layer_token_bytes(self) -> int:
-        """K and V of one token in one layer."""
+        """Bytes of K and V of one token in one layer."""
         return 2 * self.num_kv_heads * self.width * self.dtype.itemsize
 
     @property
     def block_bytes(self) -> int:
-        """K and V of one block in all layers."""
+        """Bytes of K and V of one block in all layers."""
         return self.num_layers * self.block_size * self.layer_token_bytes
 
 
 def kv_layout(
     config: EngineConfig, attentions: Sequence[Attention], *, dtype: torch.dtype
 ) -> KvLayout:
-    """``attentions`` are each layer's; heads are the same in all. ``dtype`` is the model's; the
-    cache's may be another."""
+    """The layout of a rank's KV cache. ``attentions`` are those of the layers, with equal heads.
+    ``dtype`` is the model's; the cache's may differ."""
     attention = attentions[0]
     return KvLayout(
         num_layers=len(attentions),
@@ -68,7 +68,7 @@ def kv_layout(
 
 
 def kv_format(layout: KvLayout, attention: Attention) -> KvFormat:
-    """How a block lies outside the cache, with the KV heads of all ranks."""
+    """The layout of a block outside the cache, with the KV heads of all ranks."""
     return KvFormat(
         num_layers=layout.num_layers,
         num_kv_heads=attention.num_kv_heads,
@@ -78,7 +78,7 @@ def kv_format(layout: KvLayout, attention: Attention) -> KvFormat:
 
 
 def plan_num_blocks(config: EngineConfig, layout: KvLayout, *, share_bytes: int) -> int:
-    """Blocks for one rank: as configured, or as many as fit in its share of the memory."""
+    """Blocks for one rank: as configured, or as many as fit into ``share_bytes``."""
     if config.num_blocks is not None:
         return config.num_blocks
     if config.kv_cache_memory_bytes is not None:
@@ -92,7 +92,7 @@ def check_room(
     """Checks that at least one sequence of the greatest length fits.
 
     Raises:
-        ConfigError: It does not, so that a request could wait for ever.
+        ConfigError: It does not fit, so that a request could wait forever.
     """
     needed = -(-max_model_len // layout.block_size)
     if num_blocks >= needed:
@@ -114,7 +114,7 @@ def check_room(
 
 
 def cpu_share_bytes(config: EngineConfig) -> int:
-    """The part of the free RAM that one rank may use for KV."""
+    """Bytes of the free RAM that one rank may use for KV."""
     share = config.gpu_memory_utilization
     free = available_ram_bytes()
     total = min(int(free * CPU_SHARE), CPU_MAX_BYTES) if share is None else int(free * share)
@@ -122,8 +122,8 @@ def cpu_share_bytes(config: EngineConfig) -> int:
 
 
 def gpu_share_bytes(config: EngineConfig, device: torch.device, *, peak_bytes: int) -> int:
-    """Device memory left for KV besides ``peak_bytes``, the most that a step allocates, weights
-    included, and besides memory outside this process's allocator."""
+    """Bytes of device memory left for KV. ``peak_bytes`` is the most that a step allocates,
+    including weights; memory outside this process's allocator is subtracted too."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
@@ -133,7 +133,7 @@ def gpu_share_bytes(config: EngineConfig, device: torch.device, *, peak_bytes: i
 def available_ram_bytes(
     meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")
 ) -> int:
-    """Free RAM: of the machine or, where that is less, of this process's container."""
+    """Free RAM in bytes: of the machine or, if that is less, of this process's container."""
     available = _meminfo_available(meminfo)
     for limit_name, used_name in (
         ("memory.max", "memory.current"),
@@ -146,7 +146,7 @@ def available_ram_bytes(
 
 
 def allocate(layout: KvLayout, *, num_blocks: int, device: torch.device) -> KvCache:
-    """Uninitialised K and V of every layer. Slots hold anything until they are written."""
+    """Uninitialised K and V of every layer. Slots are undefined until they are written."""
     shape = (num_blocks, layout.block_size, layout.num_kv_heads, layout.width)
     return [
         (
@@ -165,7 +165,7 @@ def _meminfo_available(meminfo: Path) -> int:
 
 
 def _read_int(file: Path) -> int | None:
-    """``None`` where there is no such file, or it says "max"."""
+    """The number in a file; ``None`` if there is no such file, or it says "max"."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):

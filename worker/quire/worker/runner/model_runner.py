@@ -1,7 +1,7 @@
 """One rank's model, KV cache and sampler: turns a `StepInput` into a `StepOutput`.
 
-Made in two steps, as the number of blocks must be agreed on in between: first the weights, which
-show how much memory is left, then the KV cache.
+It is set up in two steps: first it loads the weights, which shows how much memory is left; then the
+ranks agree on the number of blocks, and it allocates the KV cache.
 """
 
 from collections.abc import Callable
@@ -59,14 +59,14 @@ from quire.worker.step.staging import Array, stage
 
 
 class ModelRunner:
-    """A rank. Call `num_blocks_that_fit`, then `allocate`, then `execute` for each step."""
+    """A rank. Call `num_blocks_that_fit`, then `allocate`, then `execute` or `launch` per step."""
 
     def __init__(self, config: EngineConfig, *, device: torch.device, tp: TensorParallel) -> None:
         """Loads this rank's share of the weights.
 
         Raises:
             CheckpointError: The model's files cannot be read.
-            ConfigError: The model cannot be run like this.
+            ConfigError: The model cannot be run with this configuration.
         """
         spec = read_model_spec(config.model, model_impl=config.model_impl)
         check_parallel(spec, config.tensor_parallel_size)
@@ -101,11 +101,11 @@ class ModelRunner:
                 )
             self._adapters = RankAdapters(slots, config, spec, shard=shard, dtype=dtype)
         self._sees_all = not any(each.window for each in loaded.options)
-        """Whether a query in any layer sees all tokens before it."""
+        """Whether queries of all layers attend to all tokens before them (no sliding window)."""
         self._layout = kv_cache.kv_layout(config, loaded.attentions, dtype=dtype)
         self.kv_format = kv_cache.kv_format(self._layout, loaded.attentions[0])
         self.num_host_blocks = 0 if spec.is_encoder else num_host_blocks(config, self.kv_format)
-        """Slots of host memory that `allocate` wants."""
+        """Slots of host memory that `allocate` needs."""
         self._is_head_major = loaded.is_head_major
         self._shard = shard
         self._group = loaded.attentions[0].num_heads // tp.size // self._layout.num_kv_heads
@@ -117,7 +117,7 @@ class ModelRunner:
         self.numerics = numerics(
             config, spec, device=device, num_ranks=tp.size, is_native=self._model.chooses
         )
-        """What decides the bits of outputs besides the weights."""
+        """Everything besides the weights that determines the bits of outputs."""
         self._vocab_size = spec.vocab_size if tp.rank == 0 else None
         self._kv: KvCache = []
         self._copies: BlockCopies
@@ -134,7 +134,7 @@ class ModelRunner:
                 )
         self._tp = tp
         self._sampled_S = torch.empty(0, dtype=torch.int64)
-        """The tokens of the last step, 0 where this rank does not know them."""
+        """The tokens of the last step; 0 on ranks that do not have them."""
 
     @torch.inference_mode()
     def _check_rows(self, runner: ProgramRunner, vocab_size: int, *, is_encoder: bool) -> None:
@@ -156,9 +156,9 @@ class ModelRunner:
             )
 
     def num_blocks_that_fit(self) -> int:
-        """Blocks of KV for which this rank has room. On a GPU this runs the largest steps."""
+        """Blocks of KV for which this rank has room. On a GPU, runs the largest steps."""
         config = self._config
-        if self._is_encoder:  # What a step computes is of no use to a later one.
+        if self._is_encoder:  # The KV of a step is not used by later ones.
             num_tokens = config.max_num_batched_tokens
             return -(-num_tokens // self._layout.block_size) + config.max_num_seqs
         share_bytes = 0
@@ -172,15 +172,15 @@ class ModelRunner:
         return kv_cache.plan_num_blocks(config, self._layout, share_bytes=share_bytes)
 
     def allocate(self, num_blocks: int, host_blocks_XC: Bytes | None = None) -> None:
-        """Makes the KV cache. ``host_blocks_XC`` is memory that all ranks of the node share.
+        """Allocates the KV cache. ``host_blocks_XC`` is memory that all ranks of the node share.
 
         Raises:
-            ConfigError: It could not hold one sequence of the greatest length.
+            ConfigError: The cache could not hold one sequence of the greatest length.
         """
         kv_cache.check_room(
             self._config, self._layout, num_blocks=num_blocks, max_model_len=self._max_model_len
         )
-        # One block more, for the rows that fill a graph's batch up.
+        # One more block, for the padding rows of graphs.
         self._kv = kv_cache.allocate(
             self._layout, num_blocks=num_blocks + bool(self._buckets), device=self._device
         )
@@ -200,8 +200,8 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Launches every kernel that serving may need, so that none is compiled while requests
-        wait: chunks and decodes call by call, decodes that share a prefix, tokens of the step
-        before, penalties, bans, all limits of sampling, log-probabilities."""
+        wait: eager chunks and decodes, decodes with a shared prefix, tokens of the step before,
+        penalties, bans, all sampling limits, log-probabilities."""
         *chunks, decodes = warm_up_steps(
             self._config, block_size=self._layout.block_size, max_model_len=self._max_model_len
         )
@@ -222,12 +222,12 @@ class ModelRunner:
     def launch(
         self, step: StepInput, edits: Callable[[], Adjustments | None] | None = None
     ) -> Pending | None:
-        """Runs the model once. Rank 0 returns the tokens to come, the others ``None``.
+        """Runs the model once. Rank 0 returns the pending output, the others ``None``.
 
-        ``edits`` waits for the adjustments of a step whose ``edits_follow``.
+        ``edits`` waits for the adjustments of a step that has ``edits_follow`` set.
 
-        On a GPU this returns while the device works; the next step may be launched before this
-        one's tokens are waited for. On a CPU they are there.
+        On a GPU this returns while the device works, and the next step may be launched before the
+        caller waits for this one's tokens. On a CPU the output is ready.
         """
         pending = self._launch(step, edits)
         if pending is None:
@@ -238,13 +238,13 @@ class ModelRunner:
         return pending
 
     def execute(self, step: StepInput) -> StepOutput | None:
-        """`launch`, and the wait for its tokens."""
+        """Calls `launch` and waits for the output."""
         pending = self.launch(step)
         return None if pending is None else pending.wait()
 
     def forward(self, step: StepInput, hidden: Hidden | None = None) -> Tensor | None:
-        """Computes the step's tokens; logits ``[S, V]`` on rank 0, ``None`` elsewhere: float32 on
-        a CPU; on a GPU of the model's type, and valid until the next step. Fills in ``hidden``.
+        """Computes the step. Returns logits ``[S, V]`` on rank 0, ``None`` on other ranks: float32
+        on a CPU; on a GPU in the model's type, and valid until the next step. Fills ``hidden``.
         """
         late = self._late_tokens(step)
         shared = self._find_shared(step)
@@ -289,7 +289,7 @@ class ModelRunner:
         return _done(sample(logits_SV, sampling, in_place=True), hidden)
 
     def _meet(self) -> None:
-        """Waits until all ranks have come so far; on a GPU, what is queued after it does."""
+        """A barrier of all ranks. On a GPU, it delays the work queued after it instead."""
         self._tp.all_reduce(torch.zeros(1, device=self._device))
 
     def _encode(self, step: StepInput) -> Pending:
@@ -298,7 +298,7 @@ class ModelRunner:
         return _done(StepOutput(np.zeros(len(step.samples_S), np.int64)), hidden)
 
     def _wanted_hidden(self, step: StepInput, rows: HeadRows | None) -> Hidden | None:
-        """The hidden states to take on rank 0, whose program has them whole."""
+        """The hidden states to collect on rank 0, whose program has them complete."""
         if step.hidden_rows_H is None or self._tp.rank:
             return None
         rows_H = torch.from_numpy(step.hidden_rows_H).long()
@@ -309,7 +309,7 @@ class ModelRunner:
     def _forward_and_choose(
         self, step: StepInput, rows: HeadRows, hidden: Hidden | None
     ) -> tuple[Tensor, Longs] | None:
-        """The logits of the rows that are not greedy, and the tokens of those that are."""
+        """The logits of rows that are not greedy, and the tokens of greedy rows."""
         batch = self._to_device(step, late=self._late_tokens(step), hidden=hidden)
         last_tokens_S = batch.last_tokens_S[torch.from_numpy(rows.order_S)]
         return self._model.forward_and_choose(
@@ -321,7 +321,7 @@ class ModelRunner:
         )
 
     def _late_tokens(self, step: StepInput) -> LateTokens | None:
-        """What the step before this one sampled, where this one needs it. Only rank 0 knows."""
+        """The sampled tokens of the previous step that this one needs. Only rank 0 has them."""
         if not len(step.late_tokens_L):
             return None
         return LateTokens(
@@ -333,7 +333,7 @@ class ModelRunner:
     def _find_shared(
         self, step: StepInput, *, min_saved_tokens: int | None = None
     ) -> SharedArrays | None:
-        """The context of several decodes that is worth reading once for all of them."""
+        """The shared context of several decodes, if it pays to read it once for all of them."""
         if self._device.type == "cpu" or not self._sees_all:
             return None
         return find_shared(
@@ -386,7 +386,7 @@ class ModelRunner:
         )
 
     def _decode_graphs(self, kv: KvCache) -> DecodeGraphs:
-        """The graphs over this cache, whose last block is the spare one; none captured yet."""
+        """The decode graphs for this cache, none captured yet. Its last block is the spare one."""
         return DecodeGraphs(
             lambda batch: self._model.forward(batch, kv),
             buckets=self._buckets,
@@ -399,7 +399,7 @@ class ModelRunner:
         )
 
     def _bytes_beside_kv(self) -> int:
-        """What a GPU holds at most, without the KV cache."""
+        """Most bytes that a GPU holds, without the KV cache."""
         kv = kv_cache.allocate(self._layout, num_blocks=1, device=self._device)
 
         def run(step: StepInput) -> None:
@@ -417,7 +417,7 @@ class ModelRunner:
 
 
 def _slots_of_tokens(step: StepInput, query_lens_B: Ints) -> Ints:
-    """The slot of each token's adapter; tokens of no row have none."""
+    """The slot of each token's adapter; tokens that belong to no row have none."""
     slots_T = np.full(len(step.token_ids_T), -1, np.int32)
     slots_T[: step.query_starts_B1[-1]] = step.adapter_slots_A.repeat(query_lens_B)
     return slots_T
@@ -430,14 +430,14 @@ def _done(output: StepOutput, hidden: Hidden | None) -> Done:
 
 
 def pick_device(config: EngineConfig, *, rank: int, num_ranks: int | None = None) -> torch.device:
-    """The device of a rank: its own GPU, or the CPU that all share.
+    """The device of a rank: its own GPU, or the CPU that all ranks share.
 
-    ``num_ranks`` choose among the GPUs that this process sees, ``rank`` being this one's place
-    among them; ``None`` is all ranks of the group.
+    ``num_ranks`` ranks share the GPUs that this process sees, and ``rank`` is this one's index
+    among them. ``None`` means all ranks of the group.
 
     Raises:
-        ConfigError: A GPU was asked for and there is none for this rank, or there is one and what
-            was asked for runs on CPUs only.
+        ConfigError: A GPU was requested and there is none for this rank, or there is one and a
+            requested feature runs on CPUs only.
     """
     num_gpus = torch.cuda.device_count()
     if config.device == "cpu" or (config.device == "auto" and num_gpus == 0):

@@ -18,10 +18,10 @@ from quire.worker.step.sampling_batch import MASK_BITS, Edits
 class RequestEdits:
     """The `Edits` of each token that a request samples.
 
-    Six kinds, from ``params``: the end of the reasoning, where its budget is spent; penalties,
-    which follow the output; the last tokens of bad words, where the output ends with the others;
-    tokens banned until ``min_tokens``; what is the same for every token; and, with a constraint,
-    the mask of tokens that may come next, which is given before each (`allow`).
+    ``params`` cause six kinds of changes: the forced end of reasoning when its budget is spent;
+    penalties, which depend on the output; a ban of the last token of a bad word, when the output
+    ends with the tokens before it; tokens banned until ``min_tokens``; changes that are the same
+    for every token; and, with a constraint, the mask of allowed tokens, set by `allow`.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class RequestEdits:
         output_ids: TokenIds,
         end_ids: frozenset[int],
     ) -> None:
-        """``end_ids``: tokens that must not be sampled before ``params.min_tokens``."""
+        """``end_ids`` are the tokens that must not be sampled before ``params.min_tokens``."""
         self._params = params
         self._seen = _Seen(params, prompt_ids, output_ids) if params.has_penalties else None
         bad_words = params.bad_words_token_ids
@@ -52,14 +52,14 @@ class RequestEdits:
         self._mask_W = _mask(np.array(allowed, np.int64)) if allowed else None
         self._is_constrained = params.constraint is not None
         self._end_ids: Longs = np.array(sorted(end_ids), np.int64)
-        # Where nothing but the end is allowed, it comes.
+        # If only end tokens are allowed, they stay allowed.
         self._early_mask_W = None if self._mask_W is None else _without(self._mask_W, self._end_ids)
         self._next_mask_W: Ints | None = None
         self._bans_end_of_thinking = False
 
     @property
     def is_empty(self) -> bool:
-        """Whether no logit is ever changed."""
+        """Whether the request never changes a logit."""
         kinds = (
             *(self._seen, self._bad_words, self._early, self._bias, self._mask_W),
             self._thinking,
@@ -74,11 +74,11 @@ class RequestEdits:
         return self._seen is not None or follows or self._is_constrained or thinks
 
     def allow(self, mask_W: Ints, *, num_output: int) -> bool:
-        """``mask_W`` is what a constraint allows behind ``num_output`` tokens. Whether the other
-        parameters leave any of that.
+        """Sets ``mask_W``, the tokens that a constraint allows after ``num_output`` tokens. Returns
+        whether the other parameters leave any of them.
 
-        A constraint outweighs ``min_tokens``: where it allows nothing but the end, that comes. So
-        it does bad words, and the budget of the reasoning where it does not allow its end.
+        A constraint outweighs ``min_tokens``: if it allows only end tokens, they may be sampled. It
+        also outweighs bad words, and the reasoning budget if it forbids the end of reasoning.
         """
         if self._thinking is not None:
             self._bans_end_of_thinking = not _has(mask_W, self._thinking.end_id)
@@ -97,10 +97,10 @@ class RequestEdits:
     def behind(
         self, token_ids: Sequence[int], *, num_output: int, masks: Sequence[Ints] | None
     ) -> list[Edits | None]:
-        """The changes behind each of ``token_ids``, if these came behind ``num_output`` others.
+        """The changes after each of ``token_ids``, if these followed ``num_output`` other tokens.
 
-        ``masks`` are what a constraint allows behind each of the first of them; the changes end
-        where there is none, or where other parameters leave nothing of it.
+        ``masks`` are the tokens that a constraint allows after each of the first ``token_ids``. The
+        result ends where no mask is left, or where other parameters leave no allowed token.
         """
         ahead = copy(self)
         ahead._seen = copy(self._seen)
@@ -123,7 +123,7 @@ class RequestEdits:
         return found
 
     def add_output(self, token_id: int) -> None:
-        """The output's next token is known."""
+        """Adds the next known token of the output."""
         if self._seen is not None:
             self._seen.add(token_id)
         if self._bad_words is not None:
@@ -132,7 +132,7 @@ class RequestEdits:
             self._thinking.add(token_id)
 
     def at(self, num_output: int) -> Edits | None:
-        """The changes for the token behind ``num_output`` others; ``None`` where there are none.
+        """The changes for the token after ``num_output`` others; ``None`` if there are none.
 
         Its arrays are views, valid until the next `add_output`.
         """
@@ -168,8 +168,8 @@ class RequestEdits:
 
 
 class _Seen:
-    """The distinct tokens that the penalties apply to, ascending, and how often the output holds
-    each."""
+    """The distinct tokens that penalties apply to, ascending, and how often each occurs in the
+    output."""
 
     def __init__(self, params: SamplingParams, prompt_ids: TokenIds, output_ids: TokenIds) -> None:
         # Only the repetition penalty applies to tokens of the prompt.
@@ -207,12 +207,12 @@ class _Seen:
 
 
 class _BadWords:
-    """The words that the output must not hold, and the output."""
+    """Tracks the output to ban the last tokens of words that it must not contain."""
 
     def __init__(self, words: Sequence[Sequence[int]], output_ids: TokenIds) -> None:
         self._always = [word[-1] for word in words if len(word) == 1]
         self._after: dict[int, list[Sequence[int]]] = {}
-        """Longer words by their last token but one."""
+        """Words of two or more tokens, by their last token but one."""
         for word in words:
             if len(word) > 1:
                 self._after.setdefault(word[-2], []).append(word)
@@ -225,14 +225,14 @@ class _BadWords:
 
     @property
     def follows_output(self) -> bool:
-        """Whether what is banned depends on the output."""
+        """Whether the banned tokens depend on the output."""
         return bool(self._after)
 
     def add(self, token_id: int) -> None:
         self._output.append(token_id)
 
     def banned(self) -> list[int]:
-        """The tokens that would complete a word behind the output."""
+        """The tokens that would complete a bad word at the end of the output."""
         if not self._output:
             return self._always
         words = self._after.get(self._output[-1], ())
@@ -241,10 +241,11 @@ class _BadWords:
 
 
 class _Thinking:
-    """How much of its budget the reasoning has left."""
+    """Tracks how much of the reasoning budget is left."""
 
     def __init__(self, budget: int, mark_ids: Sequence[int], output_ids: TokenIds) -> None:
-        """``mark_ids``: of the beginning, unless the prompt has begun it, and of the end."""
+        """``mark_ids``: the token that begins reasoning, unless the prompt has begun it, and the
+        token that ends it."""
         self._begin_id = mark_ids[0] if len(mark_ids) > 1 else None
         self.end_id = mark_ids[-1]
         self.end_mask_W = _mask(np.array([self.end_id], np.int64))
@@ -256,7 +257,7 @@ class _Thinking:
 
     @property
     def must_end(self) -> bool:
-        """Whether its end is the next token."""
+        """Whether the next token must end the reasoning."""
         return self._has_begun and not self._has_ended and self._num_left <= 0
 
     def add(self, token_id: int) -> None:
@@ -274,7 +275,7 @@ def _has(mask_W: Ints, token_id: int) -> bool:
 
 
 def _without(mask_W: Ints, token_ids: Longs) -> Ints:
-    """``mask_W`` less ``token_ids``, or as it is where that leaves none."""
+    """``mask_W`` without ``token_ids``; unchanged if no token would be left."""
     token_ids = token_ids[token_ids < len(mask_W) * MASK_BITS]
     later_W = mask_W.copy()
     np.bitwise_and.at(
@@ -286,14 +287,14 @@ def _without(mask_W: Ints, token_ids: Longs) -> Ints:
 
 
 def _mask(token_ids: Longs) -> Ints:
-    """Words of bits, up to the greatest of ``token_ids``."""
+    """A mask that allows ``token_ids``, with as many words as the greatest of them needs."""
     bits = np.zeros((int(token_ids.max()) // MASK_BITS + 1) * MASK_BITS, np.uint8)
     bits[token_ids] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _bias(bias_of: dict[int, float]) -> tuple[Longs, Floats] | None:
-    """``None`` where there is no token."""
+    """Token ids, ascending, and their biases; ``None`` if there is no token."""
     if not bias_of:
         return None
     ids = sorted(bias_of)

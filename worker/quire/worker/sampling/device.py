@@ -1,8 +1,8 @@
-"""Sampling where the logits are: the tokens of `quire.worker.sampling.draw`, without waiting for
-the device.
+"""Sampling on the device of the logits. It gives the same tokens as `quire.worker.sampling.draw`,
+and does not wait for the device.
 
-Parameters and adjustments go up in one copy; tokens and requested log-probabilities come down in
-another, for which only the reader of the result waits.
+Parameters and adjustments are copied to the device in one transfer. Tokens and requested
+log-probabilities are copied back in another, for which only `Sampled.wait` waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,9 +41,10 @@ class DeviceSampler:
     def sample(
         self, logits_SV: Tensor, batch: SamplingBatch, hidden_HC: Tensor | None = None
     ) -> "Sampled":
-        """Chooses a token for each row of logits, of any float type. ``hidden`` goes along.
+        """Samples a token for each row of logits, of any float type. ``hidden_HC`` is copied to the
+        host with the tokens.
 
-        Adjustments change them in place where they are float32, else in a copy that is.
+        Adjustments change float32 logits in place; others are copied to float32 first.
         """
         drawn_by = [name for name in SAMPLE_TYPES if name != "num_logprobs_S"]
         adjusted_by = [each.name for each in fields(Adjustments)] if batch.adjustments else []
@@ -66,7 +67,7 @@ class DeviceSampler:
         token_ids_S = self._sample(logits_SV, **{name: staged[name] for name in drawn_by})
         if batch.given_S is not None:
             token_ids_S = torch.where(staged["given_S"] >= 0, staged["given_S"], token_ids_S)
-        # Looked at by the host, which waits for the tokens anyway.
+        # The host checks these for broken logits, since it waits for the tokens anyway.
         chosen_S = logits_SV.gather(1, token_ids_S[:, None])[:, 0]
         pieces = [token_ids_S, chosen_S.double()]
         if plain_RV is not None:
@@ -79,21 +80,21 @@ class DeviceSampler:
 
 
 _ROWS_AT_ONCE = 16
-"""Bounds the memory for log-probabilities: 16 rows of 128k take five times 16 MiB in float64."""
+"""Limits the memory for log-probabilities: 16 rows of 128k take five times 16 MiB in float64."""
 
 
 class Sampled:
-    """The tokens of a step, on their way to the host."""
+    """The tokens of a step, while they are copied to the host."""
 
     def __init__(
         self, pieces: Sequence[Tensor], batch: SamplingBatch, *, has_hidden: bool = False
     ) -> None:
-        """``pieces``: token ids, their logits and, of the R rows that want them, log-probabilities
-        and ranks of these tokens, ids and log-probabilities of the best, and log-probabilities of
-        those named; then hidden states, where it has some; all of 8 bytes."""
+        """``pieces``, all of 8 bytes: token ids and their logits; for the R rows that request
+        log-probabilities, those of the token, its rank, ids and log-probabilities of the best
+        tokens, and log-probabilities of named tokens; then hidden states, if there are any."""
         self._has_hidden = has_hidden
         self.token_ids_S = pieces[0]
-        """On the device: tokens from which the next step can be made before this one has ended."""
+        """The tokens on the device, so that the next step can start before this one has ended."""
         self._num_logprobs_S = batch.num_logprobs_S
         self._asked = batch.asked or {}
         self._shapes = [piece.shape for piece in pieces]
@@ -108,7 +109,7 @@ class Sampled:
             self._flat = flat
 
     def wait(self) -> StepOutput:
-        """The step's output; waits until the device has come so far."""
+        """Waits for the device and returns the step's output."""
         if self._event is not None:
             self._event.synchronize()
         sizes = [shape.numel() for shape in self._shapes]
@@ -147,7 +148,7 @@ class Sampled:
 
 
 def _padded(lists: Sequence[Sequence[int]]) -> Longs:
-    """The lists as rows, with zeros behind the shorter ones."""
+    """The lists as rows of one array, padded with zeros."""
     rows = np.zeros((len(lists), max(map(len, lists))), np.int64)
     for row, each in zip(rows, lists, strict=True):
         row[: len(each)] = each
@@ -157,8 +158,8 @@ def _padded(lists: Sequence[Sequence[int]]) -> Longs:
 def _logprobs(
     logits_RV: Tensor, token_ids_R: Tensor, asked_RA: Tensor | None, *, num_top: int
 ) -> list[Tensor]:
-    """`quire.worker.sampling.logprobs.token_logprobs` of several samples: own, rank, best ids,
-    best, those asked."""
+    """`quire.worker.sampling.logprobs.token_logprobs` for several samples: the token's, its rank,
+    ids and values of the best, and those of the requested tokens."""
     if asked_RA is None:
         asked_RA = token_ids_R.new_empty((len(token_ids_R), 0))
     columns: list[tuple[Tensor, ...]] = []
@@ -168,7 +169,7 @@ def _logprobs(
         logprobs_RV = some_RV - torch.logsumexp(some_RV, dim=-1, keepdim=True)
         own_R1 = logprobs_RV.gather(1, ids_R[:, None])
         rank_R = (logprobs_RV > own_R1).sum(dim=-1) + 1
-        # Stable, as lower ids come first among equals.
+        # Stable: among equals, lower ids come first.
         top_RV, ids_RV = logprobs_RV.sort(dim=-1, descending=True, stable=True)
         best = (ids_RV[:, :num_top].clone(), top_RV[:, :num_top].clone())
         asked_some = logprobs_RV.gather(1, asked_RA[start : start + _ROWS_AT_ONCE])

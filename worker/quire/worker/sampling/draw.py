@@ -1,13 +1,14 @@
-"""From logits to tokens. A row's token depends on its logits, parameters, seed and position only.
+"""Samples tokens from logits. A row's token only depends on its logits, parameters, seed and
+position.
 
-Three devices make that exact on any hardware and in any batch (`quire.kernels.reference_sampling`):
+Three methods make this exact on any hardware and in any batch (`quire.kernels.reference_sampling`):
 
-- A token's weight is ``floor(2**32 * exp((logit - max) / temperature))``, by an exponential of our
-  own. Sums of such integers in float64 are exact below 2**53, so the order in which a device adds
-  them cannot matter. Tokens below 2**-32 of the most probable one are never drawn.
-- The one random number of a row is a hash of (seed, position), and picks from the kept tokens
-  in the order of their ids.
-- Log-probabilities are summed in one order.
+- A token's weight is ``floor(2**32 * exp((logit - max) / temperature))``, with Quire's own
+  exponential. Sums of such integers in float64 are exact below 2**53, so the order of addition does
+  not matter. Tokens below 2**-32 of the most probable one are never sampled.
+- A row has one random number, a hash of (seed, position). It selects one of the kept tokens in the
+  order of their ids.
+- Log-probabilities are summed in a fixed order.
 """
 
 import numpy as np
@@ -30,8 +31,8 @@ Doubles = npt.NDArray[np.float64]
 
 @torch.inference_mode()
 def sample(logits_SV: Tensor, batch: SamplingBatch, *, in_place: bool = False) -> StepOutput:
-    """Chooses a token for each row of float32 logits on a CPU; ``in_place``: adjustments may change
-    them."""
+    """Samples a token for each row of float32 logits on a CPU. ``in_place``: adjustments may change
+    the logits."""
     num_rows = len(batch.temperature_S)
     if num_rows == 0:
         return StepOutput(np.empty(0, np.int64))
@@ -55,8 +56,8 @@ def sample(logits_SV: Tensor, batch: SamplingBatch, *, in_place: bool = False) -
 
 
 def banned_rows(batch: SamplingBatch, rows: Longs, *, num_columns: int) -> Longs:
-    """Those of ``rows`` to which every token is banned: that all their logits are minus infinity
-    says nothing of the model."""
+    """The ``rows`` in which every token is banned. Their logits are all minus infinity although the
+    model is not broken."""
     if batch.adjustments is None or not len(rows):
         return rows[:0]
     logits = _adjust(torch.zeros(len(rows), num_columns), batch.take(rows), in_place=True)
@@ -65,7 +66,7 @@ def banned_rows(batch: SamplingBatch, rows: Longs, *, num_columns: int) -> Longs
 
 
 def uniforms(seed_S: Longs, position_S: Longs) -> Doubles:
-    """A number in [0, 1) for each (seed, position): SplitMix64, begun from the hashed seed.
+    """A random number in [0, 1) for each (seed, position): SplitMix64, started at the hashed seed.
 
     Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014.
     """
@@ -92,11 +93,11 @@ def _adjust(logits_SV: Tensor, batch: SamplingBatch, *, in_place: bool = False) 
 
 
 def _choose(logits_SV: Tensor, batch: SamplingBatch) -> Longs:
-    """-1 where no token can be chosen, as logits are infinite or NaN."""
+    """The token of each row; -1 if none can be sampled because logits are infinite or NaN."""
     rows = np.flatnonzero(batch.temperature_S > 0)
     token_ids_S = np.empty(len(logits_SV), np.int64)
     if len(rows) < len(logits_SV):
-        best_ids_S = argmax(logits_SV).numpy()  # the first, so lowest, of equals
+        best_ids_S = argmax(logits_SV).numpy()  # among equals, the lowest id
         best_S = logits_SV.numpy()[np.arange(len(logits_SV)), best_ids_S]
         token_ids_S[:] = np.where(np.isfinite(best_S), best_ids_S, -1)
     if len(rows):

@@ -1,8 +1,8 @@
-"""What the model need not compute of a step's logits, and the samples' tokens without it.
+"""Avoids computing logits in the LM head that sampling does not need.
 
-Of samples that need only the most probable token, the model finds it without writing logits: that
-saves writing and reading a row's whole vocabulary. Of samples that a mask leaves few tokens, it
-computes the columns of these alone. The other rows are sampled as usual.
+For samples that need only the most probable token, the model finds it without writing logits, which
+saves writing and reading a row of the whole vocabulary. For samples whose mask allows few tokens,
+it computes only their columns. Other rows are sampled as usual.
 """
 
 from dataclasses import dataclass
@@ -22,17 +22,18 @@ from quire.worker.step.staging import Array, stage
 # S samples   G of these that are greedy   L the others   V vocabulary   K masks   W their words
 
 _MAX_WANTED = 0.5
-"""Share of a mask's words that allow a token; rows with more are faster together."""
+"""Greatest share of a mask's words that allow a token; rows with more are faster with all columns.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """The rows of the LM head."""
+    """The rows of the LM head, and the logits that each needs."""
 
     order_S: Longs
-    """The sample of each row: those that want all columns come first, here and among the greedy."""
+    """The sample of each row. Rows that need all columns come first, also among greedy rows."""
     num_greedy: int
-    """The last so many rows want only their greatest logit."""
+    """How many rows, the last ones, need only their greatest logit."""
     wanted: WantedColumns | None
 
     @property
@@ -45,7 +46,7 @@ class HeadRows:
 
 
 def head_rows(batch: SamplingBatch) -> HeadRows | None:
-    """``None``: all logits of all samples are wanted, in their order."""
+    """The rows of a batch; ``None`` if all logits of all samples are needed, in order."""
     needs_all_S = batch.num_logprobs_S >= 0
     greedy_S = (batch.temperature_S <= 0) & ~needs_all_S
     mask_of_S = np.full(len(greedy_S), -1, np.int32)
@@ -69,7 +70,7 @@ def _wanted(batch: SamplingBatch, mask_of_S: Ints) -> WantedColumns | None:
 
 
 def edits_of(batch: SamplingBatch, rows: HeadRows) -> GreedyEdits | None:
-    """What is changed in the logits of greedy samples, in the order of these."""
+    """The changes to the logits of greedy samples, in the order of their rows."""
     if batch.adjustments is None or not rows.num_greedy:
         return None
     taken = batch.adjustments.take(rows.greedy_G)
@@ -97,9 +98,9 @@ def edits_of(batch: SamplingBatch, rows: HeadRows) -> GreedyEdits | None:
 
 
 def sample_beside(chosen: tuple[Tensor, Longs], batch: SamplingBatch, rows: HeadRows) -> StepOutput:
-    """Samples the rows that are not greedy, and puts all tokens in the order of the samples.
+    """Samples the rows that are not greedy, and returns all tokens in the order of the samples.
 
-    ``chosen``: these rows' logits, and the tokens of the others, -1 where they have none.
+    ``chosen``: the logits of these rows, and the tokens of greedy rows, -1 for a row without one.
     """
     logits_LV, token_ids_G = chosen
     greedy_G, others_L = rows.greedy_G, rows.others_L

@@ -1,6 +1,6 @@
-"""Log-probabilities of the model itself: before penalties, temperature and top-p.
+"""The model's log-probabilities, before penalties, temperature and top-p.
 
-Each row is computed by itself, so that it does not depend on its batch.
+Each row is computed separately, so that it does not depend on its batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,11 @@ def token_logprobs(
     *,
     asked: Mapping[int, Sequence[int]] | None = None,
 ) -> tuple[TokenLogprobs | None, ...]:
-    """Those of each sample's token and of its most probable ones, lower ids first among equals.
+    """Log-probabilities of each sample's token and of its most probable ones. Among equals, lower
+    ids come first.
 
-    ``logits``: the rows of the samples that want them, or of all. ``num_logprobs``: -1 for none.
-    ``asked``: of samples by their number, tokens whose log-probabilities are wanted too.
+    ``logits_RV``: the rows of the samples that request them, or of all. ``num_logprobs_S``: -1 for
+    none. ``asked``: by sample, more tokens whose log-probabilities are requested.
     """
     samples = np.flatnonzero(num_logprobs_S >= 0)
     is_all = len(logits_RV) == len(token_ids_S)
@@ -58,5 +59,5 @@ def token_logprobs(
 def with_asked(
     top: tuple[tuple[int, float], ...], asked: Sequence[int], logprobs: Sequence[float]
 ) -> tuple[tuple[int, float], ...]:
-    """``top``, and behind it those of ``asked`` that are not in it, once each."""
+    """``top``, followed by those of ``asked`` that are not in it, once each."""
     return tuple({**dict(top), **dict(zip(asked, logprobs, strict=True))}.items())

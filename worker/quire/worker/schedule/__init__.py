@@ -1,1 +1,1 @@
-"""Which sequences run in the next step, on which blocks."""
+"""The scheduler: chooses which sequences run in the next step, and on which blocks."""

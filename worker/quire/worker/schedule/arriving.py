@@ -1,16 +1,16 @@
-"""Requests whose blocks are on their way from disk or from another group, while others run.
+"""Requests that wait for blocks from disk or from another group while other requests run.
 
-A request waits for more as long as what has landed would have taken longer to compute than it has
-waited, but for a tenth of the time in which all that it wants could be computed. After that it
-begins with what is there: so it ends at most that tenth later than if nothing had been fetched.
+A request waits at most the time that computing the blocks received so far would take, plus a tenth
+of the time that computing all blocks it wants would take. Then it begins with the blocks that have
+arrived. So fetching delays its end by at most that tenth.
 
-Requests that wait for the same source would be computed one after another. So what lands for one of
-them keeps all waiting. Streams that a draining group hands over wait together: the tenth is that of
-the mean of them.
+Requests that wait for the same source would be computed one after another, so a block that arrives
+for one of them extends the wait of all. Streams that a draining group hands over wait together:
+their tenth is that of their mean.
 
-Where steps are full of other prompts, it is queued then, and goes on fetching until its turn comes.
-Where a source's first block takes longer than a request may wait, and nothing else runs meanwhile,
-the source is asked for one such request in `_TRIED_EVERY` only.
+If steps are full of other prompts, a request whose wait is over is queued, and its blocks continue
+to arrive until its turn. If a source's first block takes longer than a request may wait, and
+nothing else runs meanwhile, only one such request in `_TRIED_EVERY` asks the source.
 """
 
 from collections import Counter
@@ -26,11 +26,11 @@ from quire.worker.schedule.sequence import Sequence, Status
 
 SLACK = 0.1
 _FADING = 0.8
-"""Part of what was measured that counts beside the next step."""
+"""Weight of the earlier measurements when a new step is added."""
 MIN_SLACK_S = 0.003
-"""A group's answer alone takes about as long: without it, no short prefix would be fetched."""
+"""Least extra wait: about a group's response time. With less, no short prefix would be fetched."""
 _UNKNOWN_SLACK_S = 0.25
-"""How long a request waits for the next block before prompts were computed here."""
+"""How long a request waits for each block while the prefill speed is unknown."""
 _TRIED_EVERY = 8
 
 
@@ -39,19 +39,19 @@ class _Waiting:
     arrival: Arrival
     began_s: float
     num_wanted: int
-    """Blocks that were to come when it began to wait."""
+    """Blocks of the arrival that were missing when the request began to wait."""
     num_before: int
-    """Those that had come by then."""
+    """Blocks of the arrival that were in the cache when the request began to wait."""
     origin_before: int
-    """Those that had come from the same source by then, for any request."""
+    """Blocks that the source had sent by then, for any request."""
     is_stream: bool
-    """Whether it goes on with a stream of another group."""
+    """Whether the request continues a stream of another group."""
     before: Fetched
-    """What it had fetched by then."""
+    """Tokens that the request had fetched before this wait."""
 
 
 class Arriving:
-    """Belongs to the engine's thread."""
+    """The requests that wait for blocks. Used from the engine's thread."""
 
     def __init__(
         self,
@@ -62,18 +62,18 @@ class Arriving:
         is_idle: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
-        """``step_tokens``: of prompts, that a step computes at most while blocks come for queued
-        ones. ``is_idle``: whether no other requests run."""
+        """``step_tokens`` is the most prefill tokens of a step while blocks arrive for queued
+        requests. ``is_idle`` tells whether no other requests run."""
         self._travel = travel
         self._block_size = block_size
         self._step_tokens = step_tokens
         self._is_idle = is_idle
         self._clock = clock
         self._waiting: dict[Sequence, _Waiting] = {}
-        # Those whose blocks in host memory are being compared with their checksums before.
+        # Requests whose blocks in host memory must first be compared with their checksums.
         self._checked: dict[Sequence, Check] = {}
-        self._queued: dict[Sequence, tuple[_Waiting, float]] = {}  # And how long they had waited.
-        # Sums over recent steps with chunks of prompts, which decay.
+        self._queued: dict[Sequence, tuple[_Waiting, float]] = {}  # With the seconds waited.
+        # Exponentially decayed sums over steps with prefill chunks.
         self._num_tokens = 0.0
         self._seconds = 0.0
 
@@ -84,13 +84,14 @@ class Arriving:
         return seq in self._waiting or seq in self._checked
 
     def computed(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens of prompts."""
-        # Summed up, and not a mean of rates: a step of few tokens says little about long prompts.
+        """Records that a step computed ``num_tokens`` prefill tokens in ``seconds``."""
+        # Sums, not a mean of rates: a step of few tokens says little about long prompts.
         self._num_tokens = _FADING * self._num_tokens + num_tokens
         self._seconds = _FADING * self._seconds + seconds
 
     def add(self, seq: Sequence) -> bool:
-        """Whether ``seq`` waits for blocks; `take` hands it out when it may begin."""
+        """Adds ``seq`` if it has blocks to wait for, and returns whether it does. `take` returns
+        it when it may begin."""
         check = self._travel.check(seq.hashes[: seq.num_shareable])
         if check is not None:
             self._checked[seq] = check
@@ -99,18 +100,18 @@ class Arriving:
 
     @property
     def left_s(self) -> float:
-        """When the next one waits no longer, if nothing more lands; infinite where none waits."""
+        """Seconds until a request stops waiting if no block arrives; infinite if none waits."""
         num_wanted = self._num_wanted()
         return min([self._left_s(each, num_wanted) for each in self._waiting.values()], default=inf)
 
     @property
     def num_queued(self) -> int:
-        """Sequences that were handed out while their blocks still come."""
+        """Sequences that `take` has returned and whose blocks are still arriving."""
         return len(self._queued)
 
     def take(self, *, num_pending_tokens: int) -> list[Sequence]:
-        """Those that wait no longer. ``num_pending_tokens``: of the prompts that are queued or
-        running, those to compute."""
+        """Returns the sequences that wait no longer. ``num_pending_tokens`` is the number of tokens
+        that queued and running prompts have yet to compute."""
         self._settle_queued()
         taken = []
         for seq in [seq for seq, check in self._checked.items() if check.is_done]:
@@ -132,7 +133,7 @@ class Arriving:
                 self.remove(seq)
                 arrival = waiting.arrival
                 is_whole = arrival.num_here == len(arrival.pull.hashes) > waiting.num_before
-                # The disk may have had the beginning, and another group has more.
+                # The disk may have had the beginning, and another group may have more.
                 if is_whole and self._fetch(seq):
                     continue
             num_pending_tokens += seq.num_tokens - waiting.arrival.num_here * self._block_size
@@ -140,26 +141,28 @@ class Arriving:
         return taken
 
     def _settle_queued(self) -> None:
-        """Notes what has come for those that are still queued, and fetches no more for others."""
+        """Records the blocks that arrived for queued sequences; drops sequences that left the queue
+        or whose arrival is over."""
         for seq, (waiting, waited_s) in list(self._queued.items()):
             is_queued = seq.status is Status.WAITING
             if is_queued:
                 self._note(seq, waiting, waited_s)
-            # While it is queued, what has come is held for it.
+            # The blocks that have arrived are held as long as the sequence is queued.
             if not is_queued or waiting.arrival.is_over:
                 del self._queued[seq]
                 self._travel.pulls.let_go(waiting.arrival)
 
     def remove(self, seq: Sequence) -> None:
-        """``seq`` waits no longer, or has ended."""
+        """Removes ``seq``, which waits no longer or has ended."""
         if seq in self._checked:
             self._travel.checker.end(self._checked.pop(seq))
         else:
             self._travel.pulls.let_go(self._waiting.pop(seq).arrival)
 
     def _fetch(self, seq: Sequence) -> bool:
-        """Whether ``seq`` waits for blocks from disk or another group."""
-        began_s = self._clock()  # To begin a pull takes a while, too.
+        """Begins to fetch blocks for ``seq`` from disk or another group. Returns whether it waits
+        for them."""
+        began_s = self._clock()  # Before the pull, which takes some time to begin.
         before = seq.fetched or Fetched()
 
         def pays(origin: Origin, num_blocks: int) -> bool:
@@ -185,7 +188,7 @@ class Arriving:
         return True
 
     def _is_too_slow(self, origin: Origin, num_blocks: int) -> bool:
-        """Whether a request would wait for so many blocks in vain."""
+        """Whether a request's wait for ``num_blocks`` would end before the first block arrives."""
         if not self._num_tokens or not self._is_idle():
             return False
         if self._slack_s(num_blocks) >= origin.first_s or origin.num_declined >= _TRIED_EVERY - 1:
@@ -194,7 +197,7 @@ class Arriving:
         return True
 
     def _learn(self, waiting: _Waiting, waited_s: float) -> None:
-        """How long the source takes, from a request that does not wait for it any more."""
+        """Updates the source's response time from a request that has stopped waiting."""
         arrival = waiting.arrival
         if arrival.pull.first_s is not None:
             arrival.origin.answered(arrival.pull.first_s)
@@ -206,21 +209,21 @@ class Arriving:
         return not arrival.is_over and arrival.num_here < len(arrival.pull.hashes)
 
     def _num_wanted(self) -> Counter[Origin]:
-        """Blocks of each source that streams wait for."""
+        """For each source, how many blocks handed-over streams wait for."""
         num_wanted = Counter[Origin]()
         streams = [each for each in self._waiting.values() if each.is_stream]
-        # Those that wait for the same blocks would compute them once.
+        # Streams that wait for the same arrival would compute its blocks once.
         for waiting in {each.arrival: each for each in streams}.values():
             num_wanted[waiting.arrival.origin] += waiting.num_wanted
         return num_wanted
 
     def _left_s(self, waiting: _Waiting, num_wanted: Counter[Origin]) -> float:
-        """How much longer it waits if nothing more lands."""
+        """Seconds that the request still waits if no more blocks arrive."""
         origin = waiting.arrival.origin
         num_landed = origin.num_landed - waiting.origin_before
         if self._num_tokens:
             num_all = num_wanted[origin] if waiting.is_stream else waiting.num_wanted
-            # Its own and all of them, one after another: half of the sum is the mean.
+            # Computed one after another, streams end on average after half of the sum.
             slack_s = self._slack_s((waiting.num_wanted + num_all) / 2)
             patience_s = self._block_s * num_landed + slack_s
         else:
@@ -229,15 +232,15 @@ class Arriving:
 
     @property
     def _block_s(self) -> float:
-        """How long it takes to compute a block."""
+        """Seconds that prefill takes for one block."""
         return self._seconds / self._num_tokens * self._block_size
 
     def _slack_s(self, num_blocks: float) -> float:
-        """How long a request may wait in vain for so many blocks."""
+        """How many seconds a request may wait for ``num_blocks`` without receiving any."""
         return max(SLACK * self._block_s * num_blocks, MIN_SLACK_S)
 
     def _note(self, seq: Sequence, waiting: _Waiting, waited_s: float) -> None:
-        """What ``seq`` has of its pull so far."""
+        """Records in ``seq`` what it has received from its pull so far."""
         arrival = waiting.arrival
         num_tokens = (arrival.num_here - waiting.num_before) * self._block_size
         is_peer = arrival.pull.source is not None

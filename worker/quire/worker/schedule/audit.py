@@ -1,9 +1,9 @@
-"""Checks of blocks that were not computed here: some are computed again, and compared.
+"""Audits blocks from other tiers and groups: recomputes a sample of them and compares the bytes.
 
-Checksums find bytes that changed on the way. They do not find a group that computed something else,
-nor memory that changed before a checksum was made. So of the blocks that requests got from another
-tier or group, a sample is computed again when nothing else is to be done: each behind the same
-blocks before it, into a block of its own, whose bytes must be equal.
+Checksums detect bytes that changed during a transfer. They do not detect a group that computed
+different values, or memory that changed before the checksum was computed. So when the engine is
+idle, it recomputes a sample of the blocks that requests received from another tier or group. Each
+is computed after the same preceding blocks, into a new block, whose bytes must be equal.
 """
 
 import logging
@@ -25,7 +25,7 @@ from quire.worker.schedule.sequence import Sequence
 _log = logging.getLogger(__name__)
 
 EVERY_REQUESTS = 16
-"""One in this number of requests that fetched blocks has a block checked."""
+"""One in `EVERY_REQUESTS` requests with fetched blocks has one block checked."""
 _MAX_WAITING = 16
 _ASKED = SamplingParams(temperature=0, max_tokens=1, seed=0)
 
@@ -33,17 +33,17 @@ _ASKED = SamplingParams(temperature=0, max_tokens=1, seed=0)
 @dataclass(frozen=True, slots=True)
 class _Item:
     token_ids: TokenIds
-    """Up to the end of the block."""
+    """All tokens up to the end of the block."""
     hashes: list[BlockHash]
-    """Up to the block."""
+    """Hashes of the chain up to the block, which is the last one."""
     request: Prepared
     origin: str
-    """The tier or the group that it came from."""
+    """The tier or the group that the block came from."""
     is_peer: bool
 
 
 class Audit:
-    """Used from the engine's thread. Says which sequence to run, and judges what it computed."""
+    """Used from the engine's thread. Chooses the sequences to run, and compares their blocks."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Audit:
         *,
         on_wrong: Callable[[frozenset[BlockHash]], None],
     ) -> None:
-        """``on_wrong`` hears of blocks that are not what they should be, once nobody finds them any
-        more."""
+        """``on_wrong`` is called with the hashes of blocks whose bytes differ, after they have been
+        removed from the cache."""
         self._on_wrong = on_wrong
         self.num_checked = self.num_wrong = 0
         self._travel = travel
@@ -62,25 +62,25 @@ class Audit:
         self._running: Sequence | None = None
         self._item: _Item | None = None
         self._num_seen = 0
-        self._random = np.random.default_rng(0)  # Which block is as good as any other.
+        self._random = np.random.default_rng(0)  # Any seed will do.
 
     def __len__(self) -> int:
-        """Checks that are yet to be made."""
+        """Number of checks to be made, including the running one."""
         return len(self._items) + (self._running is not None)
 
     def is_checking(self, seq: Sequence) -> bool:
         return seq is self._running
 
     def fetched(self, seq: Sequence, found: Fetched) -> None:
-        """``seq`` began with blocks that were not computed here."""
+        """Records that ``seq`` began with the blocks in ``found``, which were not computed here."""
         size = self._pool.block_size
         num = (found.num_host_tokens + found.num_disk_tokens + found.num_peer_tokens) // size
-        if not num or seq.request.adapter:  # Adapters come and go, and may not be here later.
+        if not num or seq.request.adapter:  # The adapter may not be loaded later.
             return
         self._num_seen += 1
         if self._num_seen % EVERY_REQUESTS:
             return
-        end = (seq.num_cached or 0) // size  # They are the last of those that it found.
+        end = (seq.num_cached or 0) // size  # Fetched blocks are the last of the cached ones.
         index = int(self._random.integers(max(0, end - num), end))
         source = seq.request.source if found.num_peer_tokens else None
         tier = "disk" if found.num_disk_tokens else "host memory"
@@ -95,7 +95,8 @@ class Audit:
         )
 
     def next(self, *, eos_token_ids: tuple[int, ...]) -> Sequence | None:
-        """A sequence that computes the next block again, if there is one and it is still here."""
+        """A sequence that recomputes the next block to check; ``None`` if there is none or the
+        cache no longer has it."""
         while self._items and self._running is None:
             item = self._items.popleft()
             if self._pool.find(item.hashes[-1]) is None:
@@ -119,14 +120,14 @@ class Audit:
                 block_size=self._pool.block_size,
                 chain=None,
             )
-            # Its last block has no name: it is not found, and nobody else finds it.
+            # Without a hash, the last block is neither found in the cache nor shared.
             seq.hashes = item.hashes[:-1]
             return seq
         return None
 
     def computed(self, seq: Sequence) -> None:
-        """``seq`` has run, and still has its blocks: they are compared once the next step has
-        copied them."""
+        """Called when ``seq`` has run and still has its blocks. The recomputed block and the cached
+        one are compared after the next step has copied both."""
         item, self._item, self._running = self._item, None, None
         assert item is not None
         index = len(item.hashes) - 1

@@ -1,4 +1,4 @@
-"""What an engine refuses of a request before it is queued."""
+"""The checks of a request before an engine queues it."""
 
 from dataclasses import replace
 from typing import get_args
@@ -17,10 +17,10 @@ from quire.worker.model.facts import ModelFacts
 def max_tokens_of(
     request: Prepared, limits: RequestLimits, model: ModelFacts, *, takes_adapters: bool
 ) -> int:
-    """How many output tokens the request may have, resumed ones counted.
+    """How many output tokens the request may have, including resumed ones.
 
     Raises:
-        InvalidRequest: It can never be served here; the message says what would be right.
+        InvalidRequest: This engine can never serve the request; the message says why.
     """
     for name, asked, kind in (
         ("task", {request.task}, Task),
@@ -64,7 +64,8 @@ def max_tokens_of(
 
 
 def _checked(request: Prepared, limits: RequestLimits) -> int:
-    """Those of a checked request; 0 where it does not fit in here, as `check_request` says."""
+    """`max_tokens_of` for a request that a gateway has checked; 0 if it exceeds this engine's
+    limits, so that `check_request` refuses it with the reason."""
     for name, token_ids in (
         ("prompt", request.prompt_token_ids),
         ("resumed output", request.resumed_token_ids),

@@ -1,4 +1,4 @@
-"""Requests whose constraint is being compiled, by a thread, while others run."""
+"""Requests whose constraint a thread compiles while other requests run."""
 
 import logging
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from quire.worker.text.matcher import Matcher
 _log = logging.getLogger(__name__)
 
 _WAIT_S = 0.005
-"""How long an engine that has nothing else to do waits before it looks for new requests."""
+"""How long an idle engine waits here before it looks for new requests."""
 
 
 class Compiling:
-    """Belongs to the engine's thread, and has one of its own from the first constraint on."""
+    """Used from the engine's thread. Starts its own thread with the first constraint."""
 
     def __init__(self, grammars: Grammars) -> None:
         self.grammars = grammars
@@ -31,8 +31,8 @@ class Compiling:
         return seq in self._matchers
 
     def add(self, seq: Sequence) -> None:
-        """``seq`` has a constraint. It is ready, or refused, at once if its grammar is known and
-        its output is not begun."""
+        """Compiles the constraint of ``seq``. If its grammar is known and the output has not begun,
+        the next `take` returns ``seq`` at once."""
         request = seq.request
         constraint, token_ids = request.sampling.constraint, request.resumed_token_ids
         assert constraint is not None
@@ -58,8 +58,8 @@ class Compiling:
         self._matchers.pop(seq).cancel()
 
     def take(self, *, may_wait: bool) -> Iterator[tuple[Sequence, InvalidRequest | None]]:
-        """Those that are ready, which have their matchers, and those that are refused, with the
-        reason. ``may_wait``: there is nothing else to do."""
+        """Removes and yields the sequences that are ready, with their matcher set, and those that
+        are refused, with the error. ``may_wait``: the engine is idle, so this may wait briefly."""
         if may_wait:
             wait(self._matchers.values(), _WAIT_S, FIRST_COMPLETED)
         for seq in [seq for seq, future in self._matchers.items() if future.done()]:
@@ -77,7 +77,7 @@ class Compiling:
             return None if reason is None else cannot_go_on(seq, reason)
         if isinstance(error, InvalidRequest):
             return error
-        # Whatever it is, it is that request's alone.
+        # An unexpected error fails only this request.
         _log.error("a constraint could not be compiled", exc_info=error)
         return InvalidRequest(
             f"structured_outputs could not be compiled: {error!r}", param="structured_outputs"
@@ -85,7 +85,7 @@ class Compiling:
 
 
 def cannot_go_on(seq: Sequence, reason: str) -> InvalidRequest:
-    """The error of ``seq``, whose constraint allows no next token."""
+    """The error for ``seq``, whose constraint allows no next token."""
     constraint = seq.request.sampling.constraint
     assert seq.matcher is not None
     assert constraint is not None

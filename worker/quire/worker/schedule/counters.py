@@ -1,4 +1,4 @@
-"""What an engine's steps have done so far, and how long they took."""
+"""Counters of an engine's steps and of the time that they took."""
 
 from typing import Any
 
@@ -10,24 +10,25 @@ _FIRST_STEP_S = 0.01
 
 
 class Counters:
-    """Counters since the start; `EngineStats` says what each one is."""
+    """Counters since the engine's start; `EngineStats` describes each one."""
 
     def __init__(self) -> None:
         self.num_output_tokens = 0
         self.num_steps = 0
         self.step_s = _FIRST_STEP_S
-        """About how long a step takes."""
+        """Moving average of a step's duration, in seconds."""
         self._num_prefilled_tokens = 0
         self._num_full_step_tokens = 0
         self._full_step_s = 0.0
 
     def stepped(self, num_prefilled: int, seconds: float, *, leaves_prompts: bool) -> None:
-        """A step that computed so many tokens of prompts was submitted, and one was waited for.
-        ``leaves_prompts``: it left tokens of prompts waiting."""
+        """Records that a step with ``num_prefilled`` prompt tokens was submitted and one was waited
+        for, in ``seconds``. ``leaves_prompts``: the submitted step left prompt tokens waiting."""
         self.step_s += 0.1 * (seconds - self.step_s)
         self._num_prefilled_tokens += num_prefilled
         if num_prefilled and leaves_prompts:
-            # With a step ahead this is the wait for the one before: over a queue the same.
+            # With asynchronous scheduling this is the time of the step before. Over a queue of
+            # prompts, the sums are equal.
             self._num_full_step_tokens += num_prefilled
             self._full_step_s += seconds
 

@@ -1,4 +1,4 @@
-"""What an engine says of a sequence: its newest tokens, its vector, or why it ended."""
+"""Builds an engine's outputs for a sequence: its newest tokens, its vector, or its error."""
 
 import numpy as np
 
@@ -21,7 +21,7 @@ class Pooling:
         self._dense = [DenseLayer(each) for each in model.pooling.dense] if model.pooling else []
 
     def vector(self, state_C: Floats) -> Floats | None:
-        """The vector of a sequence with this hidden state; ``None`` where that is broken."""
+        """The embedding for a sequence's hidden state; ``None`` if it is NaN or infinite."""
         assert self._pooling is not None
         for layer in self._dense:
             state_C = layer(state_C)
@@ -37,8 +37,8 @@ def delta_of(
     logprobs: tuple[TokenLogprobs, ...] = (),
     fetched: Fetched | None = None,
 ) -> TokenDelta:
-    """Says that ``token_ids`` are the newest; takes the prompt's log-probabilities that are
-    known."""
+    """The output with the newest ``token_ids``. Moves the prompt's log-probabilities that are known
+    from ``seq`` into it."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     if seq.prompt_logprobs:
         prompt_logprobs, seq.prompt_logprobs = tuple(seq.prompt_logprobs), []
@@ -55,7 +55,7 @@ def delta_of(
 
 
 def failure_of(seq: Sequence, error: QuireError) -> TokenDelta:
-    """Says that ``seq`` ended before its time."""
+    """The output that says that ``seq`` failed with ``error``."""
     request_id, num_output = seq.request.request_id, seq.num_output_tokens
     return TokenDelta(request_id, num_output, (), (), "abort", seq.num_cached or 0, error=error)
 

@@ -1,16 +1,19 @@
-"""Guesses a sequence's next tokens, which changes how many tokens a step brings and no token.
+"""Speculation: proposes draft tokens for a sequence. It changes the number of tokens that a step
+yields, but no token.
 
-A step computes guessed tokens beside a sequence's last one, and draws the token behind each of them
-as it always would: from the logits there, the parameters, the seed and the position. The first
-token that is drawn otherwise than it was guessed ends what counts.
+A step computes draft tokens together with a sequence's last token, and samples the token after each
+of them as without speculation: from the logits, the parameters, the seed and the position. Tokens
+are accepted up to and including the first sample that differs from the draft.
 
-Guesses are, in this order: the tokens that the form of the output leaves no choice about; those
-that followed where the last tokens stood before, in the sequence itself; those that followed them
-in an output of another request; those that followed in the sequence where another token stood
-instead of the last one, as in a copy with a change.
+A draft begins with the tokens that the constraint of the output determines. It continues with
+tokens from the first of these sources that has some:
+1. tokens that followed an earlier occurrence of the last tokens in the same sequence;
+2. tokens that followed them in an output of another request;
+3. tokens that followed an earlier occurrence in the sequence that differs in the last token, as in
+   a copy with a change.
 
-A few rows more cost a step nearly nothing, as long as it mainly reads the weights. A draft
-whose first token is wrong makes a pause, of as many steps as there were such drafts in a row.
+A few more rows cost a step almost nothing while it mainly reads the weights. After a draft whose
+first token is rejected, drafting pauses for as many steps as there were such drafts in a row.
 """
 
 from collections.abc import Sequence as Items
@@ -21,22 +24,22 @@ import numpy.typing as npt
 from quire.worker.api.hashing import BlockHash, TokenIds
 
 MAX_STEP_ROWS = 9
-"""Rows of a step up to which more of them cost little: a single sequence has 8 tokens guessed."""
+"""Rows of a step up to which more rows cost little: a single sequence gets 8 draft tokens."""
 _FIRST_DRAFT = 4
 _MIN_MATCH = 2
-"""Last tokens that must have stood together before in the sequence."""
+"""Least number of last tokens that must occur earlier in the sequence."""
 _MIN_MATCH_BEFORE_CHANGE = 4
-"""The same before a last token that stands instead of another one."""
+"""Least number of matching tokens before a last token that differs."""
 _MAX_MATCH = 16
 _MAX_PAUSE = 64
 RECENT_MATCH = 4
-"""The same in outputs of others."""
+"""Number of last tokens that must occur in an output of another request."""
 _MAX_RECENT = 2**16
-"""Tokens of a generation of recent outputs: about 10 MiB."""
+"""Tokens in one generation of recent outputs: about 10 MiB."""
 
 
 class Drafter:
-    """The guesses for one sequence: how many, and when."""
+    """Proposes draft tokens for one sequence, and adapts how many and how often."""
 
     __slots__ = ("_num_misses", "_pause", "_size")
 
@@ -54,9 +57,9 @@ class Drafter:
         recent: "RecentOutputs | None" = None,
         root: BlockHash | None = None,
     ) -> list[int]:
-        """At most ``max_tokens`` that may follow ``token_ids``; often none. ``forced`` follow in
-        any case, if the model cuts them into tokens as the tokenizer does. Blocks that begin at
-        ``root`` are shared with the requests whose ``recent`` outputs may be looked at.
+        """Returns at most ``max_tokens`` draft tokens to follow ``token_ids``, often none.
+        ``forced`` are tokens of the only text that the constraint allows; the model may split it
+        into other tokens. Only ``recent`` outputs with the same ``root`` of block hashes are used.
         """
         found = list(forced[:max_tokens])
         if self._pause and not found:
@@ -73,7 +76,7 @@ class Drafter:
         return found + (more or guess_after_change(token_ids, max_tokens=num_left))
 
     def learn(self, *, num_drafted: int, num_accepted: int) -> None:
-        """What became of a draft."""
+        """Adapts the size of drafts and the pauses to the outcome of a draft."""
         if num_accepted == num_drafted:
             self._size = min(2 * self._size, MAX_STEP_ROWS)
         if num_accepted:
@@ -85,22 +88,22 @@ class Drafter:
 
 
 def guess(token_ids: TokenIds, *, max_tokens: int) -> list[int]:
-    """The tokens that followed the last time that the longest run of last tokens stood before.
-    Where fewer than ``max_tokens`` have followed since, they repeat.
+    """The tokens that followed the latest earlier occurrence of the longest matching suffix of
+    ``token_ids``. If fewer than ``max_tokens`` have followed it, they are repeated.
     """
     return _repeated(token_ids, _behind_match(token_ids, least=_MIN_MATCH), max_tokens)
 
 
 def guess_after_change(token_ids: TokenIds, *, max_tokens: int) -> list[int]:
-    """Like `guess`, but by the run of tokens that ends before the last one, going on behind the
-    token that followed the run then."""
+    """Like `guess`, but matches the tokens before the last one, and continues after the token that
+    followed the match."""
     start = _behind_match(token_ids[:-1], least=_MIN_MATCH_BEFORE_CHANGE)
     return _repeated(token_ids, None if start is None else start + 1, max_tokens)
 
 
 def _behind_match(token_ids: TokenIds, *, least: int) -> int | None:
-    """The index behind the last place where the longest run of last tokens stood before; ``None``
-    where that has fewer than ``least``."""
+    """The index after the latest earlier occurrence of the longest matching suffix; ``None`` if
+    that is shorter than ``least``."""
     num = len(token_ids)
     if num <= least:
         return None
@@ -117,7 +120,7 @@ def _behind_match(token_ids: TokenIds, *, least: int) -> int | None:
 
 
 def _repeated(token_ids: TokenIds, start: int | None, max_tokens: int) -> list[int]:
-    """The tokens from ``start`` on, again from there behind the last one."""
+    """``max_tokens`` tokens from ``start`` on, continuing at ``start`` after the last one."""
     if start is None:
         return []
     found: list[int] = token_ids[start : start + max_tokens].tolist()
@@ -125,10 +128,10 @@ def _repeated(token_ids: TokenIds, start: int | None, max_tokens: int) -> list[i
 
 
 class RecentOutputs:
-    """Outputs of requests that have ended, and where each run of four tokens stood last.
+    """Outputs of finished requests, with an index of the last place of each run of four tokens.
 
-    A request sees those of requests with the same root of block hashes alone: of the same tenant
-    and salt. There are two generations: once the younger one is full, the older one is forgotten.
+    A request only sees outputs of requests with the same root of block hashes, that is, of the same
+    tenant and salt. There are two generations: when the younger is full, the older is dropped.
     """
 
     def __init__(self, *, max_tokens: int = _MAX_RECENT) -> None:
@@ -136,7 +139,7 @@ class RecentOutputs:
         self._young, self._old = _Generation(), _Generation()
 
     def add(self, root: BlockHash, token_ids: TokenIds) -> None:
-        """An output, and the tokens right before it if there are any."""
+        """Adds an output, preceded by the last tokens before it."""
         if len(token_ids) <= RECENT_MATCH:
             return
         if self._young.num_tokens + len(token_ids) > self._max_tokens:
@@ -144,7 +147,7 @@ class RecentOutputs:
         self._young.add(root, token_ids[-self._max_tokens :].tolist())
 
     def guess(self, root: BlockHash, token_ids: TokenIds, *, max_tokens: int) -> list[int]:
-        """What followed the last four of ``token_ids`` there; often nothing."""
+        """The tokens that followed the last four of ``token_ids`` in a recent output, if any."""
         last = tuple(token_ids[-RECENT_MATCH:].tolist())
         if len(last) < RECENT_MATCH or max_tokens <= 0:
             return []
@@ -156,7 +159,7 @@ class _Generation:
         self.num_tokens = 0
         self._outputs: list[list[int]] = []
         self._places: dict[tuple[BlockHash, tuple[int, ...]], tuple[int, int]] = {}
-        """The output and the index in it behind each run of tokens."""
+        """By root and run of tokens: the number of an output and the index after the run in it."""
 
     def add(self, root: BlockHash, token_ids: list[int]) -> None:
         self.num_tokens += len(token_ids)

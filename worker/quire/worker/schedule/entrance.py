@@ -1,5 +1,5 @@
-"""Requests on their way into the queue: their constraint is compiled, then their adapter is read,
-then blocks come that disk or another group has. Others run meanwhile.
+"""Prepares requests before they are queued: compiles their constraint, then reads their adapter,
+then fetches blocks from disk or another group. Other requests run meanwhile.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from quire.worker.text.tokenizer import Tokenizer
 
 
 class Entrance:
-    """Belongs to the engine's thread."""
+    """The requests that are being prepared. Used from the engine's thread."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Entrance:
         is_idle: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
-        """``is_idle``: whether no request is queued or runs."""
+        """``is_idle`` tells whether no request is queued or runs."""
         self.compiling = Compiling(
             Grammars(
                 load_tokenizer or (lambda: Tokenizer.load(config.model)),
@@ -60,19 +60,20 @@ class Entrance:
 
     @property
     def fetches_for_queued(self) -> bool:
-        """Whether blocks are coming for requests that `take` has handed out, and that are queued
-        behind others."""
+        """Whether blocks are still arriving for requests that `take` has returned and that are
+        queued behind others."""
         return self.arriving is not None and self.arriving.num_queued > 0
 
     def add(self, seq: Sequence) -> bool:
-        """Whether ``seq`` may be queued at once; else `take` hands it out when it may."""
+        """Returns whether ``seq`` may be queued at once. If not, `take` returns it when it may."""
         if seq.request.sampling.constraint is not None:
             self.compiling.add(seq)
             return False
         return self._is_ready(seq)
 
     def remove(self, seq: Sequence) -> bool:
-        """``seq`` is aborted; whether it was here. `Reading.forget` must follow all the same."""
+        """Removes an aborted ``seq``. Returns whether it was here. In any case, the caller must
+        also call `Reading.forget`."""
         if seq in self.compiling:
             self.compiling.remove(seq)
         elif self.arriving is not None and seq in self.arriving:
@@ -84,9 +85,9 @@ class Entrance:
     def take(
         self, *, is_idle: bool, num_pending_tokens: int
     ) -> tuple[list[Sequence], list[tuple[Sequence, QuireError]]]:
-        """Those that may be queued now, and those that are refused, each with the reason. Waits a
-        while for the first where the engine is idle. ``num_pending_tokens``: of prompts that are
-        there already, those to compute."""
+        """Returns the sequences that may be queued now, and those that are refused with their
+        errors. If the engine is idle, waits briefly for the first. ``num_pending_tokens`` is the
+        number of tokens that queued and running prompts have yet to compute."""
         ready: list[Sequence] = []
         refused: list[tuple[Sequence, QuireError]] = []
         may_wait = is_idle and not self.arriving

@@ -1,4 +1,4 @@
-"""What becomes of a request in an engine: the limits that it has to keep to, and its sequence."""
+"""Checks requests against an engine's limits, and makes their sequences."""
 
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.limits import derive_seed, request_limits
@@ -10,7 +10,7 @@ from quire.worker.step.messages import Executor
 
 
 class Intake:
-    """Raises ConfigError: the configuration asks for more context than the model has."""
+    """Raises ConfigError if the configuration asks for more context than the model has."""
 
     def __init__(self, config: EngineConfig, model: ModelFacts, executor: Executor) -> None:
         self.limits = request_limits(config, model, num_blocks=executor.num_blocks)
@@ -20,7 +20,7 @@ class Intake:
         self._num_unseeded = 0
 
     def max_tokens(self, request: Prepared) -> int:
-        """Raises InvalidRequest: it can never be served."""
+        """Most output tokens of the request. Raises InvalidRequest if it can never be served."""
         takes_adapters = self._config.enable_lora
         return max_tokens_of(request, self.limits, self._model, takes_adapters=takes_adapters)
 
@@ -48,8 +48,8 @@ class Intake:
 
 
 def speculates(config: EngineConfig, executor: Executor) -> bool:
-    """Whether tokens are guessed. A step ahead is asked for before the tokens are known that
-    guesses would follow."""
+    """Whether the engine uses speculation. With asynchronous scheduling it does not: a step is
+    submitted before the tokens that a draft would follow are known."""
     if config.speculation is None:
         return executor.num_ahead == 0 and executor.numerics.startswith("cpu")
     return config.speculation and executor.num_ahead == 0

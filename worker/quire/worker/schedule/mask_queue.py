@@ -1,9 +1,10 @@
-"""Which mask is computed next. Decides, and computes nothing; time is an argument.
+"""The queue of constraint masks: decides which is computed next. Computes nothing; time is an
+argument.
 
-Masks of grammars that are known to take little go first, and to any thread. Of all others one is
-computed at a time, and one more of those that are known to take long: while other requests run,
-these have a share of one core, as they take the cores from the model. The tenant goes first that
-took least above its allowance, and of its grammars the one that did.
+Masks of grammars known to be cheap go first, to any thread. At most one mask of unknown cost is
+computed at a time, and at most one that is known to be slow. Slow masks take cores from the model,
+so they get a share of one core while other requests run. The tenant with the least time above its
+allowance goes first, and of its grammars the one with the least.
 """
 
 from dataclasses import dataclass, field
@@ -21,16 +22,16 @@ class Lane(Enum):
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """A place to be made ready by a matcher that stands there."""
+    """A place in a grammar whose mask is to be computed, by a matcher that is at this place."""
 
     matcher: Matcher
     place: Place
     num_holders: int = 1
     """Requests that wait for it."""
     lane: Lane | None = None
-    """The lane in which it was begun."""
+    """The lane in which it was begun; ``None`` before."""
     is_late: bool = False
-    """A step went on without it: no other one waits for it."""
+    """Whether a step went on without this mask; later steps do not wait for it."""
 
     @property
     def cost(self) -> MaskCost:
@@ -45,12 +46,12 @@ class Job:
 
 @dataclass(kw_only=True, slots=True)
 class MaskQueue:
-    """Jobs that have not begun, by their order of arrival, and how many have."""
+    """The jobs that have not begun, in order of arrival, and the number of running ones by lane."""
 
     slow_share: float
-    """The share of one core for slow masks."""
+    """The share of one core that slow masks may use."""
     is_idle: bool = False
-    """Nothing runs that slow masks could hold up."""
+    """Whether nothing runs that slow masks could delay."""
     _waiting: dict[Job, None] = field(default_factory=dict)
     _num_begun: dict[Lane, int] = field(default_factory=lambda: dict.fromkeys(Lane, 0))
     _slow_from_s: float = 0.0
@@ -62,7 +63,7 @@ class MaskQueue:
         del self._waiting[job]
 
     def take(self, now_s: float, *, only_trusted: bool = False) -> Job | None:
-        """The next job, which is begun; ``None`` where none may be begun now."""
+        """Removes the next job and counts it as begun; ``None`` if none may begin now."""
         chosen: list[tuple[float, float, int, Job, Lane]] = []
         for number, job in enumerate(self._waiting):
             lane = job.next_lane
@@ -80,7 +81,7 @@ class MaskQueue:
             self._slow_from_s = now_s + cost_s * (1 / self.slow_share - 1)
 
     def pause_s(self, now_s: float) -> float | None:
-        """After what time another one may begin though nothing else happens; ``None``: never."""
+        """Seconds until a slow job may begin without another event; ``None`` if none may."""
         is_paused = self._waiting and not self._num_begun[Lane.SLOW] and self._slow_from_s > now_s
         return self._slow_from_s - now_s if is_paused else None
 

@@ -1,8 +1,8 @@
-"""Masks of constrained outputs, computed by threads beside the model.
+"""Computes the masks of constrained outputs in threads, in parallel with the model.
 
-After a step's tokens are known, the requests with a constraint come here. The next step waits for
-masks that should take little, for a bounded time in all; a request whose mask is late sits steps
-out until it is ready, and keeps its blocks. Its tokens do not depend on that.
+When a step's tokens are known, requests with a constraint are added here. The next step waits a
+bounded time for masks that should be cheap. A request whose mask is late skips steps until the mask
+is ready, and keeps its blocks. Its tokens do not depend on that.
 """
 
 import os
@@ -17,18 +17,18 @@ from quire.worker.schedule.sequence import Sequence
 from quire.worker.text.matcher import Key, Place
 
 _TRUSTED_WAIT_S, _UNKNOWN_WAIT_S = 0.02, 0.002
-"""How long a step waits for masks of grammars that are known to take little, far longer than these
-take, and for others."""
+"""How long a step waits for masks of grammars known to be cheap (far longer than those take), and
+for masks of unknown cost."""
 _IDLE_WAIT_S = 0.005
-"""How long an engine that has nothing else to do waits before it looks for new requests."""
+"""How long an idle engine waits here before it looks for new requests."""
 _MAX_KNOWN = 256
-"""Places that are kept for requests that come there later."""
+"""Places in grammars that are kept with their masks, for requests that reach them later."""
 _MAX_THREADS = 8
 _SLOW_SHARE_A_CORE = 1 / 32
 
 
 class Masks:
-    """Belongs to the engine's thread, and has some of its own from the first mask on."""
+    """Used from the engine's thread. Starts its own threads when masks need them."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -37,10 +37,10 @@ class Masks:
         self._threads: list[threading.Thread] = []
         self._is_closed = False
         self._lacking: dict[Sequence, None] = {}
-        # All below is changed with the lock only.
+        # Everything below is guarded by the lock.
         self._queue = MaskQueue(slow_share=min(1.0, num_cores * _SLOW_SHARE_A_CORE))
         self._jobs: dict[Place, Job] = {}
-        """Those that are not done."""
+        """Jobs that are not done."""
         self._known: OrderedDict[Key, Place] = OrderedDict()
         self._awaited: set[Job] = set()
         lock = threading.Lock()
@@ -48,7 +48,8 @@ class Masks:
         self._done = threading.Condition(lock)
 
     def add(self, sequences: Items[Sequence]) -> None:
-        """These have constraints and new tokens. Each lacks its mask until `take` returns it."""
+        """Adds sequences with constraints and new tokens. Each lacks its mask until `take` returns
+        it."""
         num_new = 0
         with self._work:
             for seq in sequences:
@@ -63,8 +64,8 @@ class Masks:
                 self._work.notify(num_new)
 
     def take(self, *, beside: Items[Sequence]) -> list[tuple[Sequence, str | None]]:
-        """Waits for masks as long as a step may. Returns the requests that now have theirs, and for
-        each why it cannot go on, if so. ``beside``: requests of the last step."""
+        """Waits for masks as long as a step may. Returns the requests whose masks are ready, each
+        with ``None`` or why it cannot continue. ``beside`` has the requests of the last step."""
         if not self._lacking:
             return []
         self._queue.is_idle = all(seq.is_slow for seq in beside)
@@ -74,7 +75,7 @@ class Masks:
         return self._settle()
 
     def take_first(self) -> list[tuple[Sequence, str | None]]:
-        """The same where there is nothing else to do than to wait for one of them."""
+        """Like `take`, for an engine with nothing else to do: waits for the first mask."""
         with self._done:
             if self._jobs:
                 self._queue.is_idle = True
@@ -83,7 +84,8 @@ class Masks:
         return self._settle()
 
     def drop(self, seq: Sequence) -> None:
-        """``seq`` has ended. What only it waits for is not begun."""
+        """Removes ``seq``, which has ended, and its job if that has not begun and no other request
+        waits for it."""
         if seq not in self._lacking:
             return
         del self._lacking[seq]
@@ -106,7 +108,8 @@ class Masks:
             self._work.notify_all()
 
     def _enter(self, seq: Sequence) -> bool:
-        """Whether that makes work: ``seq`` may have come to a place where another one stands."""
+        """Adds a job for the place of ``seq``. Returns false if the place already has one or is
+        known."""
         matcher = seq.matcher
         assert matcher is not None
         key = matcher.place.key
@@ -146,7 +149,7 @@ class Masks:
 
     def _settle(self) -> list[tuple[Sequence, str | None]]:
         matchers = {seq: seq.matcher for seq in self._lacking if seq.matcher is not None}
-        # Once, however many completions of a prompt fail together.
+        # Each cost is charged once, however many completions of a prompt fail together.
         for cost in {each.cost for each in matchers.values() if each.is_ready and each.error}:
             cost.failed()
         found = []
@@ -185,7 +188,7 @@ class Masks:
             thread.start()
 
     def _work_on(self) -> None:
-        """Computes masks in a thread."""
+        """The loop of a thread that computes masks."""
         while True:
             with self._work:
                 while (job := self._queue.take(self._clock())) is None and not self._is_closed:

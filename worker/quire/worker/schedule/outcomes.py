@@ -1,4 +1,4 @@
-"""What steps' results make of the requests that an engine holds: their tokens, and their ends."""
+"""Applies the results of steps to an engine's requests: appends tokens and ends requests."""
 
 from collections.abc import Sequence as Items
 from itertools import islice
@@ -24,7 +24,7 @@ from quire.worker.step.messages import StepOutput
 
 class Outcomes:
     """Makes the outputs of the requests in ``sequences``. A request that ends is removed from
-    there, and from every other part of the engine that keeps something of it."""
+    ``sequences`` and from every other part of the engine that keeps state of it."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Outcomes:
         self._audit = audit
 
     def take(self, schedule: Schedule, result: StepOutput) -> list[TokenDelta]:
-        """Appends the tokens that a step sampled, and lets go of the requests that they end."""
+        """Appends the tokens that a step sampled, and removes the requests that they end."""
         token_ids: list[int] = result.token_ids_S.tolist()
         outputs = []
         constrained = []
@@ -59,8 +59,8 @@ class Outcomes:
         ):
             begin, end = end, end + num_samples
             own = list(islice(hidden, num_samples - num_scored)) if seq.wants_hidden else []
-            # One that has finished was aborted since, or its end was not known when this was
-            # submitted.
+            # A finished request was aborted after this step was submitted, or its end was not
+            # known then.
             if not num_samples or seq.status is Status.FINISHED or seq in schedule.void:
                 continue
             if self._audit is not None and self._audit.is_checking(seq):
@@ -89,7 +89,7 @@ class Outcomes:
         return outputs
 
     def end_refused(self, found: Items[tuple[Sequence, str | None]]) -> list[TokenDelta]:
-        """Ends those of ``found`` that have a reason why they cannot go on."""
+        """Ends the requests in ``found`` that have a reason why they cannot continue."""
         ended = []
         for seq, reason in found:
             if reason is not None:
@@ -98,7 +98,7 @@ class Outcomes:
         return ended
 
     def void_late(self, schedule: Schedule) -> None:
-        """The step under way draws no token for the requests whose masks are not known."""
+        """Discards the samples of the step under way for requests whose masks are late."""
         for seq in schedule.sequences:
             if seq.lacks_mask and seq.num_in_flight and seq.status is not Status.FINISHED:
                 schedule.void.add(seq)
@@ -111,7 +111,7 @@ class Outcomes:
         finish_reason: FinishReason | None,
         logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> TokenDelta:
-        """The output of ``seq``, whose newest tokens are ``token_ids``; forgets an ended one."""
+        """The output of ``seq`` with the newest ``token_ids``. Forgets ``seq`` if it has ended."""
         if finish_reason is not None:
             self.forget(seq)
         fetched, seq.fetched = seq.fetched, None
@@ -120,7 +120,7 @@ class Outcomes:
         return delta_of(seq, token_ids, finish_reason, logprobs, fetched)
 
     def fail(self, seq: Sequence, error: QuireError) -> TokenDelta:
-        """The last output of ``seq``, which the scheduler no longer has."""
+        """The last output of ``seq``, with ``error``. The scheduler must have removed it."""
         self.forget(seq)
         return failure_of(seq, error)
 
@@ -132,7 +132,7 @@ class Outcomes:
         self._inputs.forget(seq)
 
     def _take_embedding(self, seq: Sequence, state_C: Floats) -> TokenDelta:
-        """Ends ``seq`` with its vector. The token behind it means nothing."""
+        """Ends ``seq`` with its embedding. The token that the step sampled is ignored."""
         vector_C = self._pooling.vector(state_C)
         if vector_C is None:
             return self._break_off(seq)
@@ -142,8 +142,8 @@ class Outcomes:
     def _take_samples(
         self, seq: Sequence, drawn: list[int], result: StepOutput, begin: int
     ) -> TokenDelta:
-        """Appends the tokens ``drawn`` for ``seq``, which are those from ``begin`` on of a step's
-        ``result``, and lets go of it where that ends it."""
+        """Appends the tokens ``drawn`` for ``seq``, samples ``begin`` and following of ``result``.
+        Removes ``seq`` if they end it."""
         if seq.draft:
             del drawn[self._scheduler.settle_draft(seq, drawn) :]
         finish_reason = None
@@ -166,6 +166,6 @@ class Outcomes:
         return output
 
     def _break_off(self, seq: Sequence) -> TokenDelta:
-        """Ends ``seq``, whose logits are broken."""
+        """Ends ``seq``, whose logits are NaN or infinite."""
         self._scheduler.remove(seq)
         return self.fail(seq, broken_logits(seq))

@@ -1,8 +1,8 @@
-"""Requests whose adapter is being read, by a thread, while others run.
+"""Requests whose adapter a thread reads while other requests run.
 
-An adapter that was read has been checked whole, is in memory as far as the system has room, and
-stays in the node's store. That holds as long as requests name it, and for the ``max_kept`` that
-were used last.
+An adapter that was read has been checked completely, is in memory as far as the system has room,
+and stays in the node's store. This holds as long as requests name the adapter, and for the
+``max_kept`` most recently used adapters.
 """
 
 import logging
@@ -21,22 +21,22 @@ from quire.worker.schedule.sequence import Sequence
 _log = logging.getLogger(__name__)
 
 MAX_AT_HAND = 512
-"""Adapters that requests at hand may name together: each takes a file descriptor."""
+"""Most adapters that current requests may name together: each takes a file descriptor."""
 _WAIT_S = 0.005
-"""How long an engine that has nothing else to do waits before it looks for new requests."""
+"""How long an idle engine waits here before it looks for new requests."""
 
 Read = Callable[[str], Held]
-"""Holds and checks the adapter of a digest, or raises InvalidRequest."""
+"""Holds and checks the adapter with a digest, or raises InvalidRequest."""
 
 
 class Reading:
-    """Belongs to the engine's thread, and has one of its own from the first adapter on."""
+    """Used from the engine's thread. Starts its own thread with the first adapter."""
 
     def __init__(self, read: Read, *, max_kept: int) -> None:
         self._read = read
         self._max_kept = max_kept
         self._thread: ThreadPoolExecutor | None = None
-        # Those that were read, the one first that was used longest ago.
+        # Adapters that were read, the least recently used first.
         self._kept: dict[str, Held] = {}
         self._num_users = Counter[str]()
         self._reads: dict[str, Future[Held]] = {}
@@ -50,21 +50,21 @@ class Reading:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """The digests of the adapters that are ready, the one last that was used last."""
+        """The digests of the adapters that are ready, the most recently used one last."""
         return tuple(self._kept)
 
     def check(self, digest: str) -> None:
         """Reads an adapter, and waits for it.
 
         Raises:
-            InvalidRequest: It is not there, or cannot be served with this model.
+            InvalidRequest: The adapter does not exist, or cannot be served with this model.
         """
         if digest not in self._kept:
             self._kept[digest] = self._read_or_refuse(digest)
             self._let_go()
 
     def claim(self, seq: Sequence) -> None:
-        """``seq`` names an adapter: what is ready of it stays so. `forget` must follow.
+        """Keeps the adapter of ``seq`` until `forget`, which must follow.
 
         Raises:
             QueueFull: Requests name too many adapters.
@@ -78,7 +78,8 @@ class Reading:
         self._num_users[digest] += 1
 
     def add(self, seq: Sequence) -> bool:
-        """Whether the adapter of ``seq`` is ready; else `take` hands ``seq`` out once it is."""
+        """Returns whether the adapter of ``seq`` is ready. If not, starts to read it; `take`
+        returns ``seq`` once it is ready."""
         digest = seq.request.adapter
         held = self._kept.pop(digest, None)
         if held is not None:
@@ -92,8 +93,8 @@ class Reading:
         return False
 
     def take(self, *, may_wait: bool) -> list[tuple[Sequence, InvalidRequest | None]]:
-        """Those whose adapters are ready, and those that are refused, with the reason.
-        ``may_wait``: there is nothing else to do."""
+        """Returns the sequences whose adapters are ready, and those that are refused with their
+        error. ``may_wait``: the engine is idle, so this may wait briefly."""
         if may_wait:
             wait(self._reads.values(), _WAIT_S, FIRST_COMPLETED)
         errors: dict[str, InvalidRequest | None] = {}
@@ -115,7 +116,7 @@ class Reading:
         return taken
 
     def forget(self, seq: Sequence) -> None:
-        """``seq`` has ended."""
+        """Drops the claim of ``seq``, which has ended."""
         self._sequences.pop(seq, None)
         digest = seq.request.adapter
         self._num_users[digest] -= 1
@@ -129,7 +130,7 @@ class Reading:
         self._kept.clear()
 
     def _let_go(self) -> None:
-        """Keeps no more than it may, but for those that requests name."""
+        """Releases adapters above ``max_kept`` that no request names, least recently used first."""
         for digest in list(self._kept):
             if len(self._kept) <= self._max_kept:
                 break
@@ -141,7 +142,7 @@ class Reading:
             return self._read(digest)
         except InvalidRequest:
             raise
-        except Exception as error:  # Whatever it is, it is that adapter's alone.
+        except Exception as error:  # An unexpected error fails only this adapter's requests.
             _log.error("an adapter could not be read", exc_info=error)
             raise InvalidRequest(
                 f"adapter={digest!r} could not be read: {error!r}", param="adapter"
@@ -149,7 +150,7 @@ class Reading:
 
 
 def reader(config: EngineConfig) -> Read:
-    """Reads adapters of ``config.model`` from this node's store."""
+    """Returns a function that reads adapters of ``config.model`` from this node's store."""
     store = AdapterStore()
 
     def read(digest: str) -> Held:

@@ -1,4 +1,4 @@
-"""One step, as the scheduler chose it."""
+"""The scheduler's decision for one step."""
 
 from dataclasses import dataclass, field
 
@@ -7,25 +7,26 @@ from quire.worker.schedule.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One step: how many tokens of which sequences, from each one's ``num_computed`` on."""
+    """One step: how many tokens of which sequences to compute, from ``num_computed`` on."""
 
     sequences: list[Sequence]
     num_tokens: list[int]
-    """Guessed ones counted, which stand behind those that are known."""
+    """Tokens of each sequence: known ones, then draft tokens."""
     num_decodes: int
     """Sequences at the beginning that compute exactly one token; it may be the last of a prompt."""
     num_samples: list[int]
-    """Behind how many of its last tokens each sequence samples or scores one."""
+    """For each sequence, after how many of its last tokens a token is sampled or scored."""
     num_scored: list[int]
-    """How many of these, the first ones, score the prompt's next token instead of drawing one."""
+    """How many of ``num_samples``, the first ones, return the log-probability of the prompt's next
+    token instead of sampling a token."""
     adapter_loads: tuple[tuple[int, str], ...] = ()
-    """Slots that get another adapter first, and whose content that is."""
+    """Slots that the ranks must load another adapter into first, and its digest."""
     void: set[Sequence] = field(default_factory=set)
-    """Those whose sample does not count: its mask was late."""
+    """Sequences whose sample is discarded, because the mask was late."""
 
     @property
     def num_prefilled(self) -> int:
-        """Tokens of chunks of prompts."""
+        """Tokens of prefill chunks."""
         rows = slice(self.num_decodes, None)
         pairs = zip(self.sequences[rows], self.num_tokens[rows], strict=True)
         return sum(0 if seq.draft else num_tokens for seq, num_tokens in pairs)
@@ -37,7 +38,7 @@ NOTHING = Schedule([], [], 0, [], [])
 def in_row_order(
     chosen: list[tuple[Sequence, int]], *, adapter_loads: tuple[tuple[int, str], ...] = ()
 ) -> Schedule:
-    """The step that computes the given number of tokens of each sequence."""
+    """The step that computes the given number of tokens of each sequence, decodes first."""
     decodes = [seq for seq, num_tokens in chosen if num_tokens == 1]
     chunks = [(seq, num_tokens) for seq, num_tokens in chosen if num_tokens > 1]
     sequences = decodes + [seq for seq, _ in chunks]

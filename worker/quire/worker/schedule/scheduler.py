@@ -4,8 +4,8 @@
 begun, which keeps its blocks. Preemption follows another order, the *rank*: priority, then arrival.
 A running sequence preempts only sequences of lower rank.
 
-Always true: the blocks that a begun prompt still lacks are not promised to another one. If a step
-can be chosen at all, some sequence proceeds: the first in rank can take every block.
+Always true: blocks that a begun prompt still lacks are not given to newly admitted ones. If a step
+can be chosen at all, some sequence proceeds: the highest-ranked one can take every block.
 """
 
 from bisect import insort
@@ -24,15 +24,15 @@ from quire.worker.schedule.waiting import Turn, WaitingQueue, turn_of
 from quire.worker.step.messages import MAX_SCORED_TOKENS
 
 MAX_UPDATED_TURNS = 128
-"""Waiting requests that a step gives their new turns when others have computed blocks for them: it
-takes about 20 µs each."""
+"""Most waiting requests whose turns one step updates after others have computed blocks for them.
+An update takes about 20 µs."""
 
 _SHORT = 4
-"""A short step computes this part of the tokens of prompts that others may."""
+"""A short step computes at most 1 / `_SHORT` of the prefill tokens of other steps."""
 
 
 def short_step(max_num_batched_tokens: int) -> int:
-    """Tokens of prompts that a short step computes at most."""
+    """Most prefill tokens of a short step."""
     return max(1, max_num_batched_tokens // _SHORT)
 
 
@@ -51,7 +51,7 @@ class Scheduler:
         max_adapters: int = 1,
         travel: Travel | None = None,
     ) -> None:
-        """``takes_whole``: prompts, all of which fit into a step, are not computed in parts.
+        """``takes_whole``: prompts are computed whole, not in chunks; each must fit into a step.
         ``travel``: see `BlockTables`."""
         self._tables = BlockTables(pool, travel)
         self._block_size = pool.block_size
@@ -62,27 +62,27 @@ class Scheduler:
         self._takes_whole = takes_whole
         self._recent = RecentOutputs()
         self.slots = Slots(max_adapters)
-        """Which adapters' requests may run."""
-        # Requests that wait for their adapter's turn: beside the queue, so that others go on.
+        """The adapters whose requests may run."""
+        # Requests that wait for their adapter's turn. Outside the queue, they block no others.
         self._aside: set[Sequence] = set()
         self.running: list[Sequence] = []
         """Running sequences by rank."""
         self.waiting = WaitingQueue()
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
-        """Prompt tokens of requests that began to run, each counted once; hits count the same."""
+        """Prompt tokens of requests that began to run, once each; hits are counted alike."""
         self.num_hit_tokens = 0
         self.num_drafted_tokens = 0
-        """Guessed ones, and those of them that were right."""
+        """Draft tokens. ``num_accepted_tokens``: the accepted ones of these."""
         self.num_accepted_tokens = 0
         self._pending = PendingPrefill(block_size=pool.block_size)
-        self._num_turns_left = 0  # That this step may still bring up to date.
+        self._num_turns_left = 0  # Turns that this step may still update.
         self._num_added = 0
-        self._num_computed = 0  # Tokens of all requests together, in the steps so far.
+        self._num_computed = 0  # Tokens of all requests in all steps so far.
 
     @property
     def num_pending_prefill_tokens(self) -> int:
-        """Tokens to compute before all requests decode, shared ones once; an estimate."""
+        """Estimated tokens to compute before all requests decode; shared tokens count once."""
         return self._pending.num_tokens(self.running)
 
     @property
@@ -99,8 +99,8 @@ class Scheduler:
         self._queue(seq)
 
     def remove(self, seq: Sequence) -> None:
-        """Takes a request out, finished or not, and gives its blocks back: now, or when the last
-        step that uses them has run."""
+        """Removes a request, finished or not, and releases its blocks: now, or when the last step
+        that uses them has run."""
         if seq.status is Status.WAITING:
             self._unqueue(seq)
         elif seq.status is Status.RUNNING:
@@ -113,21 +113,21 @@ class Scheduler:
             self._recent.add(seq.root, seq.output_to_recall)
 
     def schedule(self, *, is_short: bool = False) -> Schedule:
-        """Chooses the next step and takes its blocks; `submitted` must follow. One that
-        ``is_short`` computes fewer tokens of prompts.
+        """Chooses the next step and allocates its blocks; `submitted` must follow. A step that
+        ``is_short`` computes fewer prefill tokens.
 
-        Every running decode has its token of the budget set aside; prompts, running and waiting,
-        share the rest in their turns. A sequence that lacks blocks preempts the lowest-ranked one.
-        The lowest-ranked sequence cannot preempt itself; it skips this step and keeps its blocks.
-        So does one that lacks its constraint's mask.
+        Every running decode has one token of the budget; running and waiting prompts share the
+        rest in the order of their turns. A sequence that lacks blocks preempts the lowest-ranked
+        one. The lowest-ranked sequence cannot preempt itself; it skips this step and keeps its
+        blocks. So does a sequence whose constraint's mask is not ready.
 
-        While steps are under way nobody is preempted. Where that would be necessary, nothing is
-        chosen: take a step's tokens and try again.
+        No sequence is preempted while steps are under way. If that would be necessary, the result
+        is empty: the caller must take a step's tokens and try again.
         """
         is_under_way = self._tables.num_finished < self._tables.num_submitted
         if is_under_way and self._must_wait():
             return NOTHING
-        # Those whose turn it is now may lack blocks too.
+        # Requests whose adapter's turn begins may lack blocks too.
         if self._change_adapters() and is_under_way and self._must_wait():
             return NOTHING
         chosen: list[tuple[Sequence, int]] = []
@@ -141,7 +141,7 @@ class Scheduler:
         num_drafts = self._num_drafts(num_ready, num_sitting)
         for seq in self.running.copy():
             if seq.status is not Status.RUNNING:
-                break  # Preempted by one before it, as is every sequence behind it.
+                break  # An earlier sequence has preempted it and all behind it.
             if seq.num_uncomputed > 1:
                 begun.append(seq)
                 continue
@@ -168,7 +168,7 @@ class Scheduler:
         return in_row_order(chosen, adapter_loads=self.slots.take_loads())
 
     def submitted(self, schedule: Schedule) -> None:
-        """The step is under way, and the next one may build on what it computes."""
+        """Records that the step is under way. The next step may use what it computes."""
         self._tables.submitted()
         for seq, num_tokens in zip(schedule.sequences, schedule.num_tokens, strict=True):
             seq.num_computed += num_tokens
@@ -195,24 +195,24 @@ class Scheduler:
         self._tables.settle_duplicates()
 
     def finished(self) -> None:
-        """The oldest step under way has run: blocks that only it still used can be let go."""
+        """Records that the oldest step under way has run: blocks that only it used are released."""
         self._tables.finished()
 
     def forget_outputs(self) -> None:
-        """No token is guessed from the outputs of requests that have ended so far."""
+        """Forgets the outputs of finished requests, from which draft tokens are taken."""
         self._recent = RecentOutputs()
 
     def settle_draft(self, seq: Sequence, drawn: list[int]) -> int:
-        """How many of the tokens drawn for ``seq``, which has a draft, count: those behind right
-        guesses, and one."""
+        """How many of the tokens sampled for ``seq``, which has a draft, are valid: one for each
+        accepted draft token, and one more."""
         self.num_drafted_tokens += len(seq.draft)
         num = seq.settle_draft(drawn)
         self.num_accepted_tokens += num - 1
         return num
 
     def void_sample(self, seq: Sequence) -> None:
-        """What the newest step, which is under way, draws for ``seq`` does not count: a later one
-        draws that token."""
+        """Discards the sample of ``seq`` in the newest step, which is under way. A later step
+        samples that token."""
         seq.void_sample()
         self._num_computed -= 1
         if seq.status is Status.LEAVING:
@@ -220,7 +220,7 @@ class Scheduler:
             insort(self.running, seq, key=_rank)
 
     def append_token(self, seq: Sequence, token_id: int) -> None:
-        """Takes the oldest token in flight of ``seq``, which must not have been removed."""
+        """Appends the oldest token in flight of ``seq``, which must not have been removed."""
         seq.append_token(token_id)
         self._tables.token_came(seq)
 
@@ -232,8 +232,8 @@ class Scheduler:
         *,
         may_admit: bool,
     ) -> None:
-        """Gives the budget to the prompts that have ``begun`` and to those that wait, in their
-        turns. Where one of those lacks blocks, or one of these finds no room, nobody is let in."""
+        """Distributes the budget to ``begun`` and waiting prompts by turn. Once a prompt lacks
+        blocks or cannot be admitted, no other one is admitted."""
         self._num_turns_left = MAX_UPDATED_TURNS
         self._update_turns()
         started = begun.copy()
@@ -261,8 +261,8 @@ class Scheduler:
                 break
             begun.remove(seq)
             if seq.status is not Status.RUNNING or seq.lacks_adapter:
-                continue  # Preempted a moment ago, or another adapter's turn.
-            # Behind its last token the next one is drawn.
+                continue  # It has just been preempted, or it is another adapter's turn.
+            # Its last token, after which a token is sampled, needs the mask.
             num_tokens = min(seq.num_uncomputed - seq.lacks_mask, budget)
             if not num_tokens:
                 continue
@@ -284,8 +284,8 @@ class Scheduler:
             chosen.append((seq, num_tokens))
 
     def _num_drafts(self, num_ready: int, num_sitting: int) -> int:
-        """How many tokens to guess for each of ``num_ready`` sequences that decode, beside those
-        that sit the step out: none beside prompts, whose chunks take the time that a step has."""
+        """How many tokens to draft for each of ``num_ready`` decoding sequences; ``num_sitting``
+        others skip the step. 0 if prompts run or wait, since their chunks need the time."""
         is_prefilling = num_ready + num_sitting < len(self.running) or self.waiting
         if not self._speculates or is_prefilling or not num_ready:
             return 0
@@ -298,12 +298,12 @@ class Scheduler:
         return turn_of(seq, seq.num_uncomputed, self._policy, num_followers=num_followers)
 
     def _first_missing(self, seq: Sequence, num_hits: int) -> BlockHash | None:
-        """The first block that somebody else might compute for ``seq``."""
+        """The first block that ``seq`` lacks and that another sequence might compute."""
         return seq.hashes[num_hits] if num_hits < seq.num_shareable else None
 
     def _extend(self, seq: Sequence, num_tokens: int) -> None:
-        """Gives ``seq`` the blocks for its next tokens. Who waits for one that they fill has less
-        to compute."""
+        """Gives ``seq`` the blocks for its next tokens. Updates the turns of requests that wait for
+        a block that these tokens fill."""
         begin = seq.num_registered
         self._tables.extend(seq, num_tokens)
         if seq.num_registered == begin:
@@ -313,7 +313,7 @@ class Scheduler:
         self._update_turns()
 
     def _update_turns(self) -> None:
-        """Gives some of those for whom others have computed blocks the turn that is now theirs."""
+        """Updates the turns of some waiting requests for which others have computed blocks."""
         outdated = self.waiting.take_outdated(self._num_turns_left)
         self._num_turns_left -= len(outdated)
         for seq in outdated:
@@ -322,8 +322,8 @@ class Scheduler:
     def _leader(self, seq: Sequence, num_hits: int, begun: list[Sequence]) -> Sequence | None:
         """The sequence in ``begun`` whose next block is also the first that ``seq`` lacks.
 
-        It goes on in the place of ``seq``, which then finds the block, instead of both computing
-        it.
+        That sequence proceeds instead of ``seq``, which then finds the block in the cache. So only
+        one of them computes it.
         """
         missing = self._first_missing(seq, num_hits)
         if missing is None:
@@ -334,13 +334,13 @@ class Scheduler:
         return None
 
     def _admit(self, seq: Sequence, prefix: Prefix, started: list[Sequence]) -> bool:
-        """Starts a waiting request on the cached ``prefix`` if all of its tokens so far then
-        find room.
+        """Starts a waiting request on the cached ``prefix`` if there is room for all of its tokens.
+        Returns whether it started.
 
-        All of them, though only a chunk may run now: a prompt that is let in by its first chunk
-        ends up waiting for blocks, or preempted, with blocks in hand. What those ``started`` still
-        lack stays free too, and one block for each running sequence, or the next decodes would
-        preempt what was just admitted.
+        The check covers all tokens, although only a chunk may run now: a prompt admitted for its
+        first chunk alone could end up waiting for blocks, or preempted, while it holds some. The
+        blocks that the ``started`` prompts still lack stay reserved, and one block for each running
+        sequence, or the next decodes would preempt the new request.
         """
         if len(self.running) >= self._max_num_seqs:
             return False
@@ -352,7 +352,7 @@ class Scheduler:
         pool = self._tables.pool
         num_available = pool.num_available - pool.num_unheld(hits)
         if num_blocks + num_promised + len(self.running) > num_available:
-            # Where nobody runs, nobody else will make room.
+            # If no sequence runs, none will release blocks.
             if not self.running:
                 self._tables.yield_room()
             return False
@@ -368,7 +368,7 @@ class Scheduler:
         return True
 
     def _must_wait(self) -> bool:
-        """Whether the steps under way must be over before the next one can be chosen."""
+        """Whether the steps under way must finish before the next one can be chosen."""
         budget = self._max_num_batched_tokens
         num_missing = sum(
             max(0, self._tables.num_missing(seq, min(seq.num_uncomputed, budget)))
@@ -380,9 +380,9 @@ class Scheduler:
     def _make_room(
         self, seq: Sequence, num_tokens: int, chosen: list[tuple[Sequence, int]]
     ) -> bool:
-        """Preempts sequences behind ``seq`` in rank, the last first, until its tokens find room.
+        """Preempts lower-ranked sequences, the lowest first, until ``seq`` has room for its tokens.
 
-        What the step computes already is not undone: then the step goes on without ``seq``.
+        Sequences ``chosen`` for this step are not preempted: then it returns false.
         """
         while self._tables.are_lacking(seq, num_tokens):
             if self._tables.yield_room():
@@ -391,7 +391,7 @@ class Scheduler:
             if victim is seq or any(victim is other for other, _ in chosen):
                 return False
             self.running.pop()
-            # Its full blocks stay cached: it may find them again when its turn comes.
+            # Its full blocks stay cached, so that it may find them again in its next turn.
             self._release(victim)
             victim.preempted()
             self._queue(victim)
@@ -399,8 +399,8 @@ class Scheduler:
         return True
 
     def _change_adapters(self) -> bool:
-        """Lets those requests into the queue whose adapter's turn it is, and takes others out.
-        Whether some may go on."""
+        """Puts requests whose adapter's turn begins into the queue, and takes out those whose
+        adapter's turn ends. Returns whether any turn begins."""
         resumed, stopped = self.slots.advance()
         for seq in stopped:
             if seq.status is Status.WAITING:
@@ -422,7 +422,7 @@ class Scheduler:
         self._pending.queued(seq)
 
     def _push_again(self, seq: Sequence, num_hits: int) -> None:
-        """Gives ``seq``, which waits, the turn that is its now that so many blocks are there."""
+        """Updates the turn of waiting ``seq``, of which ``num_hits`` blocks are now cached."""
         before = seq.num_queued_hits
         self._pending.lost(seq.hashes[num_hits:before])
         self._pending.found(seq.hashes[before:num_hits])

@@ -1,16 +1,16 @@
-"""Which adapters' requests may be in a step: those in the ranks' slots, which take turns.
+"""Decides which LoRA adapters are in the ranks' slots, so that their requests may run.
 
-An adapter is *active* while its requests may run. At most ``num_slots`` are. Where others have
-requests too, an adapter whose turn has lasted `TURN_STEPS` steps makes place for one of them: its
-running requests keep their KV and sit out until it comes back. So none waits for another one's long
-outputs, and each turn computes enough for the loading not to matter.
+An adapter is *active* while its requests may run. At most ``num_slots`` adapters are active. If
+other adapters have requests, an adapter whose turn has lasted `TURN_STEPS` steps makes room for one
+of them: its running requests keep their KV and skip steps until its next turn. So no adapter waits
+for long outputs of another, and each turn is long enough for the loading not to matter.
 
-The next turn is in turn that of the adapter with the most urgent request, and of the one that has
-waited longest: those that sit out hold blocks that others may need, so that each must come back,
-whatever its requests' priorities.
+The next turn goes alternately to the adapter with the most urgent request and to the one that has
+waited longest. Requests that skip steps hold blocks that others may need, so every adapter must get
+another turn, whatever the priorities of its requests.
 
-An adapter that is not active stays in its slot until another one needs that: the one that was
-active last stays longest.
+An inactive adapter stays in its slot until another adapter needs the slot. The least recently
+active adapter leaves first.
 """
 
 from collections import Counter
@@ -25,30 +25,30 @@ kept, and 0.2 ms for one that it has (rank 16 in all linear layers, 12 layers of
 
 
 class _Adapter:
-    """One that requests at hand name."""
+    """An adapter that current requests name."""
 
     def __init__(self, digest: str) -> None:
         self.digest = digest
         self.requests: dict[Sequence, None] = {}
         self.priorities: Counter[int] = Counter()
         self.slot = -1
-        """The slot in which it is active; -1 in none."""
+        """The slot in which it is active; -1 while it is not active."""
         self.began = 0
-        """The step in which its turn began, or its place among those that wait for one."""
+        """The step in which its turn began; while it is not active, its place in the queue."""
 
     @property
     def priority(self) -> int:
-        """The highest of its requests, which is the least."""
+        """The most urgent priority of its requests, which is the lowest number."""
         return min(self.priorities)
 
 
 class Slots:
-    """Decides, and loads nothing: `take_loads` says what the ranks must load."""
+    """Decides which adapters are active. Loads nothing: `take_loads` says what ranks must load."""
 
     def __init__(self, num_slots: int) -> None:
         self._adapters: dict[str, _Adapter] = {}
         self._active: dict[str, _Adapter] = {}
-        # What the ranks have, the one first that was active longest ago; slots without are free.
+        # Slots of the adapters that the ranks have, the least recently active adapter first.
         self._loaded: dict[str, int] = {}
         self._free = list(reversed(range(num_slots)))
         self._loads: dict[int, str] = {}
@@ -57,21 +57,21 @@ class Slots:
         self._is_oldest_next = False
         self._entries = count()
         self.num_loads = 0
-        """Adapters that ranks were told to load. A counter."""
+        """Counter of the adapters that ranks had to load."""
 
     @property
     def num_named(self) -> int:
-        """Adapters that requests at hand name."""
+        """Number of adapters that current requests name."""
         return len(self._adapters)
 
     @property
     def loaded(self) -> tuple[str, ...]:
-        """Those that are in slots, or will be with the next step."""
+        """Digests of the adapters that are in slots, or will be with the next step."""
         return tuple(self._loaded)
 
     def add(self, seq: Sequence) -> None:
-        """``seq`` has an adapter. It may run at once where that is active, or no other waits and a
-        place is left."""
+        """Adds ``seq``, which has an adapter. It may run at once if the adapter is active, or if a
+        slot is left and no other adapter waits."""
         digest = seq.request.adapter
         adapter = self._adapters.get(digest)
         if adapter is None:
@@ -85,7 +85,7 @@ class Slots:
         seq.take_slot(adapter.slot)
 
     def remove(self, seq: Sequence) -> None:
-        """``seq`` has ended."""
+        """Removes ``seq``, which has ended."""
         adapter = self._adapters[seq.request.adapter]
         priority = seq.request.priority
         del adapter.requests[seq]
@@ -97,8 +97,8 @@ class Slots:
             self._active.pop(adapter.digest, None)
 
     def advance(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Begins another step. Returns the requests that may run from now on, and those that may
-        not any more."""
+        """Begins another step. Returns the requests whose adapters become active, and those whose
+        adapters stop being active."""
         self._num_steps += 1
         waiting = [each for each in self._adapters.values() if each.slot < 0]
         if not waiting:
@@ -120,10 +120,10 @@ class Slots:
         return resumed, stopped
 
     def take_loads(self) -> tuple[tuple[int, str], ...]:
-        """The slots whose adapters are other ones since the last call, and those."""
+        """The slots that have got another adapter since the last call, with its digest."""
         loads, self._loads = self._loads, {}
         for slot, digest in list(loads.items()):
-            # One whose requests are all gone may be gone from the store too.
+            # An adapter without requests may have been removed from the store.
             if digest not in self._active:
                 del loads[slot], self._loaded[digest]
                 self._free.append(slot)
@@ -131,7 +131,7 @@ class Slots:
         return tuple(loads.items())
 
     def _to_stop(self) -> _Adapter | None:
-        """The active adapter that makes place: of those whose turn is over, the least urgent."""
+        """The active adapter to stop: of those whose turn is over, the least urgent."""
         found = [
             each for each in self._active.values() if self._num_steps - each.began >= TURN_STEPS
         ]
@@ -156,7 +156,7 @@ class Slots:
 
     def _deactivate(self, adapter: _Adapter) -> list[Sequence]:
         del self._active[adapter.digest]
-        # The end of the row of those that leave first.
+        # Moves it to the end of the order in which adapters leave their slots.
         self._loaded[adapter.digest] = self._loaded.pop(adapter.digest)
         adapter.slot, adapter.began = -1, next(self._entries)
         for seq in adapter.requests:

@@ -1,7 +1,7 @@
-"""Writes a schedule down as the arrays that the ranks work from.
+"""Converts a schedule to the arrays of the step input that is sent to the ranks.
 
-A sequence's slowly changing parts, its block table and its sampling parameters, are kept in a row
-of arrays as long as the sequence runs: a step writes only the new entries and picks its rows.
+A sequence's slowly changing data, its block table and its sampling parameters, stay in a row of
+arrays while the sequence runs. A step only writes the new entries and selects rows.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from quire.worker.step.sampling_batch import SAMPLE_TYPES, Adjustments, Edits, S
 _PARAMS = {
     name: attrgetter(f"request.sampling.{name.removesuffix('_S')}")
     for name in SAMPLE_TYPES
-    if name != "position_S"  # It is another one in each step.
-} | {"seed_S": attrgetter("seed")}  # The engine's own where the request has none.
-"""A sequence's entries in the arrays of sampling parameters."""
+    if name != "position_S"  # It changes with each step.
+} | {"seed_S": attrgetter("seed")}  # The sequence's, since the request may have none.
+"""By array of sampling parameters: gets a sequence's entry."""
 
 
 class StepInputs:
-    """Builds the inputs of an engine's steps, from rows for the sequences that have begun."""
+    """Builds the inputs of an engine's steps. Keeps a row for each sequence that has begun."""
 
     def __init__(self, *, block_size: int) -> None:
         self._block_size = block_size
@@ -40,8 +40,8 @@ class StepInputs:
         }
 
     def build(self, schedule: Schedule, copies_X22: Ints | None = None) -> StepInput:
-        """``schedule`` must not be submitted yet; where it is empty, the step makes the copies
-        alone.
+        """Builds the input of ``schedule``, which must not be submitted yet. With an empty
+        schedule, the step only makes the copies.
 
         The arrays belong to the caller.
         """
@@ -95,13 +95,14 @@ class StepInputs:
         )
 
     def edits_that_follow(self, schedule: Schedule) -> Adjustments | None:
-        """The adjustments of a step that was submitted without, once those before it are over."""
+        """The adjustments of a step that was submitted without them, once its tokens in flight are
+        known."""
         return _adjustments(
             schedule, lambda seq, _: None if seq in schedule.void else seq.edits_in_flight()
         )
 
     def forget(self, seq: Sequence) -> None:
-        """``seq`` has ended: another one can have its row."""
+        """Frees the row of ``seq``, which has ended."""
         if seq.row is not None:
             self._free_rows.append(seq.row)
             seq.row = None
@@ -131,7 +132,7 @@ class StepInputs:
     def _sampling(
         self, schedule: Schedule, positions_S: Longs, *, edits_follow: bool
     ) -> SamplingBatch:
-        """``positions_S``: of the tokens behind which one is sampled."""
+        """The sampling parameters. ``positions_S``: positions of the tokens to sample after."""
         sampled = [
             seq
             for seq, num_samples in zip(schedule.sequences, schedule.num_samples, strict=True)
@@ -180,7 +181,7 @@ def _only_copies(copies_X22: Ints | None) -> StepInput:
 
 
 def _last_tokens(ends_B: Longs, counts_B: Longs) -> Ints:
-    """The last ``counts`` tokens before each of ``ends``, one sequence's after the other's."""
+    """Indices of the last ``counts_B`` tokens before each of ``ends_B``, sequence by sequence."""
     before_B = counts_B.cumsum() - counts_B
     place_S = np.arange(counts_B.sum()) - before_B.repeat(counts_B)
     return ((ends_B - counts_B).repeat(counts_B) + place_S).astype(np.int32)
@@ -192,7 +193,7 @@ def _adapter_slots(schedule: Schedule) -> Ints:
 
 
 def _hidden_rows(schedule: Schedule) -> Ints | None:
-    """The samples whose hidden states are wanted."""
+    """The samples whose hidden states are requested; ``None`` if there are none."""
     wants_B = [seq.wants_hidden for seq in schedule.sequences]
     if not any(wants_B):
         return None
@@ -204,7 +205,7 @@ def _hidden_rows(schedule: Schedule) -> Ints | None:
 
 
 def _given(schedule: Schedule) -> Longs | None:
-    """The tokens of prompts that the step scores, by sample; -1 where one is drawn."""
+    """For each sample, the prompt token that the step scores; -1 if it samples a token."""
     if not any(schedule.num_scored):
         return None
     given: list[Longs] = []
@@ -220,8 +221,8 @@ def _given(schedule: Schedule) -> Longs | None:
 def _adjustments(
     schedule: Schedule, edits_of: Callable[[Sequence, int], Edits | None]
 ) -> Adjustments | None:
-    """What is changed in the logits of the tokens that a step draws. ``edits_of`` tells it of a
-    sequence and the number of a draw among the sequence's own."""
+    """The changes to the logits of the tokens that a step samples. ``edits_of`` returns them for a
+    sequence and the index of a sample within the sequence."""
     found = []
     end = 0
     for seq, num_samples, num_scored in zip(
@@ -236,7 +237,7 @@ def _adjustments(
 
 
 def _token_ids(schedule: Schedule) -> Longs:
-    """The tokens of the step; 0 for those in flight."""
+    """The tokens of the step; 0 in place of those in flight."""
     singles = [
         seq.token_at(seq.num_computed) if seq.num_computed < seq.num_tokens else 0
         for seq in schedule.sequences[: schedule.num_decodes]

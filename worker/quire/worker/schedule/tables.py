@@ -1,12 +1,12 @@
-"""The blocks of sequences: found in the cache, taken, named when they are full, given back.
+"""The block tables of sequences: finds cached blocks, allocates, registers and releases blocks.
 
-Always true: a full block has one writer, and no block is let go before the last step that uses it
+Always true: a full block has one writer, and no block is released before the last step that uses it
 has run.
 
 A full block is registered when the step that fills it is scheduled, not when it has run: the
 forward pass writes the KV of all its rows before any of them attends, so that requests of one
-step share the prefix that one of them computes. A block with a token in flight has no name yet:
-it is registered when the token comes.
+step share the prefix that one of them computes. A block with a token in flight has no name yet;
+it is registered when the token is known.
 """
 
 from bisect import bisect_left
@@ -21,11 +21,11 @@ from quire.worker.schedule.sequence import Sequence
 
 
 class Prefix(NamedTuple):
-    """What is there of a sequence's blocks, from the first on."""
+    """The cached blocks at the beginning of a sequence: in the KV cache, then in host memory."""
 
     block_ids: list[BlockId]
     slots: list[Slot]
-    """Where in host memory those behind are."""
+    """Slots in host memory of the blocks that follow ``block_ids``."""
 
     @property
     def num_blocks(self) -> int:
@@ -35,36 +35,36 @@ class Prefix(NamedTuple):
 class BlockTables:
     """Changes the tables of sequences and the pool together. Decides nothing.
 
-    ``travel`` knows of blocks in host memory; ``None`` where there are none.
+    ``travel`` has the blocks in host memory; ``None`` if blocks stay in the KV cache.
     """
 
     def __init__(self, pool: BlockPool, travel: Travel | None = None) -> None:
         self.pool = pool
         self._travel = travel
         self.num_submitted = 0
-        """Steps, as is the next."""
+        """Steps submitted so far. ``num_finished``: those that have run."""
         self.num_finished = 0
-        # Blocks whose hash another one bears: (sequence, index in its table, the other block).
+        # Blocks of which the pool has an equal one: (sequence, index in its table, that block).
         self._duplicates: list[tuple[Sequence, int, BlockId]] = []
-        # Blocks that nobody will use any more, by the last step that does.
+        # Blocks to release, with the last step that uses them.
         self._parting: list[tuple[int, list[BlockId]]] = []
 
     def find_prefix(self, seq: Sequence) -> Prefix:
-        """Blocks to begin with, less the last token's: its logits must be computed."""
+        """The cached blocks of ``seq``, without the last token's block: its logits are needed."""
         block_ids = self.pool.match(seq.hashes[: seq.num_shareable])
         return Prefix(block_ids, self._slots(seq, len(block_ids)))
 
     def num_hits(self, seq: Sequence) -> int:
-        """How many blocks `find_prefix` would find. O(log n) for those in the pool, where a chain
-        has no holes."""
+        """How many blocks `find_prefix` would find. O(log n) for blocks in the pool, where chains
+        have no holes."""
         hashes, is_registered = seq.hashes, self.pool.is_registered
         blocks = range(seq.num_shareable)
         num_here = bisect_left(blocks, True, key=lambda index: not is_registered(hashes[index]))
         return num_here + len(self._slots(seq, num_here))
 
     def acquire(self, seq: Sequence, prefix: Prefix) -> None:
-        """Begins the empty table of ``seq`` with what is there. What was in host memory is copied
-        by the next step; less of it where it turns out to be damaged."""
+        """Puts ``prefix`` into the empty table of ``seq``. The next step copies blocks from host
+        memory; from the first block with a wrong checksum on, they are left out."""
         block_ids, slots = prefix
         self._describe(seq, 0, prefix.num_blocks)
         self.pool.acquire(block_ids)
@@ -83,7 +83,7 @@ class BlockTables:
         seq.num_computed = len(block_ids) * self.pool.block_size
 
     def yield_room(self) -> bool:
-        """Makes blocks available that are held for nobody who runs; whether there were any."""
+        """Releases blocks held for loans and arrivals. Returns whether there were any."""
         return self._travel is not None and self._travel.yield_room()
 
     def _slots(self, seq: Sequence, num_here: int) -> list[Slot]:
@@ -92,11 +92,11 @@ class BlockTables:
         return self._travel.on_shelf(seq.hashes[num_here : seq.num_shareable])
 
     def num_missing(self, seq: Sequence, num_tokens: int) -> int:
-        """Blocks that ``seq`` lacks for its next tokens; below 0 where it has some to spare."""
+        """Blocks that ``seq`` lacks for its next tokens; negative if it has some to spare."""
         return -(-(seq.num_computed + num_tokens) // self.pool.block_size) - seq.num_blocks
 
     def are_lacking(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether those are more than the pool has."""
+        """Whether ``seq`` lacks more blocks for its next tokens than the pool has available."""
         num_missing = self.num_missing(seq, num_tokens)
         return num_missing > 0 and num_missing > self.pool.num_available
 
@@ -108,24 +108,25 @@ class BlockTables:
         self._register(seq, seq.num_computed + num_tokens)
 
     def submitted(self) -> None:
-        """A step is under way, with the tables as they are."""
+        """Records that a step was submitted with the current tables."""
         self.num_submitted += 1
 
     def finished(self) -> None:
-        """The oldest step under way has run: blocks that only it still used can be let go."""
+        """Records that the oldest step under way has run. Releases blocks that only it used."""
         self.num_finished += 1
         parting, self._parting = self._parting, []
         for step, block_ids in parting:
             self._release_after(block_ids, step)
 
     def token_came(self, seq: Sequence) -> None:
-        """A step ahead may have computed more than was known."""
+        """Called when a token in flight is known: registers a block that it completes."""
         if seq.num_computed // self.pool.block_size > seq.num_registered:
             self._register(seq, seq.num_computed)
             self.settle_duplicates()
 
     def release(self, seq: Sequence) -> None:
-        """Empties the table of ``seq``: now, or when the last step that uses it has run."""
+        """Empties the table of ``seq``. Its blocks are released now, or when the last step that
+        uses them has run."""
         if seq.request.keep_s:
             num_full = min(seq.num_registered, seq.num_prompt_tokens // self.pool.block_size)
             prompt: list[BlockId] = seq.block_ids[:num_full].tolist()
@@ -133,16 +134,16 @@ class BlockTables:
         self._release_after(seq.take_blocks(), seq.last_step)
 
     def settle_duplicates(self) -> None:
-        """Lets tables point to the blocks that bear the hashes, where those are others."""
+        """Replaces duplicate blocks in tables by the registered blocks with the same hash."""
         for seq, index, block_id in self._duplicates:
             self._release_after([seq.replace_block(index, block_id)], seq.last_step)
         self._duplicates.clear()
 
     def _register(self, seq: Sequence, num_computed: int) -> None:
-        """Names the blocks that the first ``num_computed`` tokens fill, as far as those are known.
+        """Registers the blocks that the first ``num_computed`` tokens fill, if those are known.
 
-        The table points to a duplicate's other block only after the step that is being scheduled:
-        until then the sequence writes to its own.
+        A duplicate is replaced in the table only after the step that is being scheduled: in that
+        step the sequence still writes to its own block.
         """
         begin = seq.num_registered
         end = min(num_computed // self.pool.block_size, len(seq.hashes))
@@ -158,8 +159,8 @@ class BlockTables:
                 self._duplicates.append((seq, index, block_id))
 
     def _describe(self, seq: Sequence, begin: int, end: int) -> None:
-        """Tells the log what blocks of ``seq`` hold, where it keeps that. Blocks that came from
-        elsewhere are described by the first sequence that uses them."""
+        """Describes the contents of blocks of ``seq`` to the log, if it keeps contents. Blocks from
+        other tiers and groups are described by the first sequence that uses them."""
         known = self.pool.log.contents
         if known is None:
             return

@@ -1,12 +1,11 @@
-"""Requests that wait, in the order in which their prompts are computed.
+"""The queue of waiting requests, in the order in which their prompts are computed.
 
 A *turn* is (priority, key, number), and the least comes first. The number is a request's place in
-the order of arrival. With "fcfs" keys are all 0; with "shortest_prefill" a key is the remaining
-tokens plus `AGING` times the tokens that the engine had computed when the request came: the
-shortest
-first (Schrage 1968), but a request that lacks n tokens is overtaken only by those of its priority
-that come while the engine computes n / `AGING` tokens more. That is counted in tokens and not in
-seconds so that the order is the same on every machine.
+the order of arrival. With "fcfs" all keys are 0. With "shortest_prefill" a key is the remaining
+tokens plus `AGING` times the tokens that the engine had computed when the request arrived: the
+shortest first (Schrage 1968), but a request that lacks n tokens is overtaken only by requests of
+its priority that arrive while the engine computes n / `AGING` tokens more. Age is counted in tokens
+and not in seconds so that the order is the same on every machine.
 
 If other prompts wait for the same block next, the remaining work is divided by their number: a
 prefix that a hundred prompts share costs each of them a hundredth (least work per waiting request
@@ -16,9 +15,9 @@ Each operation takes O(log n) on average. Lazy deletion: stale heap entries are 
 reach the top, or when they are the majority.
 
 When a block has been computed, thousands of requests may have less to compute than their turns say.
-`computed` takes O(1) all the same: it sets the group of those that lacked the block aside, and
-`take_outdated` hands them out, a few at each step, to be put in again. Until then they keep their
-turns, which are later than they should be by about the same for all of them.
+`computed` still takes O(1): it sets the group of requests that lacked the block aside, and
+`take_outdated` returns a few of them at each step, to be pushed again. Until then they keep their
+turns, which are too late by about the same amount for all of them.
 """
 
 from collections import deque
@@ -33,14 +32,15 @@ from quire.worker.schedule.sequence import Sequence
 Turn = tuple[int, float, int]
 
 AGING = 0.2
-"""Tokens of prefill that each token computed for others since the arrival offsets."""
+"""Each token that the engine has computed since a request's arrival offsets this many of the
+request's remaining tokens."""
 
 
 def turn_of(
     seq: Sequence, num_missing: int, policy: SchedulingPolicy, *, num_followers: int = 0
 ) -> Turn:
-    """The place in the order of a request of which ``num_missing`` tokens are to be computed, and
-    whose next block ``num_followers`` others wait for."""
+    """The turn of a request with ``num_missing`` tokens to compute, for whose next block
+    ``num_followers`` others wait."""
     if policy == "fcfs":
         return seq.request.priority, 0.0, seq.number
     left = num_missing / (1 + num_followers)
@@ -49,32 +49,32 @@ def turn_of(
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Those that lack ``block`` first, in the order in which they were put in."""
+    """The requests whose first missing block is ``block``, in the order of insertion."""
 
     block: BlockHash
     members: dict[Sequence, None] = field(default_factory=dict)
 
 
 class WaitingQueue:
-    """Holds sequences with status ``WAITING``. One that has left may come back."""
+    """Holds sequences with status ``WAITING``. A sequence can be removed and pushed again."""
 
     def __init__(self) -> None:
         self._turns: dict[Sequence, Turn] = {}
         # Lazy deletion: stale heap entries are dropped when popped. The numbers in the
-        # middle are there because sequences have no order, and one may be in twice.
+        # middle make entries comparable: sequences have no order, and one may be in twice.
         self._in_turn: list[tuple[Turn, int, Sequence]] = []
         self._entries = count()
         self._group_of: dict[Sequence, _Group] = {}
         self._lacking: dict[BlockHash, _Group] = {}
-        # Groups whose block has been computed since their members were put in, oldest first.
+        # Groups whose block has been computed since their members were pushed, oldest first.
         self._outdated: deque[_Group] = deque()
 
     def __len__(self) -> int:
         return len(self._turns)
 
     def push(self, seq: Sequence, turn: Turn, *, lacks: BlockHash | None = None) -> None:
-        """Puts in ``seq``, or gives it another turn; ``lacks`` is the first block that it would
-        have to compute and others may, if there is one."""
+        """Inserts ``seq``, or changes its turn. ``lacks`` is its first missing block that another
+        request may compute, if there is one."""
         if self._turns.get(seq) != turn:
             self._turns[seq] = turn
             heappush(self._in_turn, (turn, next(self._entries), seq))
@@ -88,7 +88,7 @@ class WaitingQueue:
         self._tidy()
 
     def head(self) -> tuple[Turn, Sequence]:
-        """The sequence whose turn it is. There must be one."""
+        """The sequence with the least turn, and the turn. The queue must not be empty."""
         while True:
             turn, _, seq = self._in_turn[0]
             if self._turns.get(seq) == turn:
@@ -96,21 +96,21 @@ class WaitingQueue:
             heappop(self._in_turn)
 
     def num_lacking(self, block: BlockHash | None) -> int:
-        """How many lack ``block`` first."""
+        """How many requests have ``block`` as their first missing block."""
         return len(self._lacking[block].members) if block in self._lacking else 0
 
     def first_lacking(self, block: BlockHash | None) -> Sequence | None:
-        """The sequence among them that was put in first."""
+        """The request that was pushed first of those whose first missing block is ``block``."""
         return next(iter(self._lacking[block].members)) if block in self._lacking else None
 
     def computed(self, block: BlockHash) -> None:
-        """Nobody lacks ``block`` any more; those that did are outdated."""
+        """Marks the requests whose first missing block was ``block`` as outdated."""
         if group := self._lacking.pop(block, None):
             self._outdated.append(group)
 
     def take_outdated(self, limit: int) -> list[Sequence]:
-        """At most ``limit`` of those that lacked a computed block first. They stay, and count as
-        lacking nothing until they are put in again."""
+        """At most ``limit`` outdated requests. They stay in the queue, and count as lacking no
+        block until they are pushed again."""
         taken: list[Sequence] = []
         while self._outdated and len(taken) < limit:
             members = self._outdated[0].members

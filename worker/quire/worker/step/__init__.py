@@ -1,1 +1,1 @@
-"""A step as it travels from the engine to its ranks, and its output back."""
+"""The messages of a step: its input, from the engine to its ranks, and its output."""

@@ -1,9 +1,9 @@
-"""Steps and outputs as they travel: a few arrays in a slot, and a message.
+"""Encodes steps and outputs for transport: arrays in a slot, and a message.
 
-A step lies in a slot as a header, counts of things, and behind it its arrays one after the other,
-each aligned. Rare parts (adjustments, copies, logprobs, hidden states) travel apart, in the message
-that wakes the other side, so that a slot's size is bounded. On one node both sides share the slots:
-one copy, no pickles of arrays. Between nodes the slot's bytes go with the message.
+A slot has a header with counts, and then the step's arrays one after the other, each aligned. Rare
+parts (adjustments, copies, logprobs, hidden states) are sent in the message that wakes the
+other side, so that a slot's size is bounded. On one node both sides share the slots: arrays are
+copied once and not pickled. Between nodes the message also carries the slot's bytes.
 """
 
 import math
@@ -37,7 +37,7 @@ class _Array(NamedTuple):
     name: str
     dtype: np.dtype[Any]
     shape: str
-    """Dimensions, each a letter of ``_COUNTS``."""
+    """The array's dimensions, each a letter of ``_COUNTS``."""
 
 
 _STEP_ARRAYS = (
@@ -55,27 +55,28 @@ _STEP_ARRAYS = (
 _SAMPLING_ARRAYS = tuple(_Array(name, dtype, "S") for name, dtype in SAMPLE_TYPES.items())
 _RARE = ("hidden_rows_H", "copies_X22", "adapter_loads")
 _RARE_SAMPLING = ("adjustments", "given_S", "asked")
-"""Fields of a `StepInput` and of its `SamplingBatch` that travel apart."""
+"""Fields of a `StepInput` and of its `SamplingBatch` that are sent in the message."""
 _RARE_OUTPUTS = tuple(each.name for each in fields(StepOutput) if each.name != "token_ids_S")
 
 
 class StepSlots:
     """One end of the slots. Slot ``n % 2`` belongs to the n-th step.
 
-    It is written again once rank 0 has answered that step, which takes a collective of all ranks
-    at its end: so none of them reads it any more.
+    A slot is overwritten only after rank 0 has answered its step. The step ends with a collective
+    of all ranks, so none of them reads the slot any more.
     """
 
     def __init__(self, slot_bytes: int, *, shared_fd: int | None = None, offset: int = 0) -> None:
         """``shared_fd`` is a file of ``offset + all_slots_bytes(slot_bytes)`` bytes that the other
-        end has too; without one, messages carry what is in the slots."""
+        end maps too. Without one, messages carry the contents of slots."""
         self._is_shared = shared_fd is not None
         fd = -1 if shared_fd is None else shared_fd
         memory = np.frombuffer(mmap.mmap(fd, offset + all_slots_bytes(slot_bytes)), np.uint8)
         self._slots = np.split(memory[offset:], 4)
 
     def write_step(self, number: int, step: StepInput) -> object | None:
-        """Returns what the message must carry; with shared slots ``None`` for most steps."""
+        """Writes a step to its slot. Returns what the message must carry; with shared slots, that
+        is ``None`` for most steps."""
         slot = self._slots[number % 2]
         num_bytes = _write_arrays(step, slot)
         rare = _rare(step, _RARE), _rare(step.sampling, _RARE_SAMPLING)
@@ -87,7 +88,7 @@ class StepSlots:
         return _read(slot, rare)
 
     def write_output(self, number: int, output: StepOutput) -> object | None:
-        """Writes an output as `write_step` writes a step."""
+        """Writes an output to its slot, and returns what the message must carry."""
         slot = self._slots[2 + number % 2][: 8 * (len(output.token_ids_S) + 1)]
         values = slot.view(np.int64)
         values[0] = len(output.token_ids_S)
@@ -95,14 +96,14 @@ class StepSlots:
         return self._message(slot, _rare(output, _RARE_OUTPUTS) or None)
 
     def read_output(self, number: int, message: Any) -> StepOutput:
-        """The output that `write_output` wrote, in memory of its own."""
+        """The output that `write_output` wrote, copied from the slot."""
         slot, rare = self._contents(self._slots[2 + number % 2], message)
         num_tokens = int(slot[:8].view(np.int64)[0])
         token_ids_S = slot[8 : 8 * (num_tokens + 1)].view(np.int64).copy()
         return StepOutput(token_ids_S, **(rare or {}))
 
     def _message(self, written: Bytes, rare: object | None) -> object | None:
-        # Not the array: pickled bytes take a fraction of its time.
+        # Pickling bytes takes a fraction of the time of pickling the array.
         return rare if self._is_shared else (bytearray(written), rare)
 
     def _contents(self, slot: Bytes, message: Any) -> tuple[Bytes, Any]:
@@ -113,12 +114,12 @@ class StepSlots:
 
 
 def all_slots_bytes(slot_bytes: int) -> int:
-    """Memory that `StepSlots` need. What no step touches costs nothing."""
+    """Bytes of memory that `StepSlots` need. Untouched pages cost nothing."""
     return 4 * slot_bytes
 
 
 def slot_bytes(config: EngineConfig, *, max_model_len: int) -> int:
-    """Room for any step of an engine, or for its output."""
+    """Bytes of a slot that has room for any step of an engine, and for any output."""
     seqs = config.max_num_seqs
     most = {
         "T": config.max_num_batched_tokens,
@@ -134,17 +135,19 @@ def slot_bytes(config: EngineConfig, *, max_model_len: int) -> int:
 
 
 def pack(message: object | None) -> bytes:
-    """The empty message is ``None``: pickling that would take longer than sending it."""
+    """Pickles a message. ``None`` becomes the empty message: pickling would take longer than
+    sending."""
     return b"" if message is None else pickle.dumps(message, protocol=5)
 
 
 def unpack(data: bytes) -> Any:
-    """What `pack` was given. Unpickles, so only for what a process of one's own group has sent."""
+    """The message that was passed to `pack`. Unpickles, so ``data`` must come from a process of
+    the same group."""
     return pickle.loads(data) if data else None
 
 
 def _write_arrays(step: StepInput, slot: Bytes) -> int:
-    """Returns the number of bytes filled in the slot."""
+    """Writes the arrays to the slot. Returns the number of bytes written."""
     num_rows, num_blocks = step.block_tables_BM.shape
     counts = (
         *(len(step.token_ids_T), num_rows, num_rows + 1, num_blocks),
@@ -162,7 +165,7 @@ def _write_arrays(step: StepInput, slot: Bytes) -> int:
 
 
 def _rare(source: object, names: tuple[str, ...]) -> dict[str, Any]:
-    """Those of its fields that are not empty."""
+    """The fields of ``source`` among ``names`` that are not empty."""
     values = [(name, getattr(source, name)) for name in names]
     return {
         name: value

@@ -1,6 +1,6 @@
-"""Sampled tokens that the host has not waited for, and the step that needs them.
+"""Late tokens: sampled tokens that the next step needs before the host has received them.
 
-On a GPU the next step is launched while one runs: the tokens between them stay on the device.
+On a GPU the next step is launched while one runs, so these tokens stay on the device.
 """
 
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ from quire.worker.step.messages import StepOutput
 
 
 class Pending(Protocol):
-    """A step that was launched on rank 0."""
+    """The output of a step that was launched on rank 0."""
 
     @property
     def token_ids_S(self) -> Tensor:
-        """int64, on the device."""
+        """The sampled tokens: int64, on the device."""
 
     def wait(self) -> StepOutput:
-        """The step's output, once the device has come so far."""
+        """Waits for the device and returns the step's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A `Pending` whose output is there."""
+    """A `Pending` whose output is ready."""
 
     output: StepOutput
 
@@ -53,7 +53,7 @@ class NoTokens:
             self._event.record()
 
     def wait(self) -> StepOutput:
-        """The empty output, once the copies are made."""
+        """Waits for the copies and returns the empty output."""
         if self._event is not None:
             self._event.synchronize()
         return StepOutput(np.empty(0, np.int64))
@@ -61,18 +61,18 @@ class NoTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LateTokens:
-    """The tokens that a step needs from the one before it."""
+    """The tokens that a step needs from the previous one."""
 
     sampled_S: Tensor
-    """int64, on the device."""
+    """Sampled tokens of the previous step: int64, on the device."""
     tokens_L: Ints
-    """The place of each of them in T."""
+    """Index of each late token in T."""
     rows_L: Ints
-    """Which of S it is."""
+    """Index of each late token in S."""
 
     def put(self, token_ids_T: Tensor, tokens_L: Tensor, rows_L: Tensor) -> Tensor:
-        """Writes them into ``token_ids_T`` and returns it. ``tokens_L`` and ``rows_L`` are this
-        object's, on the device, which is not waited for."""
+        """Writes the tokens into ``token_ids_T`` and returns it. ``tokens_L`` and ``rows_L`` are
+        this object's, copied to the device. Does not wait for the device."""
         return token_ids_T.index_copy_(
             0, tokens_L.long(), self.sampled_S.index_select(0, rows_L.long())
         )

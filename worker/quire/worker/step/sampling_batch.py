@@ -1,9 +1,8 @@
-"""Sampling parameters and logit changes of a step's samples, as arrays from the engine to its
-ranks.
+"""Sampling parameters and logit changes of a step's samples, as arrays in the step input.
 
-A sampling parameter that is one number for each sample is a field of `SamplingBatch`. A change to
-the logits of some tokens is part of `Adjustments`, whose meaning is
-`quire.kernels.reference_sampling.adjust_logits`.
+A sampling parameter that is one number for each sample is a field of `SamplingBatch`. Changes to
+the logits of some tokens are in `Adjustments`, which
+`quire.kernels.reference_sampling.adjust_logits` defines.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,31 +18,31 @@ from quire.worker.api.arrays import DTYPES, Floats, Ints, Longs
 # W words of 32 tokens
 
 MASK_BITS = 32
-"""Tokens of one word of a mask."""
+"""Tokens in one word of a mask."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edits:
-    """Changes to the logits of one sample. The tokens of each list are distinct and ascend."""
+    """Changes to the logits of one sample. The tokens of each list are distinct and ascending."""
 
     biased_ids_A: Longs = field(default_factory=lambda: _NO_LONGS)
     bias_A: Floats = field(default_factory=lambda: _NO_FLOATS)
-    """Added to the logit; minus infinity bans the token."""
+    """Values added to the logits; minus infinity bans the token."""
     seen_ids_E: Longs = field(default_factory=lambda: _NO_LONGS)
     seen_counts_E: Ints = field(default_factory=lambda: _NO_INTS)
-    """How often the output holds each; 0 for a token that only the prompt holds."""
+    """How often each token occurs in the output; 0 for a token that is only in the prompt."""
     presence: float = 0.0
     frequency: float = 0.0
     repetition: float = 1.0
     mask_W: Ints | None = None
-    """Bit ``t % 32`` of word ``t // 32`` allows token ``t``; tokens behind the last word are not
+    """Bit ``t % 32`` of word ``t // 32`` allows token ``t``; tokens beyond the last word are not
     allowed. ``None`` allows all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adjustments:
-    """The `Edits` of several samples as arrays, in the order in which they are applied. The rows
-    of each list ascend."""
+    """The `Edits` of several samples as arrays, in the order of application. The rows of each list
+    are ascending."""
 
     biased_rows_A: Ints
     biased_ids_A: Ints
@@ -59,7 +58,7 @@ class Adjustments:
 
     @classmethod
     def of(cls, edits: Sequence[tuple[int, Edits]], *, num_samples: int) -> "Adjustments":
-        """``edits``: samples, ascending, and what is changed in their logits."""
+        """Packs ``edits``: samples, ascending, with the changes to their logits."""
         penalties = np.zeros((3, num_samples), np.float32)
         penalties[2] = 1
         for row, each in edits:
@@ -88,7 +87,7 @@ class Adjustments:
         return np.unique(np.concatenate([self.biased_rows_A, self.seen_rows_E, self.masked_rows_K]))
 
     def take(self, rows_L: npt.NDArray[np.intp]) -> "Adjustments":
-        """Those of some samples, numbered by their place there."""
+        """The adjustments of the samples ``rows_L``, renumbered by their index in ``rows_L``."""
         place_S = np.full(len(self.presence_S), -1, np.int32)
         place_S[rows_L] = np.arange(len(rows_L))
         values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -109,24 +108,24 @@ class SamplingBatch:
     temperature_S: Floats
     top_p_S: Floats
     top_k_S: Ints
-    """0 keeps all tokens."""
+    """Most probable tokens to keep; 0 keeps all."""
     min_p_S: Floats
     seed_S: Longs
     position_S: Longs
     """Index of the token to be sampled in prompt + output: with the seed, the whole state of
     the sample's random generator."""
     num_logprobs_S: Ints
-    """-1: none; 0: of the sampled token only; k: of the k most probable too."""
+    """-1: none; 0: of the sampled token only; k: also of the k most probable tokens."""
     adjustments: Adjustments | None = None
     given_S: Longs | None = None
-    """Tokens that are known and only scored; -1 where one is drawn, ``None`` where all are."""
+    """Known tokens that are only scored; -1 for a sample that is drawn, ``None`` if all are."""
     asked: Mapping[int, Sequence[int]] | None = None
-    """Tokens whose log-probabilities are wanted besides, by sample; these all have
+    """By sample, more tokens whose log-probabilities are requested. These samples have
     ``num_logprobs`` of 0 or more."""
 
     @classmethod
     def filled(cls, num_samples: int, *, whole: int, real: float) -> "SamplingBatch":
-        """The same number in every array of its kind, for measurements."""
+        """A batch for measurements, with ``whole`` in every integer array, ``real`` in others."""
         numbers = {"i": whole, "f": real}
         columns: dict[str, Any] = {
             name: np.full(num_samples, numbers[dtype.kind], dtype)
@@ -136,11 +135,11 @@ class SamplingBatch:
 
     @property
     def adjusted_rows(self) -> Ints:
-        """The samples whose logits are changed before a token is drawn."""
+        """The samples whose logits are changed before a token is sampled."""
         return _NO_INTS if self.adjustments is None else self.adjustments.rows
 
     def take(self, rows_L: npt.NDArray[np.intp]) -> "SamplingBatch":
-        """Some of the samples, every one among them that has log-probabilities."""
+        """The batch of some samples, which must include all that have log-probabilities."""
         adjustments = None if self.adjustments is None else self.adjustments.take(rows_L)
         columns = {name: getattr(self, name)[rows_L] for name in SAMPLE_TYPES}
         given_L = None if self.given_S is None else self.given_S[rows_L]
@@ -154,7 +153,7 @@ class SamplingBatch:
         return SamplingBatch(**columns, adjustments=adjustments, given_S=given_L, asked=asked)
 
     def with_given(self, token_ids_S: Longs) -> Longs:
-        """The tokens that were drawn, and the known ones in their places."""
+        """The sampled tokens, replaced by the known tokens where there are some."""
         if self.given_S is None:
             return token_ids_S
         return np.where(self.given_S >= 0, self.given_S, token_ids_S)
@@ -163,14 +162,14 @@ class SamplingBatch:
 SAMPLE_TYPES: dict[str, np.dtype[Any]] = {
     name: DTYPES[kind] for name, kind in get_type_hints(SamplingBatch).items() if kind in DTYPES
 }
-"""The arrays of a `SamplingBatch` by name, and the type of their numbers."""
+"""The dtype of each array of a `SamplingBatch`, by name."""
 
 _LISTS = (
     ("biased_rows_A", "biased_ids_A", "bias_A"),
     ("seen_rows_E", "seen_ids_E", "seen_counts_E"),
     ("masked_rows_K", "mask_KW"),
 )
-"""The fields of `Adjustments` that go together: of which samples, and what."""
+"""Fields of `Adjustments` that belong together: the samples, then their values."""
 
 _NO_INTS: Ints = np.zeros(0, np.int32)
 _NO_LONGS: Longs = np.zeros(0, np.int64)

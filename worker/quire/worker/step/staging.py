@@ -1,4 +1,4 @@
-"""From arrays of a step to tensors on the device, in one copy that nobody waits for."""
+"""Copies the arrays of a step to tensors on the device, in one asynchronous transfer."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -12,18 +12,18 @@ from torch import Tensor
 Array = npt.NDArray[Any]
 
 ALIGNMENT = 16
-"""Bytes: each array begins where a kernel may load it in the widest pieces."""
+"""Bytes. Each array begins at a multiple, so that kernels can use the widest loads."""
 
 
 def stage(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
-    """The arrays on the device, in their order.
+    """The arrays as tensors on the device, in the same order.
 
-    On a GPU they travel together through pinned memory. PyTorch does not hand that out again
-    before the copy has ended, so the arrays may change at once. On a CPU the tensors are the
-    arrays, where these may be written to.
+    On a GPU they are copied together through pinned memory. PyTorch does not reuse that memory
+    before the copy has ended, so the arrays may change at once. On a CPU the tensors share the
+    memory of arrays that are writable.
     """
     if device.type != "cuda":
-        # torch warns of arrays that it may not write to, as slices of a frozen buffer are.
+        # torch warns about read-only arrays, such as slices of a frozen buffer.
         return [torch.from_numpy(a if a.flags.writeable else a.copy()) for a in arrays]
     host = torch.empty(packed_bytes(arrays), dtype=torch.uint8, pin_memory=True)
     pack(arrays, host)
@@ -31,24 +31,24 @@ def stage(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
 
 
 def stage_fields(arrays: Any, device: torch.device) -> dict[str, Tensor]:
-    """The fields of a dataclass of arrays on the device, by their names."""
+    """The arrays of a dataclass as tensors on the device, by field name."""
     names = [each.name for each in fields(arrays)]
     return dict(zip(names, stage([getattr(arrays, name) for name in names], device), strict=True))
 
 
 def packed_bytes(arrays: Sequence[Array]) -> int:
-    """Bytes of the buffer that `pack` fills with these, each rounded up to `ALIGNMENT`."""
+    """Size in bytes of the buffer that `pack` needs, each array rounded up to `ALIGNMENT`."""
     return sum(_padded(array.nbytes) for array in arrays)
 
 
 def pack(arrays: Sequence[Array], buffer: Tensor) -> None:
-    """Writes the arrays into bytes on the host, one after the other."""
+    """Writes the arrays into a buffer of bytes on the host, one after the other."""
     for array, piece in zip(arrays, unpack(arrays, buffer), strict=True):
         np.copyto(piece.numpy(), array)
 
 
 def unpack(arrays: Sequence[Array], buffer: Tensor) -> Iterator[Tensor]:
-    """Views of a packed buffer, of the arrays' types and shapes."""
+    """Views of a packed buffer with the arrays' types and shapes."""
     start = 0
     for array in arrays:
         piece = buffer[start : start + array.nbytes]

@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizers, chat templates, bounds on what either may cost."""
+"""Text processing with bounded work: tokenizers, chat templates, grammars, reasoning formats."""

@@ -1,13 +1,12 @@
-"""A lower bound on a text's tokens from its length, so that a text that is too long need not be
-read.
+"""Computes a lower bound on a text's number of tokens from its length, so that a text that is too
+long can be refused without tokenizing it.
 
-A text of ``n`` characters has ``n / max_chars`` tokens or more where every character ends up in a
-token and no token stands for more than ``max_chars`` of them. That holds for BPE over bytes and
-for BPE that falls back to bytes. It does not where characters are taken away (normalizers that
-strip, pre-tokenizers that drop whitespace, characters without a token) or where one token stands
-for any number of them (WordPiece's unknown word, unknown characters that are fused into one).
-There nothing is said. Added tokens that swallow the whitespace beside them leave it said of all
-other characters.
+A text of ``n`` characters has at least ``n / max_chars`` tokens if every character ends up in a
+token and no token stands for more than ``max_chars`` characters. This holds for BPE over bytes and
+for BPE with byte fallback. It does not hold if characters are dropped (normalizers that strip,
+pre-tokenizers that drop whitespace, characters without a token), or if one token stands for any
+number of characters (WordPiece's unknown word, fused unknown characters). Then there is no bound.
+If added tokens absorb adjacent whitespace, the bound counts the other characters only.
 """
 
 import json
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 _PIECE_CHARS = 1 << 16
-# How many characters of a text can become one: NFC and NFKC compose four at most.
+# How many characters of a text can become one: NFC and NFKC compose at most four.
 _NORMALIZERS = {"NFC": 4, "NFKC": 4, "NFD": 1, "NFKD": 1, "Lowercase": 1, "Prepend": 1}
 _SPLITS = {"Digits", "UnicodeScripts", "Split", "Punctuation"}
 
@@ -26,24 +25,24 @@ Part = dict[str, Any]
 
 
 class TextBound(NamedTuple):
-    """Bounds that hold for a tokenizer."""
+    """The bound for a tokenizer."""
 
     max_chars: int
-    """Characters that one token stands for, at most."""
+    """Most characters that one token stands for."""
     swallows_space: bool
-    """Whitespace does not count: any amount of it may go with a token."""
+    """Whether whitespace does not count, because a token may absorb any amount of it."""
 
     def fewest_tokens(self, text: str) -> int:
-        """``text`` has at least as many tokens."""
+        """The least number of tokens that ``text`` can have."""
         num_chars = len(text)
-        if self.swallows_space:  # In pieces, since each word is an object.
+        if self.swallows_space:  # In pieces, which limits the number of word objects.
             pieces = (text[i : i + _PIECE_CHARS] for i in range(0, num_chars, _PIECE_CHARS))
             num_chars = sum(len(word) for piece in pieces for word in piece.split())
         return -(-num_chars // self.max_chars)
 
 
 def text_bound(backend: tokenizers.Tokenizer) -> TextBound | None:
-    """The bound that holds for ``backend``; ``None`` where none is known to hold."""
+    """The bound for ``backend``; ``None`` if no bound is known."""
     normalizers = parts_of(backend.normalizer, "normalizers")
     pre_tokenizers = parts_of(backend.pre_tokenizer, "pretokenizers")
     shrinks_by = prod(map(_shrinks_by, normalizers))
@@ -54,17 +53,17 @@ def text_bound(backend: tokenizers.Tokenizer) -> TextBound | None:
         return None
     added = backend.get_added_tokens_decoder().values()
     longest = max(map(len, vocabulary))
-    if backend.normalizer is not None:  # An added token may be looked for in its normal form.
+    if backend.normalizer is not None:  # An added token may be matched in its normal form.
         forms = (backend.normalizer.normalize_str(token.content) for token in added)
         longest = max(longest, *map(len, forms), 1)
     return TextBound(longest * shrinks_by, any(token.lstrip or token.rstrip for token in added))
 
 
 def parts_of(step: Any, name: str) -> list[Part]:
-    """The steps of which ``step`` is made, one after another."""
+    """The parts of a step, with nested sequences flattened."""
     try:
         return [] if step is None else _flat(json.loads(step.__getstate__()), name)
-    except Exception:  # Written in Python by someone: the library raises no narrower type.
+    except Exception:  # A custom step in Python: the library raises no narrower type.
         return [{"type": "unknown"}]
 
 
@@ -75,7 +74,7 @@ def _flat(state: Part, name: str) -> list[Part]:
 
 
 def _shrinks_by(normalizer: Part) -> int:
-    """How many characters may become one; 0 where that has no bound or is not known."""
+    """How many characters may become one; 0 if that is unbounded or unknown."""
     kind = normalizer["type"]
     if kind != "Replace":
         return 1 if kind == "ByteLevel" else _NORMALIZERS.get(kind, 0)
@@ -89,11 +88,11 @@ def _keeps_all(pre_tokenizer: Part) -> bool:
 
 
 def _has_all_characters(model: Any, vocabulary: dict[str, int], steps: list[Part]) -> bool:
-    """Whether each character that reaches the model has tokens of its own."""
+    """Whether every character that reaches the model has tokens."""
     if not isinstance(model, tokenizers.models.BPE):
         return False
     if model.continuing_subword_prefix or model.end_of_word_suffix:
-        return False  # Those of a character alone are not those within a word.
+        return False  # A character's token alone may differ from its token within a word.
     if all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)) and model.byte_fallback:
         return True
     while steps and steps[-1]["type"] in _SPLITS:

@@ -1,7 +1,8 @@
-"""A checkpoint's chat template: messages to the text that the model was trained on.
+"""A checkpoint's chat template: renders messages to text in the format of the model's training.
 
-Renders what transformers renders. Apart from `quire.worker.text.tokenizer`, as importing Jinja
-takes longer than loading a small model's weights, and plain completions need none."""
+It renders the same text as transformers. It is not part of `quire.worker.text.tokenizer`, because
+importing Jinja takes longer than loading a small model's weights, and completions do not need it.
+"""
 
 import json
 import re
@@ -29,13 +30,13 @@ _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_messa
 
 
 class ChatTemplate:
-    """A checkpoint's template. It knows the model's special tokens by their names.
+    """A checkpoint's template. It can refer to the model's special tokens by name.
 
-    ``tools_source`` renders chats with tools, where a checkpoint has a template of its own for
-    them (named ``tool_use``).
+    ``tools_source`` renders chats with tools, if a checkpoint has a separate template for them
+    (named ``tool_use``).
 
     Raises:
-        CheckpointError: One of them is no Jinja template.
+        CheckpointError: A template is not a valid Jinja template.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class ChatTemplate:
 
     @property
     def text(self) -> str:
-        """All that the checkpoint shows of its formats."""
+        """The sources of all templates, in which formats can be detected."""
         return self.source + (self.tools_source or "")
 
     def render(
@@ -63,21 +64,22 @@ class ChatTemplate:
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a chat.
+        """Renders a chat to text.
 
-        Messages are as in OpenAI's API, older forms included. The template gets what it can read:
-        several parts of text as one text, the arguments of a call as an object, a result of a
-        function as that of a tool, a ``developer`` it does not know as ``system``, and a missing
-        content in the form in which it is not shown.
+        Messages are as in OpenAI's API, including older forms. They are converted to forms that the
+        template can read: several text parts become one text, the arguments of a call an object, a
+        function's result a tool's result, a ``developer`` that the template does not know
+        ``system``, and missing content the form that is not shown.
 
-        ``tools`` are those that the model may call, as in OpenAI's API; ``template_kwargs`` are
+        ``tools`` are the tools that the model may call, as in OpenAI's API; ``template_kwargs`` are
         more variables, such as ``enable_thinking``. With ``continue_final_message`` the text ends
-        where the last message's does.
+        at the end of the last message's content.
 
-        Takes as long and as much memory as the template makes it: `TemplateProcess` has limits.
+        The template's use of time and memory is not limited here, but in `TemplateProcess`.
 
         Raises:
-            InvalidRequest: The template refuses the messages or fails on them, or they are none.
+            InvalidRequest: The template refuses the messages or fails on them, or they are not
+                messages.
         """
         template = self._with_tools if tools else self._plain
         plain = template.readable(_plain(messages))
@@ -88,7 +90,7 @@ class ChatTemplate:
                 param="chat_template_kwargs",
             )
         variables |= {"messages": plain, "add_generation_prompt": add_generation_prompt}
-        # None where there are none, as in transformers: templates ask for both.
+        # None if there are no tools, as in transformers: templates test for either.
         variables["tools"] = list(tools) if tools else None
         if not continue_final_message:
             return template.render(variables)
@@ -98,14 +100,14 @@ class ChatTemplate:
 
 
 class _OneTemplate:
-    """A compiled template, and what it can read."""
+    """A compiled template, and the forms of messages that it can read."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = _compile(source)
         self._special_tokens = special_tokens
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """Raises InvalidRequest: the template refuses the messages or fails on them."""
+        """Renders the template. Raises InvalidRequest: it refuses the messages or fails on them."""
         try:
             return self._template.render({**self._special_tokens, **variables})
         except Exception as error:  # A template is a program: it may divide by zero.
@@ -115,7 +117,7 @@ class _OneTemplate:
             ) from error
 
     def readable(self, messages: "Sequence[Message]") -> "list[Message]":
-        """The messages, in the forms that this template reads."""
+        """The messages, converted to the forms that this template can read."""
         return [self._readable(message) for message in messages]
 
     def _readable(self, message: "Message") -> "Message":
@@ -132,9 +134,9 @@ class _OneTemplate:
 
     @cached_property
     def _no_content(self) -> "Message":
-        """The content of a message that has calls and no text. Some templates ask whether it is
-        None, others add it to a text, or write whatever is there: it is the first form that is
-        not refused, with which the call is shown, and with the fewest None."""
+        """The content for a message that has calls and no text. Some templates test it for None,
+        others append it to text or print it. So this tries several forms, and takes the first one
+        that is not refused, shows the call and prints the fewest None."""
         function = {"name": _PROBE, "arguments": _Arguments("{}", {})}
         calls = [{**_CALL, "function": function}]
         call: Message = {"role": "assistant", "tool_calls": calls}
@@ -157,7 +159,7 @@ class _OneTemplate:
 
 _PROBE = "quireprobe"
 _USER = {"role": "user", "content": "?"}
-_CALL = {"type": "function", "id": "probe0000"}  # Mistral's templates want nine characters.
+_CALL = {"type": "function", "id": "probe0000"}  # Mistral's templates require nine characters.
 _PARAMETERS = {"type": "object", "properties": {"p": {"type": "string", "description": "?"}}}
 _TOOL = {
     "type": "function",
@@ -166,12 +168,12 @@ _TOOL = {
 
 
 def _up_to_the_end_of_the_last(messages: "list[Message]", render: Callable[[], str]) -> str:
-    """A rendering of ``messages``, to the end of the last one's content. A mark behind the content
-    shows where that is: the content itself may stand elsewhere in the text, too."""
+    """Renders ``messages`` up to the end of the last one's content. A mark after the content shows
+    where it ends, since the content itself may also occur elsewhere in the text."""
     last = messages[-1]
     content = last.get("content")
     mark = f"quire{secrets.token_hex(8)}"
-    # Behind the mark is space that no template writes, to see whether it keeps the content's.
+    # The space after the mark is one that no template writes: it shows whether space is stripped.
     shown = "" if not isinstance(content, str) or not content.strip() else content + mark + _SPACE
     messages[-1] = {**last, "content": shown}
     before, *behind = render().split(mark) if shown else [""]
@@ -188,7 +190,7 @@ _SPACE = " \t \t"
 
 
 def _reason(error: Exception) -> str:
-    """The error message for the sender of the messages, or the author of the template."""
+    """The error's message, for the sender of the messages or the author of the template."""
     reason = str(error)
     if not isinstance(error, jinja2.TemplateError | TypeError):
         reason = f"{type(error).__name__}: {reason}".removesuffix(": ")
@@ -196,7 +198,7 @@ def _reason(error: Exception) -> str:
 
 
 def _plain(messages: "Sequence[Message]") -> "list[Message]":
-    """The messages in OpenAI's present form, with one text each."""
+    """The messages in OpenAI's current form, each with a single text."""
     plain: list[Message] = []
     ids: dict[object, str] = {}
     for place, message in enumerate([messages] if isinstance(messages, str) else messages):
@@ -240,8 +242,8 @@ def _texts(content: Sequence[object]) -> Iterator[str]:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call, for templates that write an object as JSON or go through it, and
-    for those that join them to other text."""
+    """The arguments of a call. Templates can write this object as JSON or iterate over it, or
+    concatenate it with text."""
 
     def __init__(self, text: str, value: dict[str, Any]) -> None:
         super().__init__(value)
@@ -258,12 +260,12 @@ class _Arguments(dict[str, Any]):
 
 
 def _readable(call: Any) -> Any:
-    """A call whose arguments are an object. Text that is none, as of a call that was cut, is the
-    one argument of that object: a template that goes through arguments could not read it."""
+    """A call whose arguments are an object. Text that is not an object, as of a truncated call,
+    becomes the only argument, since a template that iterates over arguments could not read it."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or isinstance(function.get("arguments"), Mapping):
         return call
-    text = function.get("arguments") or "{}"  # Some clients write no arguments like that.
+    text = function.get("arguments") or "{}"  # Some clients send "" or null for no arguments.
     try:
         value = json.loads(text)
     except (TypeError, ValueError, RecursionError):
@@ -287,13 +289,13 @@ def _compile(source: str) -> jinja2.Template:
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     try:
         return environment.from_string(source)
-    except Exception as error:  # It is compiled to Python, whose parser has limits of its own.
+    except Exception as error:  # Jinja compiles to Python, whose parser has its own limits.
         raise CheckpointError(f"the chat template cannot be read: {_reason(error)}") from error
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}``, with which templates mark what training learns from. The text inside
-    is rendered like any other, in a scope of its own."""
+    """``{% generation %}``, with which templates mark the text used for training. The text inside
+    is rendered like any other, in its own scope."""
 
     tags = {"generation"}  # noqa: RUF012 - As the library has it.
 
@@ -304,9 +306,9 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Unfolded(jinja2.compiler.CodeGenerator):
-    """Computes nothing of a template while it is compiled, which no limit bounds: a constant
-    such as ``'x' * 10**10`` would take its 10 GB in the process that only wants to know whether
-    the template is one."""
+    """A code generator without constant folding, since compilation has no limits: a constant such
+    as ``'x' * 10**10`` would take its 10 GB in the process that only checks whether the template
+    is valid."""
 
     def _output_child_to_const(
         self, node: jinja2.nodes.Expr, frame: jinja2.compiler.Frame, finalize: Any

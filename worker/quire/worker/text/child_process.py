@@ -1,9 +1,9 @@
-"""Work in a process of its own, with limits of time and memory: whatever it does, this one goes on.
+"""Runs work in a child process with limits on time and memory, so that it cannot harm this process.
 
-A thread cannot be ended, and nothing bounds what it takes; a process can be killed, and the kernel
-bounds its memory. Frames go both ways over a socket: four bytes of length, little-endian, and as
-many of data. The first frame that comes to the process sets it up; each one behind it is a request,
-and each is answered. The process ends with the socket.
+A thread cannot be killed, and its memory cannot be limited; both are possible for a process. Frames
+are sent both ways over a socket: four bytes of length, little-endian, then the data. The first
+frame sets the child process up. Each later frame is a request, and each gets one answer. The
+process ends when the socket is closed.
 """
 
 import json
@@ -25,17 +25,17 @@ _READY = b"ready"
 
 
 class ChildProcess:
-    """Answers requests one after another; callers take turns.
+    """A child process that answers one request at a time; concurrent callers wait.
 
-    The process starts with the first request, and again after one that had to be ended. It ends
-    with this object, and with this process, even by SIGKILL.
+    The process starts with the first request, and starts again after it had to be killed. It ends
+    with this object and with the parent process, even by SIGKILL.
     """
 
     def __init__(
         self, module: str, first: Callable[[], Mapping[str, Any]], *, memory_bytes: int
     ) -> None:
-        """``module`` calls `serve`, which gets what ``first`` returns. ``memory_bytes``: of all the
-        process."""
+        """``module`` must call `serve`, which receives the result of ``first``. ``memory_bytes``
+        limits the whole process."""
         self._module = module
         self._first = first
         self._memory_bytes = memory_bytes
@@ -43,18 +43,18 @@ class ChildProcess:
         self._end: weakref.finalize[..., ChildProcess] | None = None
 
     def ask(self, request: bytes, *, timeout_s: float, max_cpu_s: float | None = None) -> bytes:
-        """The answer to one request. ``max_cpu_s``: of CPU time for any one, from the first on; by
-        default so much that ``timeout_s`` ends it earlier.
+        """Returns the answer to one request. ``max_cpu_s`` limits the CPU time of each request, and
+        is set when the process starts; by default it is so large that ``timeout_s`` ends it first.
 
         Raises:
-            TimeoutError: There was none in time. The process was ended.
-            OSError: The process ended over it.
+            TimeoutError: There was no answer in time. The process was killed.
+            OSError: The process ended during the request.
         """
         self.start(max_cpu_s=max_cpu_s or timeout_s + 1)
         return self._exchange(request, timeout_s=timeout_s)
 
     def start(self, *, max_cpu_s: float) -> None:
-        """Starts the process, unless it runs."""
+        """Starts the process unless it is running."""
         if self._process is None or self._process.poll() is not None:
             self._start(max_cpu_s)
 
@@ -69,13 +69,13 @@ class ChildProcess:
         with theirs:
             arguments = (theirs.fileno(), self._memory_bytes)
             self._process = subprocess.Popen(
-                # -P: the working directory is no place to import from unasked.
+                # -P: Python must not import from the working directory.
                 [sys.executable, "-P", "-m", self._module, *map(str, arguments)],
                 env=os.environ
                 | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                # Not in the terminal's foreground group: Ctrl-C is for this process alone.
+                # Not in the terminal's foreground group: only this process gets Ctrl-C.
                 process_group=0,
             )
         self._end = weakref.finalize(self, _end, os.getpid(), self._process, self._socket)
@@ -111,8 +111,8 @@ class ChildProcess:
 
 
 def serve(prepare: Callable[[dict[str, Any]], Callable[[bytes], bytes]]) -> None:
-    """The process's main program: ``FD MEMORY_BYTES``. ``prepare`` makes what answers of what the
-    first frame holds."""
+    """The child's main program, with arguments ``FD MEMORY_BYTES``. ``prepare`` takes the contents
+    of the first frame and returns the function that answers requests."""
     fd, memory_bytes = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -130,13 +130,13 @@ def serve(prepare: Callable[[dict[str, Any]], Callable[[bytes], bytes]]) -> None
 
 def _end(owner_pid: int, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
     connection.close()
-    if os.getpid() == owner_pid:  # And not a forked child of the owner, at its exit.
+    if os.getpid() == owner_pid:  # Not in a forked child of the owner, at its exit.
         process.kill()
         process.wait()
 
 
 def _read(file: BinaryIO) -> bytes:
-    """The next frame; empty at the end."""
+    """Reads the next frame; empty at the end of the stream."""
     header = file.read(_LENGTH.size)
     return file.read(*_LENGTH.unpack(header)) if len(header) == _LENGTH.size else b""
 

@@ -1,9 +1,9 @@
-"""Whose constraint is compiled next, and the threads that do it.
+"""The fair queue of constraints to compile, and the threads that compile them.
 
-Each tenant has two flows, of short and of long texts: what takes long is as a rule long, and keeps
-nothing short waiting. One constraint of a flow is compiled at a time. One that took long is
-followed by a pause of its flow, so that no tenant has more than a share of one core; and the flow
-that took least in the last minute goes first.
+Each tenant has two flows, for short and for long texts: slow constraints usually have long texts,
+and so do not delay short ones. One constraint of a flow is compiled at a time. After one that took
+long, its flow pauses, so that no tenant gets more than a share of one core. The flow that used the
+least time in the last minute goes first.
 """
 
 import threading
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 _LONG_CHARS = 1024
 _SHARE = 0.25
-"""The share of one core for constraints that take longer than honest ones do."""
+"""The share of one core for constraints that take longer than usual ones."""
 _HONEST_S = 0.05
 _MAX_FLOWS = 1024
-"""Flows whose past is known."""
+"""Most flows whose used time is remembered."""
 
 FlowKey = tuple[str, bool]
 
@@ -39,7 +39,7 @@ class _Flow:
 
 
 class CompileQueue:
-    """Decides, and runs nothing."""
+    """Decides which constraint is compiled next. Compiles nothing."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -53,7 +53,8 @@ class CompileQueue:
         flow.waiting.append(work)
 
     def take(self) -> tuple[FlowKey, Callable[[], object]] | None:
-        """The next one, which is begun: `finished` must follow."""
+        """Removes the next work and returns it with its flow; `finished` must follow. ``None`` if
+        none may begin now."""
         now_s = self._clock()
         ready = [
             (flow.used.sum_s, number, key)
@@ -74,7 +75,7 @@ class CompileQueue:
         flow.from_s = self._clock() + max(0.0, took_s - _HONEST_S) * (1 / _SHARE - 1)
 
     def pause_s(self) -> float | None:
-        """After what time another one may begin though nothing else happens; ``None``: never."""
+        """Seconds until a paused flow may continue; ``None`` if none waits."""
         paused = [
             flow.from_s for flow in self._flows.values() if flow.waiting and not flow.is_running
         ]
@@ -91,7 +92,7 @@ class CompileQueue:
 
 
 class CompileThreads:
-    """``number`` threads, which start with the first constraint."""
+    """Up to ``number`` threads that compile constraints. They start when needed."""
 
     def __init__(self, number: int, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._number = number
@@ -119,7 +120,7 @@ class CompileThreads:
         return future
 
     def close(self) -> None:
-        """What waits is never run."""
+        """Ends the threads. Waiting work is never run."""
         with self._work:
             self._is_closed = True
             self._work.notify_all()

@@ -1,4 +1,4 @@
-"""Completions of the offline API on their way: from the engine's tokens to what users get."""
+"""Builds the completions of the offline API from the engine's tokens."""
 
 import time
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class OfflineCompletion:
-    """One completion on its way: the engine's tokens, and their text."""
+    """A completion in progress: the engine's tokens, and their text."""
 
     def __init__(
         self, request: Prepared, *, prompt: str | None, index: int, tokenizer: Tokenizer | None
@@ -44,10 +44,10 @@ class OfflineCompletion:
         self._prompt_logprobs: list[TokenLogprobs] = []
 
     def receive(self, delta: TokenDelta) -> None:
-        """Takes a step's tokens; ``finish_reason`` is set after the last ones.
+        """Adds a step's tokens. Sets ``finish_reason`` after the last ones.
 
         Raises:
-            BrokenLogits: The model cannot go on with it.
+            BrokenLogits: The logits were NaN or infinite.
         """
         if delta.error is not None:
             raise delta.error
@@ -90,7 +90,7 @@ class OfflineCompletion:
         )
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """Log-probabilities of each token of the prompt, if the request asked for them."""
+        """Log-probabilities of each prompt token, if requested."""
         num_ranked = self.request.sampling.prompt_logprobs
         if num_ranked is None:
             return None
@@ -98,7 +98,7 @@ class OfflineCompletion:
         return [None] * (len(self.request.prompt_token_ids) - len(scores)) + scores
 
     def _shown(self, token_ids: Sequence[int], reason: FinishReason | None) -> Sequence[int]:
-        """The tokens of the text. As in vLLM, the token that ends it is not part of it."""
+        """The tokens that the text shows. As in vLLM, the stop token is not part of the text."""
         hidden = reason == "stop" and not self.request.sampling.include_stop_str_in_output
         return token_ids[:-1] if hidden else token_ids
 
@@ -110,7 +110,8 @@ class OfflineCompletion:
         return self._token_ids[-1] if by_token else None
 
     def _readable(self, token: TokenLogprobs, num_ranked: int) -> dict[int, Logprob]:
-        """``num_ranked``: of its tokens that are the most probable ones."""
+        """Log-probabilities by token id, with text. The first ``num_ranked`` tokens of ``top`` are
+        the most probable ones."""
         ranked: list[tuple[int, float, int | None]] = [
             (token_id, value, rank if rank <= num_ranked else None)
             for rank, (token_id, value) in enumerate(token.top, 1)
@@ -127,7 +128,7 @@ class OfflineCompletion:
 
 
 class Progress:
-    """A bar that counts completions, with tokens per second and the share of cached prompt."""
+    """A progress bar of completions, with tokens per second and the share of cached prompt."""
 
     def __init__(self, *, num_completions: int, shown: bool) -> None:
         self._bar = _bar(num_completions) if shown else None
@@ -159,7 +160,7 @@ class Progress:
 
 
 def _bar(num_completions: int) -> "tqdm[Any]":
-    from tqdm import tqdm  # Slow to import, and not needed where nothing is shown.
+    from tqdm import tqdm  # Slow to import, and not needed if nothing is shown.
 
     return tqdm(total=num_completions, desc="Completions", dynamic_ncols=True)
 

@@ -1,14 +1,14 @@
-"""Token ids to text, one token at a time.
+"""The incremental detokenizer: token ids to text, one token at a time.
 
-A token's piece is the bytes that it adds to a text. A text is the UTF-8 of its tokens' pieces, one
-behind the other, with U+FFFD in place of bytes that are none. That is what the tokenizer's own
-decoder makes of all tokens at once, but for one difference: where a run of byte tokens is not
-UTF-8, as when an output ends within a character, that decoder makes each of the run's bytes U+FFFD.
-Here the whole characters of the run stay, since they may have been shown before.
+A token's *piece* is the bytes that it adds to a text. A text is its tokens' pieces, joined and
+decoded as UTF-8, with U+FFFD in place of invalid bytes. The tokenizer's own decoder gives the same
+text for all tokens at once, with one exception: if a run of byte tokens is not valid UTF-8, for
+example when an output ends within a character, that decoder replaces each byte of the run by
+U+FFFD. Here the complete characters of the run stay, since they may have been shown before.
 
-Pieces are read off the tokenizer's own decoder, a chain of steps. Those before tokens are joined
-see one token, whether it is the first and whether it is the last. Behind them only the text's
-beginning may be stripped.
+Pieces are computed with the tokenizer's own decoder, a chain of steps. The steps before tokens are
+joined depend on one token, and on whether it is the first or the last one. The steps after that may
+only strip the beginning of the text.
 """
 
 import codecs
@@ -30,9 +30,9 @@ _JOINS = {"Fuse", "ByteLevel"}
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that stand for bytes in a byte-level vocabulary: GPT-2's.
+    """The bytes by the characters that represent them in a byte-level vocabulary, as in GPT-2.
 
-    A byte that can be printed stands for itself, the others for the characters from 256 on.
+    A printable byte is represented by its own character, the others by characters from 256 on.
     """
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printed)
@@ -45,10 +45,10 @@ _BYTES = _byte_alphabet()
 
 
 class Pieces:
-    """The pieces of a tokenizer's tokens. An unknown id's is empty."""
+    """The pieces of a tokenizer's tokens. The piece of an unknown id is empty."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """Raises CheckpointError: its decoder cannot be had token by token."""
+        """Raises CheckpointError if the decoder cannot be applied token by token."""
         self._token = backend.id_to_token
         steps = parts_of(backend.decoder, "decoders")
         kinds = [step["type"] for step in steps]
@@ -67,14 +67,14 @@ class Pieces:
         self._spell: Callable[[list[str]], str]
         self._spell = " ".join if backend.decoder is None else _speller(steps[:join])
         self.leading = behind[0]["content"].encode() if behind else b""
-        """What is stripped from a text's beginning, up to ``num_leading`` times."""
+        """Bytes that are stripped from a text's beginning, up to ``num_leading`` times."""
         self.num_leading: int = behind[0]["start"] if behind else 0
         self.has_gaps = "BPEDecoder" in kinds
-        """`gap` may be something."""
+        """Whether `gap` may return bytes."""
         self.later = _Later(self._later)
-        """The pieces of tokens that follow others."""
+        """The pieces of tokens that are not the first of a text."""
         self.is_plain = not (self.num_leading or backend.decoder is None or kinds[:join])
-        """Whether pieces do not depend on where they stand."""
+        """Whether pieces are independent of their position."""
 
     def first(self, token_id: int) -> bytes:
         """The piece of a text's first token, before anything is stripped."""
@@ -82,7 +82,7 @@ class Pieces:
         return self._bytes(token, self._spell([token]))
 
     def gap(self, token_id: int) -> bytes:
-        """What a token adds once another one follows it."""
+        """The bytes that a token adds when another token follows it, such as a space."""
         if not self.has_gaps:
             return b""
         token = self._token(token_id) or ""
@@ -104,11 +104,11 @@ class Pieces:
             return bytes([int(byte[1], 16)])
         if self._is_byte_level and all(character in _BYTES for character in spelled):
             return bytes(_BYTES[character] for character in spelled)
-        return spelled.encode()  # In a byte-level vocabulary: an added token.
+        return spelled.encode()  # An added token, if the vocabulary is byte-level.
 
 
 class Detokenizer:
-    """A text on its way, whose tokens come one by one."""
+    """Decodes one text whose tokens arrive one by one."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class Detokenizer:
         skipped: Set[int] = frozenset(),
         follows: Sequence[int] | TokenIds = (),
     ) -> None:
-        """``skipped``: tokens that the text leaves out. ``follows``: the tokens before it, which
-        decide whether it begins with the space that its first word may have."""
+        """``skipped`` are tokens that do not appear in the text. ``follows`` are the tokens before
+        it; they determine whether the text begins with the space before its first word."""
         self.skipped = skipped
         self._pieces = pieces
         self._later = pieces.later
@@ -131,20 +131,20 @@ class Detokenizer:
             self._follow(follows)
 
     def push(self, token_id: int) -> str:
-        """The text that is certain with this token, behind what was: never half a character."""
+        """Adds a token and returns the text that is now certain: never a partial character."""
         if token_id in self.skipped:
             return ""
         piece = self._later[token_id] if self._is_plain else self._take(token_id)
         return self._utf8.decode(piece)
 
     def piece(self, token_id: int) -> bytes:
-        """What a token would add now; nothing where it is left out."""
+        """The bytes that a token would add now; empty for a skipped token."""
         if token_id in self.skipped:
             return b""
         return self._later[token_id] if self._is_plain else self._placed(token_id)[0]
 
     def finish(self) -> str:
-        """The rest: U+FFFD for half a character."""
+        """The rest of the text: U+FFFD for a partial character."""
         return self._utf8.decode(b"", final=True)
 
     def _follow(self, token_ids: Sequence[int] | TokenIds) -> None:
@@ -166,7 +166,7 @@ class Detokenizer:
         return piece
 
     def _placed(self, token_id: int) -> tuple[bytes, int]:
-        """A token's piece here, and how often the text may still be stripped behind it."""
+        """A token's piece at this position, and how often the text may still be stripped then."""
         piece = self._pieces.first(token_id) if self._is_first else self._later[token_id]
         left, leading = self._num_leading, self._pieces.leading
         while left and piece.startswith(leading):
@@ -176,7 +176,7 @@ class Detokenizer:
 
 
 def readable(piece: bytes) -> str:
-    """A piece's text, or its bytes in OpenAI's way where it is no text by itself."""
+    """A piece's text, or its bytes in OpenAI's notation if it is not valid UTF-8 by itself."""
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -184,7 +184,7 @@ def readable(piece: bytes) -> str:
 
 
 class _Later(dict[int, bytes]):
-    """Computes what it does not have."""
+    """A cache of pieces that computes missing ones."""
 
     def __init__(self, compute: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def _strips_start(step: Part) -> bool:
 
 
 def _speller(steps: list[Part]) -> Callable[[list[str]], str]:
-    """Tokens to text by those of ``steps`` that change single tokens."""
+    """Returns a function that decodes tokens to text with ``steps``, without byte fallback."""
     steps = [step for step in steps if step["type"] != "ByteFallback"]
     if not steps:
         return "".join

@@ -1,4 +1,4 @@
-"""Embeddings of the offline API on their way, and what is made of vectors."""
+"""Embeddings of the offline API, prompts for pairs of texts, and functions of vectors."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from quire.worker.text.tokenizer import Tokenizer
 
 
 class OfflineEmbedding:
-    """The vector of one prompt, until the engine has made it."""
+    """The embedding of one prompt, in progress until the engine has returned its vector."""
 
     def __init__(self, request: Prepared) -> None:
         self.request = request
@@ -27,10 +27,10 @@ class OfflineEmbedding:
         self.vector_C: Floats = np.empty(0, np.float32)
 
     def receive(self, delta: TokenDelta) -> None:
-        """Takes the vector.
+        """Stores the vector.
 
         Raises:
-            BrokenLogits: The model's values are broken.
+            BrokenLogits: The model's values were NaN or infinite.
         """
         if delta.error is not None:
             raise delta.error
@@ -49,7 +49,7 @@ class OfflineEmbedding:
 
 
 def pair_prompt(first: str, second: str, tokenizer: Tokenizer) -> Prompt:
-    """Two texts as one, for a model that scores pairs."""
+    """The prompt of two texts, for a model that scores pairs."""
     before, between, behind = tokenizer.around_pair
     return (
         Tokens(before),
@@ -61,7 +61,7 @@ def pair_prompt(first: str, second: str, tokenizer: Tokenizer) -> Prompt:
 
 
 def pair_token_ids(first: str, second: str, tokenizer: Tokenizer) -> list[int]:
-    """The token ids of `pair_prompt`. Raises InvalidRequest as `check_pair`."""
+    """The token ids of `pair_prompt`. Raises InvalidRequest, as `check_pair` does."""
     before, between, behind = tokenizer.around_pair
     texts = (tokenizer.encode(text, add_special_tokens=False) for text in (first, second))
     token_ids = [*before, *next(texts), *between, *next(texts), *behind]
@@ -70,7 +70,7 @@ def pair_token_ids(first: str, second: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def check_pair(token_ids: Sequence[int] | TokenIds, tokenizer: Tokenizer) -> None:
-    """Raises InvalidRequest: the model cannot tell where the second text of a pair begins."""
+    """Raises InvalidRequest if the model cannot tell where the second text of a pair begins."""
     _, between, behind = tokenizer.around_pair
     if not between:
         return
@@ -84,14 +84,14 @@ def check_pair(token_ids: Sequence[int] | TokenIds, tokenizer: Tokenizer) -> Non
 
 
 def normalized(vector_C: Floats) -> Floats:
-    """The vector of length 1 in its direction; zeros stay zeros."""
+    """The vector scaled to length 1; a zero vector stays zero."""
     wide_C = vector_C.astype(np.float64)
     length = float(np.sqrt((wide_C * wide_C).sum()))
     return (wide_C / max(length, 1e-12)).astype(np.float32)
 
 
 def cosine(first_C: Floats, second_C: Floats) -> float:
-    """The cosine of the angle between two vectors; 0 where one has no direction."""
+    """The cosine of the angle between two vectors; 0 if one of them is zero."""
     first, second = first_C.astype(np.float64), second_C.astype(np.float64)
     length = float(np.sqrt((first @ first) * (second @ second)))
     return float(first @ second) / length if length else 0.0

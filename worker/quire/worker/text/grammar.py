@@ -1,12 +1,12 @@
-"""What a constraint's text means: grammars compiled for a tokenizer, by the library llguidance.
+"""Compiles constraints to grammars for a tokenizer, with the library llguidance.
 
-    Grammars   compiles, keeps what was compiled, and says what is not supported
+    Grammars   compiles, caches compiled grammars, and refuses what is not supported
     Grammar    makes a `Matcher` for each output
 
-Compiling may take any time and memory, or end the process. So each constraint is first checked in
-a process of its own (`grammar_process`): by the gateway that it came through, whose word engines
-take, wherever an output is continued; otherwise by the engine. Matchers are made of a grammar and
-an output's tokens alone.
+Compilation may take any time and memory, or crash the process. So each constraint is first checked
+in a separate process (`grammar_process`): by the gateway that received it, which all engines that
+run the request trust; without a gateway, by the engine. A matcher only depends on a grammar and an
+output's tokens.
 """
 
 import re
@@ -28,7 +28,7 @@ from quire.worker.text.recent import RecentSeconds
 from quire.worker.text.structural_tag import written
 from quire.worker.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # Imported where it is needed: most processes never see a constraint.
+if TYPE_CHECKING:  # Imported when needed: most processes never get a constraint.
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _LIMITS: dict[str, Any] = {
@@ -39,13 +39,13 @@ _LIMITS: dict[str, Any] = {
 }
 _FUEL, _FUEL_A_BYTE, _MAX_FUEL = 100_000, 15, 1_000_000
 _SYMBOLS, _BYTES_A_SYMBOL, _MAX_GRAMMAR_SIZE = 5_000, 4, 500_000
-"""llguidance's limits of compiling grow with the text. How near honest grammars come to them is in
-bench/results/structured.md."""
+"""llguidance's limits on compilation, which grow with the text. bench/results/structured.md shows
+how close usual grammars come to them."""
 _MAX_TENANTS = 1_024
-"""Tenants whose costs are known at a time."""
+"""Most tenants whose costs are remembered."""
 _LLAMA_CPP = re.compile(r"^[ \t\r]*[\w-]+[ \t]*::=", re.MULTILINE)
 _MAX_LLAMA_CPP_RULES = 400
-"""Translating them takes as long as their number's square, and Python's lock."""
+"""Most rules of a llama.cpp grammar: translation takes quadratic time and holds the GIL."""
 
 
 class Grammar:
@@ -57,7 +57,7 @@ class Grammar:
         self.start = Place(num_words)
 
     def matcher(self, token_ids: Sequence[int] | TokenIds = ()) -> Matcher:
-        """The place behind ``token_ids``, ready."""
+        """A matcher after ``token_ids``, with its mask ready."""
         matcher = Matcher(self._state.deep_copy(), self.start, self.cost)
         matcher.consume(token_ids)
         matcher.fill(is_slow=self.cost.is_slow)
@@ -65,7 +65,7 @@ class Grammar:
 
 
 class Grammars:
-    """Compiles constraints for one tokenizer. May be used from several threads."""
+    """Compiles constraints for one tokenizer. Thread-safe."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class Grammars:
         vocab_size: int,
         eos_token_ids: Sequence[int],
     ) -> None:
-        """``load_tokenizer`` is called once, by the first that compiles. Token ids are below
-        ``vocab_size``; an output may end by any of ``eos_token_ids``."""
+        """``load_tokenizer`` is called once, for the first compilation. Token ids are below
+        ``vocab_size``; an output may end with any of ``eos_token_ids``."""
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
@@ -89,14 +89,15 @@ class Grammars:
     def compile(
         self, constraint: Constraint, *, tenant: str = "", is_checked: bool = True
     ) -> Grammar:
-        """Takes milliseconds, and the first time as long as making a trie of the tokenizer. What
-        came of it is kept for ``tenant`` alone: no other one is to find that it was asked for.
+        """Compiles a constraint. Takes milliseconds; the first time, also the time to build a trie
+        of the tokenizer. The result is cached for ``tenant`` only, so that no other tenant can find
+        out that it was requested.
 
-        ``is_checked``: a `GrammarProcess` has passed it; otherwise one of this object has to first.
+        ``is_checked``: a `GrammarProcess` has accepted it; otherwise this object's process must.
 
         Raises:
-            ConstraintRefused: It means nothing, is not supported or takes too much work; or the
-                model has no tokenizer or no end token.
+            ConstraintRefused: It is invalid, not supported or too expensive; or the model has no
+                tokenizer or no end token.
         """
         found = self.kept(constraint, tenant=tenant)
         if found is None:
@@ -108,21 +109,21 @@ class Grammars:
         return found
 
     def check(self, constraint: Constraint) -> None:
-        """Compiles and keeps nothing. Raises ConstraintRefused, as `compile` does."""
+        """Compiles without caching. Raises ConstraintRefused, as `compile` does."""
         found = self._compile(constraint, RecentSeconds())
         if isinstance(found, str):
             raise ConstraintRefused(found)
 
     def kept(self, constraint: Constraint, *, tenant: str = "") -> Grammar | str | None:
-        """What came of ``constraint`` when it was compiled, perhaps why it is refused, or what its
-        masks took; ``None`` where that is not known."""
+        """The cached grammar of ``constraint``, or the reason why it is refused, if compilation
+        failed or its masks took too long; ``None`` if it is not cached."""
         found = self._kept.get(tenant, constraint)
         if isinstance(found, Grammar) and found.cost.is_spent:
             return _refusal(constraint, found.cost.error)
         return found
 
     def prepare(self) -> None:
-        """Loads the tokenizer, which the first to compile would do. Raises ValueError."""
+        """Loads the tokenizer before the first compilation. Raises ValueError if it cannot."""
         self._get_tokenizer()
 
     def close(self) -> None:
@@ -158,7 +159,7 @@ class Grammars:
         return grammar if reason is None else _refusal(constraint, reason)
 
     def _get_tokenizer(self) -> "LLTokenizer":
-        """Raises ValueError."""
+        """The tokenizer for llguidance. Raises ValueError if the model has none that works."""
         from llguidance import LLTokenizer
 
         with self._loading:
@@ -179,17 +180,17 @@ class Grammars:
 
 
 def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
-    """The grammar in llguidance's form. Raises ValueError."""
+    """The constraint in llguidance's form. Raises ValueError if it is invalid."""
     from llguidance import LLMatcher, regex_to_lark
 
     if constraint.kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(
             checked(constraint.text),
             defaults={"whitespace_pattern": WHITESPACE},
-            overrides={"lenient": False},  # What is not supported is refused.
+            overrides={"lenient": False},  # Unsupported keywords are refused.
         )
     if constraint.kind == "regex":
-        # Digits and letters are those of ASCII, as in JSON schemas.
+        # Digits and letters are ASCII, as in JSON schemas.
         pattern = regex_to_lark(constraint.text, use_ascii="dw")
         return LLMatcher.grammar_from_lark(f"start: /{pattern}/")
     lark = constraint.text
@@ -202,7 +203,7 @@ def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
 
 
 def _translated(grammar: str) -> str:
-    """A grammar in llama.cpp's syntax, in Lark's. Raises ValueError."""
+    """Translates a grammar from llama.cpp's syntax to Lark's. Raises ValueError if invalid."""
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     num_rules = grammar.count("::=")
@@ -212,7 +213,7 @@ def _translated(grammar: str) -> str:
         )
     try:
         return gbnf_to_lark(grammar)
-    except Exception as error:  # Besides its own error it raises IndexError and plain ones.
+    except Exception as error:  # It raises IndexError and plain Exceptions too.
         raise ValueError(str(error)) from None
 
 

@@ -1,6 +1,6 @@
-"""The process in which `quire.worker.text.grammar_process` compiles. A request is a constraint; it
-is answered by why it is refused, or by nothing. Nothing is kept: how soon an answer comes is not to
-tell what others asked for."""
+"""The child process of `quire.worker.text.grammar_process`. A request is a constraint; the answer
+is why it is refused, or empty. Nothing is cached, so that response times do not reveal the
+constraints of others."""
 
 import json
 import resource
@@ -16,12 +16,12 @@ from quire.worker.text.grammar import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 _STACK_BYTES = 4 << 20
-"""Half of what threads of engines have, so that what ends none here ends none there."""
+"""Half of the stack of an engine's threads, so that a grammar that is safe here is safe there."""
 
 
 def _prepare(first: dict[str, Any]) -> Callable[[bytes], bytes]:
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(first["tokenizer"]))
-    # Where an output may end is no matter here.
+    # The end token does not matter for this check.
     grammars = Grammars(lambda: tokenizer, vocab_size=first["vocab_size"], eos_token_ids=[0])
     grammars.prepare()
     return lambda request: _answer(grammars, request)

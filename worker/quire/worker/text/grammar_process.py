@@ -1,7 +1,7 @@
-"""Constraints compiled in a process of their own, with limits of time, memory and stack.
+"""Checks constraints by compiling them in a child process with limits on time, memory and stack.
 
-What an honest text takes has no known bound below which hostile ones stay. So this decides which
-constraints are compiled elsewhere: for gateways, and for engines whose requests came through none.
+No property of a text is known that bounds the cost of its compilation. So this test decides which
+constraints are compiled in other processes. Gateways use it, and engines without a gateway.
 """
 
 import json
@@ -15,17 +15,17 @@ from quire.worker.text.child_process import ChildProcess
 from quire.worker.text.tokenizer import Tokenizer
 
 MAX_CPU_S, _PATIENCE_S = 1.0, 10.0
-"""A hundred times what all but a few of a hundred schemas take, of CPU time and not the clock's: a
-busy machine refuses nothing else."""
+"""Limits on CPU time and on the wait. The CPU time is a hundred times what all but a few of a
+hundred schemas take. It is not wall time, so that a busy machine refuses no other constraints."""
 MEMORY_BYTES = 2 << 30
-"""Most of it is address space."""
+"""Limit of the address space, most of which is not used."""
 
 
 class GrammarProcess:
-    """Compiles constraints one after another; threads wait for each other.
+    """Compiles one constraint at a time; concurrent callers wait.
 
-    The process starts with the first constraint, and again, at once, after one that had to be
-    ended. It ends with this object, and with this process, even by SIGKILL.
+    The process starts with the first constraint, and starts again at once after it had to be
+    killed. It ends with this object and with the parent process, even by SIGKILL.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
@@ -37,7 +37,7 @@ class GrammarProcess:
         )
 
     def check(self, constraint: Constraint) -> None:
-        """Raises ConstraintRefused: it means nothing, is not supported or takes too much work."""
+        """Raises ConstraintRefused if it is invalid, not supported or too expensive."""
         request = json.dumps(asdict(constraint)).encode()
         try:
             with self._lock:

@@ -1,8 +1,9 @@
-"""Reads JSON schemas: the place of which an error speaks, and what would not be kept exactly.
+"""Checks JSON schemas for numbers that llguidance would not enforce exactly, and finds the place in
+a schema that an error is about.
 
 llguidance 1.9.1 reads some fractions of 16 or more digits one unit in the last place off, and
-writes the digits of integers above 2**53 that a float has. Bounds are floats as well, integers
-between them have 64 bits, and whose least and greatest are -2**63 end the process. An ``lcm`` of
+writes integers above 2**53 with the digits of a float. Bounds are floats too, integers between
+bounds have 64 bits, and if both bounds are -2**63, the process ends. The ``lcm`` of several
 ``multipleOf`` wraps at 32 bits.
 """
 
@@ -15,11 +16,11 @@ from typing import Any
 from urllib.parse import unquote
 
 _NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords with an object whose keys are names, and whose values are schemas."""
+"""Keywords whose value is an object with names as keys and schemas as values."""
 _VALUES = frozenset({"enum", "const", "default", "examples", "required", "x-guidance"})
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _QUOTED = ("pattern", "format", "$ref", "type")
-"""Keywords whose values errors quote."""
+"""Keywords whose values are quoted in errors."""
 _SAID_ONLY = frozenset(
     {"$defs", "definitions", "$schema", "$id", "$anchor", "$comment", "title", "description"}
     | {"default", "examples", "deprecated", "readOnly", "writeOnly"}
@@ -29,23 +30,23 @@ _SAID_ONLY = frozenset(
 _FORMATS = frozenset(
     {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
 )
-"""The formats that llguidance keeps. It refuses others, which are annotations."""
+"""The formats that llguidance enforces. It refuses others, which are treated as annotations."""
 _MAX_EXPONENT, _MAX_DIGITS, _MAX_WHOLE = 22, 19, 2**53
-"""Bounds of numbers that are read exactly: greater powers of ten are no floats, and 19 digits fit
-64 bits."""
+"""Limits of numbers that are read exactly: greater powers of ten are not exact as floats, and 19
+digits fit 64 bits."""
 _UPPER = frozenset({"maximum", "exclusiveMaximum"})
 _EXCLUSIVE = frozenset({"exclusiveMinimum", "exclusiveMaximum"})
 _BOUNDS = _UPPER | _EXCLUSIVE | {"minimum"}
 _MAX_INTEGER = 2**63 - 1
 _MAX_COMMON_MULTIPLE = 2**16 - 1
-"""Times itself it fits 32 bits."""
-# Words of errors that also are keywords, where they name a type or say nothing.
+"""The square of this number fits 32 bits."""
+# Keywords that also are usual words in errors, where they do not name a place.
 _USUAL = frozenset({"type", "schema", "items", "required", "format", "const", "enum", "properties"})
 
 
 def place_of(schema: str, error: str) -> str:
-    """``" at POINTER"`` of the first keyword of ``schema`` that ``error`` names, or whose value it
-    quotes, as a JSON pointer; empty where there is none."""
+    """``" at POINTER"``, a JSON pointer to the first keyword of ``schema`` that ``error`` names or
+    whose value it quotes; empty if there is none."""
     quoted = set(re.findall(r'"([^"\s]+)"', error))
     words = quoted | set(re.findall(r"[a-zA-Z]{3,}", error)) - _USUAL
     try:
@@ -71,11 +72,11 @@ _LARK = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""What stands in a grammar besides names and operators."""
+"""Tokens of a grammar other than names and operators: comments, texts, patterns, ``%json``."""
 
 
 class _Misread(float):
-    """A number that llguidance reads as another one."""
+    """A number that llguidance reads as a different number."""
 
 
 def _number(text: str) -> float:
@@ -95,20 +96,20 @@ _DECODER = json.JSONDecoder(parse_float=_number)
 
 
 def checked(text: str) -> str:
-    """A schema as llguidance is to get it. Raises ValueError: a JSON text is no schema that would
-    be kept as it is meant."""
+    """The schema to pass to llguidance. Raises ValueError if ``text`` is not JSON, or llguidance
+    would not enforce the schema exactly."""
     given = _DECODER.decode(text)
     schema = without_unknown_formats(given)
     if schema is not given:
         text = json.dumps(schema)
-        schema = _DECODER.decode(text)  # Its numbers may be written in another way.
+        schema = _DECODER.decode(text)  # Numbers may have been written differently.
     _check_exact(schema)
     return text
 
 
 def check_embedded(grammar: str) -> None:
-    """``grammar``: in Lark's syntax. Raises ValueError: a schema in it would not be kept as it is
-    meant."""
+    """Checks the schemas in a ``grammar`` in Lark's syntax. Raises ValueError if one would not be
+    enforced exactly."""
     at = 0
     while found := _LARK.search(grammar, at):
         at = found.end()
@@ -116,18 +117,18 @@ def check_embedded(grammar: str) -> None:
             try:
                 schema, at = _DECODER.raw_decode(grammar, at)
             except (ValueError, RecursionError):
-                continue  # It is refused for what it is.
+                continue  # llguidance refuses invalid JSON.
             _check_exact(schema)
 
 
 def is_annotation(key: str, value: Any) -> bool:
-    """Whether a keyword with this value leaves open what is valid."""
+    """Whether a keyword with this value does not restrict the valid values."""
     is_unknown_format = key == "format" and isinstance(value, str) and value not in _FORMATS
     return is_unknown_format or key in _SAID_ONLY or key.startswith("x-")
 
 
 def without_unknown_formats(schema: Any) -> Any:
-    """``schema`` itself, or a copy where it has formats that are annotations."""
+    """``schema``, or a copy without the formats that are annotations if it has some."""
 
     def unknown(schema: Any) -> list[dict[str, Any]]:
         found = (each for _, each in _schemas(schema) if "format" in each)
@@ -141,7 +142,7 @@ def without_unknown_formats(schema: Any) -> Any:
 
 
 def _check_exact(schema: Any) -> None:
-    """Raises ValueError: a number of ``schema`` would not be kept exactly, or not be read here."""
+    """Raises ValueError if a number of ``schema`` would not be enforced exactly, or not be read."""
     multiples: set[float] = set()
     is_merged = False
     for path, key, value in _keywords(schema):
@@ -161,12 +162,12 @@ def _check_exact(schema: Any) -> None:
 
 
 def _check_bound(path: str, key: str, value: Any) -> None:
-    """Raises ValueError: what llguidance makes of it would not hold."""
+    """Raises ValueError if llguidance would not enforce the bound exactly."""
     if not _is_number(value):
         return
     is_exclusive = key in _EXCLUSIVE
     if key in _UPPER and value >= _MAX_INTEGER + is_exclusive:
-        return  # No integer that is written is greater, and other numbers are refused.
+        return  # Integers in outputs are not greater, and other numbers are refused.
     is_exact = abs(value) <= _MAX_WHOLE - is_exclusive
     if not is_exact and not is_exclusive and abs(value) < _MAX_INTEGER:
         read = float(value)
@@ -176,7 +177,7 @@ def _check_bound(path: str, key: str, value: Any) -> None:
 
 
 def _check_multiples(multiples: Iterable[float]) -> None:
-    """``multiples``: those that may have to hold together. Raises ValueError: they cannot."""
+    """Raises ValueError if llguidance cannot enforce all ``multiples`` at the same time."""
     numbers = [Decimal(repr(each)) for each in multiples if each]
     unit = Decimal(10) ** min((int(each.as_tuple().exponent) for each in numbers), default=0)
     if len(numbers) > 1 and math.lcm(*(int(each / unit) for each in numbers)) > (
@@ -189,7 +190,7 @@ def _check_multiples(multiples: Iterable[float]) -> None:
 
 
 def _check_target(target: str) -> None:
-    """Raises ValueError: a reference leads into a value, which is not read as a schema here."""
+    """Raises ValueError if a reference points into a value, which is not checked as a schema."""
     is_name = False
     for step in target.rpartition("#")[2].split("/")[1:]:
         if not is_name and step in _VALUES:
@@ -198,7 +199,7 @@ def _check_target(target: str) -> None:
 
 
 def _check_values(path: str, value: Any) -> None:
-    """Raises ValueError: a number in ``value`` is not exact."""
+    """Raises ValueError if a number in ``value`` is not exact."""
     waiting = [value]
     while waiting:
         each = waiting.pop()
@@ -215,13 +216,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
-    """Every keyword and its value, behind the pointer to its schema."""
+    """Every keyword: the JSON pointer to its schema, the keyword and its value."""
     for path, each in _schemas(schema):
         yield from ((path, key, value) for key, value in each.items())
 
 
 def _schemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema that is an object, behind the pointer to it."""
+    """Every schema that is an object, with the JSON pointer to it."""
     waiting = [("", schema)]
     while waiting:
         path, value = waiting.pop()

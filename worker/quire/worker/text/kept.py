@@ -1,4 +1,4 @@
-"""What came of the constraints that were asked for last, by tenant."""
+"""A cache of compilation results for the most recently used constraints of each tenant."""
 
 import threading
 from collections import OrderedDict
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 _MAX_KEPT = 256
 _MAX_COST = 8 * 2**20
-"""The sum of the texts' bytes and of the µs that compiling them took. The results take several
-times as much memory."""
+"""Limit of the sum of the texts' characters and the µs of compilation. The results take several
+times as many bytes of memory."""
 
 
 class Kept(Generic[T]):
-    """May be used from several threads. A tenant sees nothing of another one's: what it asks for
-    drives out what the tenant with the most has kept for longest, as a rule its own."""
+    """A thread-safe cache. A tenant cannot see the entries of others. If the cache is full, the
+    least recently used entry of the tenant with the most entries, or highest cost, is evicted."""
 
     def __init__(self) -> None:
         self._kept: dict[str, OrderedDict[Constraint, tuple[T, int]]] = {}
@@ -32,7 +32,7 @@ class Kept(Generic[T]):
             return own[constraint][0]
 
     def put(self, tenant: str, constraint: Constraint, found: T, *, took_s: float = 0.0) -> None:
-        """``took_s``: CPU time of compiling it, which bounds the memory that came of it."""
+        """Caches ``found``. ``took_s`` is the CPU time of compilation, which bounds its memory."""
         with self._lock:
             own = self._kept.setdefault(tenant, OrderedDict())
             _, before = own.pop(constraint, (None, 0))
@@ -45,7 +45,7 @@ class Kept(Generic[T]):
                 self._drop(max(self._costs, key=self._costs.__getitem__))
 
     def _drop(self, tenant: str) -> None:
-        """The oldest of ``tenant``."""
+        """Evicts the least recently used entry of ``tenant``."""
         _, (_, cost) = self._kept[tenant].popitem(last=False)
         self._costs[tenant] -= cost
         if not self._kept[tenant]:

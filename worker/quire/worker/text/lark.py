@@ -9,14 +9,14 @@ from quire.worker.text.json_schema import without_unknown_formats
 
 ANYTHING = r"(.|\n)*"
 WHITESPACE = r"[ \n\t]{0,40}"
-"""Between two tokens of JSON. Without a bound some models write spaces for ever."""
+"""Whitespace between two tokens of JSON. Without a limit, some models write spaces forever."""
 
 
 class Lark:
-    """Rules, and the names under which they are written once.
+    """Collects the rules of a grammar, each under one name.
 
-    ``special_tokens``: texts by id. They stand in a grammar by their ids, since their text alone is
-    not them.
+    ``special_tokens``: texts by id. A grammar refers to them by id, since their text alone would
+    match other tokens.
     """
 
     def __init__(self, special_tokens: Mapping[int, str]) -> None:
@@ -30,7 +30,7 @@ class Lark:
         return "\n".join([f"start: {start}", *rules, ""])
 
     def rule(self, body: str, *, name: str | None = None) -> str:
-        """``name``: that by which ``body`` names itself."""
+        """Adds a rule and returns its name. ``name`` is needed if ``body`` refers to itself."""
         definition = f": {body}"
         return self._names.setdefault(definition, name) if name else self._named("r", definition)
 
@@ -38,7 +38,7 @@ class Lark:
         return self._named("T", f": {body}")
 
     def text(self, text: str) -> str:
-        """This text."""
+        """An expression for exactly this text."""
         parts, at = [], 0
         for found in self._special.finditer(text):
             parts += [text[at : found.start()], self._ids[found[0]]]
@@ -58,18 +58,19 @@ class Lark:
                 "whitespace_pattern": WHITESPACE,
                 **(given if isinstance(given, dict) else {}),
             }
-            # What is not supported is refused.
+            # Unsupported keywords are refused.
             schema = {**schema, "x-guidance": {**options, "lenient": False}}
         return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
 
     def until(self, marker: str) -> str:
-        """Any text up to the first ``marker``, and it."""
+        """An expression for any text up to and including the first ``marker``."""
         if marker in self._ids:
             return f"{self.terminal(f'/{ANYTHING}/')} {self.text(marker)}"
         return self._named("r", f"[lazy]: /{ANYTHING}{_regex(marker)}/")
 
     def until_line(self, marker: str) -> str:
-        """Any text that ``marker`` is not in, and a line that begins with it, up to its end."""
+        """An expression for any text without ``marker``, followed by ``marker`` at the beginning of
+        a line."""
         end = _regex(marker)
         once = self.terminal(
             f"/{ANYTHING}\\n{end}/ & ~/{end}{ANYTHING}/ & ~/{ANYTHING}[^\\n]{end}{ANYTHING}/"
@@ -77,7 +78,7 @@ class Lark:
         return self._named("r", f"[lazy]: {once}")
 
     def without(self, *markers: str) -> str:
-        """Any text without ``markers``; a special token is in none."""
+        """A terminal for any text without ``markers``. No terminal matches special tokens."""
         texts = [_regex(marker) for marker in markers if marker not in self._ids]
         none = "".join(f" & ~/{ANYTHING}{text}{ANYTHING}/" for text in texts)
         return self.terminal(f"/{ANYTHING}/{none}")

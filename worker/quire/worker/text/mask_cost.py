@@ -1,42 +1,42 @@
-"""What the masks of one tenant's grammar cost, and when that is too much.
+"""The CPU time of masks of one tenant's grammar, and its limits.
 
-Honest grammars take 20 to 200 µs a mask and 3 ms at most; ambiguous ones up to 160 ms, and as much
-to take in a token (llguidance 1.9.1). Costs are seconds of CPU time, so that a machine that is
-busy, or stood still, ends nobody's request.
+Usual grammars take 20 to 200 µs for a mask and 3 ms at most. Ambiguous ones take up to 160 ms, and
+as much to consume a token (llguidance 1.9.1). Costs are seconds of CPU time, so that a busy or
+suspended machine does not end requests.
 """
 
 from quire.worker.text.recent import RecentSeconds
 
 _TRUSTED_S, _NUM_TRUSTED = 0.0005, 16
-"""The mean of a mask, and masks behind which it is relied on."""
+"""A grammar is trusted if its mean time for a mask is at most this after this many masks."""
 _SLOW_S = 0.001
 ALLOWANCE_S = 0.005
-"""A token may take 25 times the p99 of honest grammars; what is above adds up."""
+"""Allowed time per token: 25 times the p99 of usual grammars. Time above it adds up as excess."""
 MAX_EXCESS_S = 1.0
-"""The most that one grammar may take above its allowance."""
+"""Most excess of one grammar."""
 MAX_TENANT_EXCESS_S, _LEAST_EXCESS_S = 2.0, 0.25
-"""The most that a tenant's grammars may take above theirs, older excess weighing less; and the
-excess below which no grammar is to blame."""
+"""Most recent excess of all grammars of a tenant, decayed over time; and the excess that each of
+its grammars may then still have."""
 _CLEAN_S = 0.05
 _FAILURE_S = 0.1
-"""What the grammar is charged for a request that its work ended."""
+"""The cost charged to a grammar for a request that exceeded llguidance's limits."""
 
 
 class MaskCost:
-    """The account of one grammar of one tenant; all of its requests share it."""
+    """The costs of one grammar of one tenant, shared by all of its requests."""
 
     def __init__(self, tenant: RecentSeconds) -> None:
         self.tenant = tenant
-        """What the tenant's grammars took above their allowance in the last minute or so."""
+        """Excess of all grammars of the tenant in about the last minute."""
         self.excess_s = 0.0
         self.mean_s = 0.0
-        """The mean of about the last 16 masks."""
+        """Mean time of about the last 16 masks."""
         self._num = 0
         self.is_spent = False
-        """Its requests are to end, and no other one is to begin."""
+        """Whether its limit is exceeded: its requests must end, and no other may begin."""
 
     def charge(self, cost_s: float, *, num_tokens: int = 1) -> None:
-        """One more mask, and taking in the ``num_tokens`` before it, took ``cost_s``."""
+        """Adds the cost of one mask and of consuming the ``num_tokens`` before it."""
         self._num = min(self._num + 1, _NUM_TRUSTED)
         self.mean_s += (cost_s - self.mean_s) / self._num
         excess_s = cost_s - ALLOWANCE_S * num_tokens
@@ -45,8 +45,8 @@ class MaskCost:
         self._add(excess_s)
 
     def failed(self) -> None:
-        """A request ended, as its next mask would have taken more work than there may be. Where
-        that happens time and again no other request is to begin."""
+        """Adds the cost of a request that ended because its next mask exceeded llguidance's limits.
+        After several of them, no other request may begin."""
         self._add(_FAILURE_S)
 
     def _add(self, excess_s: float) -> None:
@@ -56,18 +56,18 @@ class MaskCost:
 
     @property
     def is_slow(self) -> bool:
-        """Whether its masks are only computed in the time that is set aside for such ones."""
+        """Whether its masks are only computed in the time reserved for slow masks."""
         return self.mean_s > _SLOW_S
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the engine may compute its masks itself, and those of guesses."""
+        """Whether the engine's thread may compute its masks, also those of draft tokens."""
         is_known = self._num == _NUM_TRUSTED and self.mean_s <= _TRUSTED_S
         return is_known and self.tenant.sum_s < _CLEAN_S
 
     @property
     def error(self) -> str:
-        """Why requests with it end."""
+        """The error message for requests with a spent grammar."""
         return (
             f"finding the tokens that may come next takes {self.excess_s:.2f} s of CPU time more "
             f"than {1e3 * ALLOWANCE_S:g} ms a token, which is too much: the grammar is ambiguous, "

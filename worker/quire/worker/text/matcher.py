@@ -1,8 +1,8 @@
-"""The place of one output in its grammar: which tokens may come next.
+"""Tracks the place of an output in its grammar, which determines the tokens that may follow.
 
-A `Matcher` goes on token by token. Each place has a mask, which takes work: until `Matcher.fill`
-has done it, in whatever thread, the place is not ready. Matchers of one grammar that took the same
-tokens may stand at the same `Place`, so that one of them does the work for all.
+A `Matcher` advances token by token. Each place has a mask, which takes time to compute: until
+`Matcher.fill` has done so, in any thread, the place is not ready. Matchers of one grammar that
+consumed the same tokens can share a `Place`, so that one of them computes the mask for all.
 """
 
 import itertools
@@ -17,14 +17,14 @@ from quire.worker.api.arrays import Ints
 from quire.worker.api.hashing import TokenIds
 from quire.worker.text.mask_cost import MaskCost
 
-if TYPE_CHECKING:  # Imported where it is needed: most processes never see a constraint.
+if TYPE_CHECKING:  # Imported when needed: most processes never get a constraint.
     from llguidance import LLExecutor, LLMatcher
 
 # W words of 32 tokens
 
 _MAX_ERROR_CHARS = 400
 _MAX_FORCED_WORDS = 16
-"""Words of a mask with a bit, above which no text is forced: few tokens begin one text."""
+"""If more words of a mask have a bit set, no text is forced: few tokens begin the same text."""
 
 _NO_TOKEN = 2**31 - 1
 _SHORT_S = 0.005
@@ -34,17 +34,18 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class Place:
-    """What may follow an output. Written by the thread that fills it; constant once it is ready."""
+    """The tokens that may follow an output. Written by the thread that fills it; constant once it
+    is ready."""
 
     def __init__(self, num_words: int, key: Key | None = None) -> None:
         self.key = key
-        """The number of an earlier place, and the tokens that lead from there to here."""
+        """Number of an earlier place, and the tokens from there to this place."""
         self.number = next(_numbers)
         self.mask_W: Ints = np.zeros(num_words, np.int32)
-        """Bit ``t % 32`` of word ``t // 32`` allows token ``t``. End tokens are allowed where the
-        output may end; where it must, nothing else is."""
+        """Bit ``t % 32`` of word ``t // 32`` allows token ``t``. End tokens are allowed if the
+        output may end; if it must end, no others are."""
         self.error: str | None = None
-        """Why the output cannot go on: its next token would take more work than there may be."""
+        """Why the output cannot continue: usually, the mask exceeds llguidance's limits."""
         self.is_ready = False
 
     def behind(self, token_ids: tuple[int, ...]) -> "Place":
@@ -54,7 +55,7 @@ class Place:
 
 
 class Matcher:
-    """Which tokens may follow an output. For one thread at a time."""
+    """Tracks which tokens may follow an output. Not thread-safe."""
 
     def __init__(self, state: "LLMatcher", place: Place, cost: MaskCost) -> None:
         self._state = state
@@ -77,21 +78,21 @@ class Matcher:
 
     @property
     def num_unread(self) -> int:
-        """Tokens that `fill` takes in first."""
+        """Tokens that `fill` consumes before it computes the mask."""
         return len(self._unread)
 
     def consume(self, token_ids: Sequence[int] | TokenIds) -> None:
-        """Goes on behind tokens that were allowed, to a place that is not ready."""
+        """Advances by allowed tokens, to a place that is not ready."""
         if self.error is None and len(token_ids):
             read = tuple(int(each) for each in token_ids)
             self._unread += read
             self.place = self.place.behind(read)
 
     def fill(self, *, is_slow: bool = False) -> float:
-        """Makes its place ready; returns the CPU time that took, in seconds.
+        """Makes its place ready. Returns the CPU time that it took, in seconds.
 
-        ``is_slow``: its grammar takes long, so that no other thread is to wait while it takes in
-        tokens; without, that is 50 µs quicker.
+        ``is_slow``: its grammar is slow, so the GIL is released while it consumes tokens. Without
+        that, it is 50 µs faster.
         """
         place = self.place
         if place.is_ready:
@@ -106,7 +107,7 @@ class Matcher:
                 self._state.unsafe_compute_mask_ptr(place.mask_W.ctypes.data, place.mask_W.nbytes)
             if self._state.is_error():
                 place.error = cut(self._state.get_error())
-        except BaseException as error:  # A panic in llguidance is no Exception.
+        except BaseException as error:  # A panic in llguidance is not an Exception.
             place.error = cut(repr(error))
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
@@ -115,8 +116,8 @@ class Matcher:
         return time.thread_time() - began_s + free_s
 
     def forced(self) -> list[int]:
-        """Tokens that must come next, as far as the tokenizer alone decides how their text is cut
-        into tokens: a model may cut it otherwise. Often none."""
+        """The tokens of the text that must follow, as the tokenizer splits it; a model may split it
+        differently. Often none."""
         if self.error is not None or np.count_nonzero(self.mask_W) > _MAX_FORCED_WORDS:
             return []
         self._take_in()
@@ -124,8 +125,8 @@ class Matcher:
         return forced
 
     def masks_behind(self, token_ids: Sequence[int]) -> list[Ints]:
-        """What is allowed behind each of ``token_ids``, as far as these are allowed themselves.
-        This place stays where it is."""
+        """The masks after each of ``token_ids``, as long as these are allowed themselves. This
+        matcher does not advance."""
         self._take_in()
         ahead = Matcher(self._state.deep_copy(), self.place, self.cost)
         masks = []
@@ -143,8 +144,8 @@ class Matcher:
             self._unread.clear()
 
     def _take_in_freely(self) -> float:
-        """`_take_in` without Python's lock, which llguidance gives up where it takes in tokens of
-        several matchers: beside this one's goes one that has ended, of which none is taken."""
+        """`_take_in` without the GIL. llguidance releases it only to consume tokens of several
+        matchers, so this also passes an ended matcher that consumes none. Returns CPU seconds."""
         began = time.perf_counter(), time.process_time()
         for token_id in self._unread:
             ended = self._state.deep_copy()
@@ -152,13 +153,14 @@ class Matcher:
             if not _executor().consume_token_par([(self._state, token_id), (ended, 0)])[0]:
                 break
         self._unread.clear()
-        # By another thread: the less of two bounds of its time, which mean little if it is short.
+        # The work ran in another thread: takes the lower of two upper bounds of its time, which
+        # are too inaccurate for short times.
         taken_s = min(time.perf_counter() - began[0], time.process_time() - began[1])
         return taken_s if taken_s > _SHORT_S else 0.0
 
 
 def cut(error: str) -> str:
-    """The part of llguidance's ``error`` that a client is told."""
+    """The part of llguidance's ``error`` that clients receive."""
     error = error.removesuffix("<non-verbose/>").strip()
     return error if len(error) <= _MAX_ERROR_CHARS else f"{error[:_MAX_ERROR_CHARS]}…"
 

@@ -1,4 +1,4 @@
-"""Prompts of the offline API, as token ids."""
+"""Reads prompts of the offline API."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,8 +8,8 @@ from quire.worker.api.hashing import TokenIds, as_token_ids
 from quire.worker.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]
-"""A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a mapping may have a
-``cache_salt`` too: prompts share cached prefixes only within a salt."""
+"""A text, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. A mapping may also have a
+``cache_salt``: only prompts with the same salt share cached prefixes."""
 
 _FIELDS = {"prompt", "prompt_token_ids", "cache_salt"}
 
@@ -17,10 +17,10 @@ _FIELDS = {"prompt", "prompt_token_ids", "cache_salt"}
 def read_prompt(
     prompt: Prompt, *, tokenizer: Callable[[], Tokenizer]
 ) -> tuple[str | None, TokenIds, str]:
-    """The prompt's text, if it came as such, its token ids and its salt.
+    """The prompt's text (``None`` if it was given as token ids), its token ids and its salt.
 
     Raises:
-        InvalidRequest: It is no prompt.
+        InvalidRequest: It is not a valid prompt.
     """
     fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
     if (

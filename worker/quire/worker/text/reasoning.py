@@ -1,4 +1,4 @@
-"""How models mark the part of an answer that is reasoning."""
+"""The formats in which models mark the reasoning part of an answer."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,58 +7,59 @@ from typing import TYPE_CHECKING
 from quire.worker.api.errors import UnreadableTemplate
 from quire.worker.text.response_template import REASONING_FIELDS, check_rest, fields_of, text_of
 
-if TYPE_CHECKING:  # The command line reads the names of formats, and needs no NumPy for that.
+if TYPE_CHECKING:  # The command line only reads the formats' names, and needs no NumPy.
     from quire.worker.api.hashing import TokenIds
     from quire.worker.text.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 8
-"""Last tokens of a prompt, among which a template that begins the reasoning does so."""
+"""If a template begins the reasoning, it does so within this many last tokens of a prompt."""
 _OPENS_TOKENS = 32
-"""More than a mark has that begins reasoning, with space behind it."""
+"""More tokens than any mark that begins reasoning has, including space after it."""
 _MAX_TURN_TOKENS = 32_768
-"""How many of the last tokens of a prompt are searched for the marks of reasoning."""
+"""How many last tokens of a prompt are searched for the marks of reasoning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """An answer is a sequence of messages: header, body and end. A header names the message's
-    channel and, of a call, its function."""
+    """The marks of an answer that is a sequence of messages, each with header, body and end. A
+    header names the message's channel and, for a call, its function."""
 
     start: str
-    """Before the role, with which a header begins; the prompt ends with that of the first."""
+    """The text before the role, at the beginning of a header. The prompt ends with the first one's
+    role."""
     channel: str
     kind: str
-    """Before the type of the body."""
+    """The text before the type of the body."""
     message: str
-    """Between header and body."""
+    """The text between header and body."""
     ends: tuple[str, ...]
     reasoning: str
-    """The channel of reasoning."""
+    """The name of the channel for reasoning."""
     function: str
-    """Before a function's name."""
+    """The text before a function's name."""
     answer: str
-    """The header of an answer that is no call."""
+    """The header of an answer that is not a call."""
     reopens: str
-    """What begins a message behind another."""
+    """The text that begins a message after another one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningFormat:
-    """How the part of an answer that is reasoning is marked; it is at the beginning."""
+    """The marks of the reasoning part of an answer, which is at its beginning."""
 
     name: str
     opens: str
     closes: str
     signs: tuple[tuple[str, ...], ...]
-    """A chat template that contains all texts of one entry belongs to models that write this."""
+    """If a chat template contains all texts of one entry, its model uses this format."""
     frame: Frame | None = None
-    """Where there is one, the parser reads by it."""
+    """If set, the parser uses it."""
     opens_token: str = ""
-    """The first token of ``opens``, where it is several and this one begins nothing else."""
+    """The first token of ``opens``, if that is several tokens and this one begins nothing else."""
 
     def begun(self, tokenizer: "Tokenizer", prompt_token_ids: "TokenIds") -> bool | None:
-        """Whether the prompt ends within reasoning, or behind its end; ``None`` where it leaves
-        that to the model. The prompt may have begun the answer's text, too."""
+        """Whether the prompt ends within reasoning (true) or after its end (false); ``None`` if it
+        leaves that to the model. The prompt may also have begun the answer's text."""
         token_ids = prompt_token_ids[-_MAX_TURN_TOKENS:].tolist()
         turn = self._last_turn(tokenizer, token_ids)
         shown = token_ids[-_TAIL_TOKENS:] if turn is None else turn
@@ -70,17 +71,17 @@ class ReasoningFormat:
         return None if opened == closed else opened > closed
 
     def goes_on(self, tokenizer: "Tokenizer", prompt_token_ids: "TokenIds") -> bool:
-        """Whether a prompt that ends within reasoning has a text of it, and not only its mark."""
+        """Whether a prompt that ends within reasoning has some of its text, not only its mark."""
         token_ids = prompt_token_ids[-_OPENS_TOKENS:].tolist()
         text = tokenizer.decode(token_ids, skip_special_tokens=False)
         return not text.rstrip().endswith(self.opens)
 
     def _last_turn(self, tokenizer: "Tokenizer", token_ids: list[int]) -> list[int] | None:
-        """What is behind the last special token that is no mark of reasoning: it ends the turn
-        before, or begins this one. ``None`` without such a token between turns."""
+        """The tokens after the last special token that is not a mark of reasoning: it ends the
+        previous turn or begins this one. ``None`` if there is no such token between turns."""
         marks = self.opens + self.closes
         special = tokenizer.special_tokens
-        for at in range(len(token_ids) - 1, 0, -1):  # The first one of a prompt begins the chat.
+        for at in range(len(token_ids) - 1, 0, -1):  # The first token begins the chat, not a turn.
             text = special.get(token_ids[at])
             if text is not None and text not in marks:
                 return token_ids[at + 1 :]
@@ -141,12 +142,12 @@ REASONING_FORMATS = (
 
 
 def sign_in(source: str, signs: Iterable[tuple[str, ...]]) -> tuple[str, ...] | None:
-    """The first of ``signs`` all of whose texts are in a chat template."""
+    """The first of ``signs`` whose texts all occur in a chat template's source."""
     return next((texts for texts in signs if all(text in source for text in texts)), None)
 
 
 def reasoning_of(tokenizer: "Tokenizer") -> ReasoningFormat | None:
-    """What the response template says or else the chat template shows, if any."""
+    """The model's format according to its response template or else its chat template, if any."""
     if tokenizer.response_template is not None:
         try:
             return reasoning_from(tokenizer.response_template)
@@ -157,11 +158,10 @@ def reasoning_of(tokenizer: "Tokenizer") -> ReasoningFormat | None:
 
 
 def reasoning_from(template: object) -> ReasoningFormat:
-    """What a response template says: the format above that is the same, or one of its own.
+    """The format that a response template describes: a known format if it is equal, or a new one.
 
     Raises:
-        UnreadableTemplate: It has no reasoning, or none that is at the beginning and between two
-            fixed texts.
+        UnreadableTemplate: It describes no reasoning at the beginning between two fixed texts.
     """
     fields = fields_of(template)
     field = next((fields[name] for name in REASONING_FIELDS if name in fields), None)

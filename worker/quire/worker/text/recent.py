@@ -1,4 +1,4 @@
-"""Seconds that were spent, the older the less."""
+"""An exponentially decayed sum of seconds."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ _FADES_S = 60.0
 
 
 class RecentSeconds:
-    """A sum that fades to a third in a minute."""
+    """A sum that decays exponentially, to about a third in one minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

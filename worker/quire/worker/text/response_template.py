@@ -1,11 +1,11 @@
-"""A checkpoint's response template: its own description of how its answers are to be read.
+"""A checkpoint's response template: its own description of how to parse its answers.
 
-transformers (5.13 and later) keeps it in ``tokenizer_config.json``. It lists the fields of a
-message, each of which is a region of the text between two delimiters. The whole description:
+transformers (5.13 and later) stores it in ``tokenizer_config.json``. It lists the fields of a
+message, each of which is a region of the text between two delimiters. The full description:
 https://huggingface.co/docs/transformers/main/chat_response_parsing
 
 The file comes with the checkpoint, so nothing in it is trusted. Its size is bounded, and its
-regular expressions are never run: each is read as a sequence of texts, whitespace and named
+regular expressions are never run: each is parsed as a sequence of texts, whitespace and named
 groups, or refused.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Literal
 from quire.worker.api.errors import UnreadableTemplate
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""The names under which templates have the reasoning."""
+"""Names of the field for reasoning in templates."""
 _MAX_CHARS = 32_768
 _MAX_PATTERN_CHARS = 512
 _MAX_TEXT_CHARS = 128
@@ -43,19 +43,19 @@ _CONTROL = {"n": "\n", "r": "\r", "t": "\t"}
 
 @dataclass(frozen=True)
 class Gap:
-    """Whitespace, as much as there is."""
+    """Any amount of whitespace."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Text that a template gives a name."""
+    """A named group of a regular expression."""
 
     name: str
     pattern: str
 
 
 Sequence = tuple[str | Gap | Group, ...]
-"""What a delimiter is made of; no two texts or gaps follow each other."""
+"""The parts of a delimiter. Two texts, or two gaps, are never adjacent."""
 
 
 @dataclass(frozen=True)
@@ -67,24 +67,24 @@ class Field:
 
     @property
     def is_marked(self) -> bool:
-        """Whether something opens it; else it is the text that no other field takes."""
+        """Whether it has an opening delimiter; if not, it is the text that no other field takes."""
         return "open" in self.given or "open_pattern" in self.given
 
     @property
     def content(self) -> str:
-        """The name of that which reads the text between the delimiters."""
+        """The name of the parser of the text between the delimiters."""
         return str(self.given.get("content", "text"))
 
     @property
     def arguments(self) -> Mapping[str, Any]:
-        """Those of ``content``."""
+        """The arguments of the parser ``content``."""
         given = self.given.get("content_args") or {}
         if not isinstance(given, dict):
             raise self.refused("content_args", given)
         return given
 
     def delimiters(self, side: Literal["open", "close"]) -> tuple[Sequence, ...]:
-        """Those that open or close it, any of which will do; none where it goes to the end."""
+        """The alternative delimiters that open or close it; none if it extends to the end."""
         pattern = self.given.get(f"{side}_pattern")
         if pattern is not None:
             return (sequence_of(pattern, place=f"{self.name}.{side}_pattern"),)
@@ -97,7 +97,7 @@ class Field:
         return tuple((text,) for text in texts)
 
     def delimiter(self, side: Literal["open", "close"]) -> Sequence:
-        """The only one."""
+        """The only opening or closing delimiter. Raises UnreadableTemplate if there are others."""
         given = self.delimiters(side)
         if len(given) != 1:
             raise self.refused(side, self.given.get(side))
@@ -116,7 +116,7 @@ def fields_of(template: object) -> dict[str, Field]:
     """The fields of a response template, by name.
 
     Raises:
-        UnreadableTemplate: It is not made as transformers has it, or is too large.
+        UnreadableTemplate: It does not have transformers' structure, or is too large.
     """
     if not isinstance(template, dict):
         raise UnreadableTemplate(f"it must be an object, not {reprlib.repr(template)}")
@@ -142,8 +142,8 @@ def fields_of(template: object) -> dict[str, Field]:
 
 
 def check_rest(fields: Mapping[str, Field]) -> None:
-    """Raises UnreadableTemplate: there is more in an answer than reasoning, calls and the text
-    that is left."""
+    """Raises UnreadableTemplate if an answer has fields other than reasoning, calls and the
+    remaining text."""
     for name, field in fields.items():
         if name == "content":
             if field.is_marked:
@@ -155,7 +155,7 @@ def check_rest(fields: Mapping[str, Field]) -> None:
 
 
 def sequence_of(pattern: object, *, place: str) -> Sequence:
-    """The parts of a regular expression. Raises UnreadableTemplate: it has others."""
+    """The parts of a regular expression. Raises UnreadableTemplate if it has unsupported parts."""
     if not isinstance(pattern, str) or len(pattern) > _MAX_PATTERN_CHARS:
         raise refused(place, pattern)
     parts: list[str | Gap | Group] = []
@@ -186,7 +186,7 @@ def sequence_of(pattern: object, *, place: str) -> Sequence:
 
 
 def text_of(sequence: Sequence) -> str | None:
-    """The one text that it is, without whitespace around it; ``None`` where it is more."""
+    """The text of a sequence that has only one, without surrounding whitespace; else ``None``."""
     texts = [part.strip() for part in sequence if isinstance(part, str) and part.strip()]
     if len(texts) != 1 or any(isinstance(part, Group) for part in sequence):
         return None

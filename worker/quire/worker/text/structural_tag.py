@@ -1,7 +1,7 @@
-"""Structural tags: text in which some parts have a form, as vLLM and SGLang write it.
+"""Structural tags: free text in which marked parts are constrained, as in vLLM and SGLang.
 
-Sources: ``structures`` and ``triggers`` of SGLang's and vLLM's documentation, and ``format`` of
-XGrammar's, whose field names and meanings are kept.
+Sources: SGLang's and vLLM's documentation for ``structures`` and ``triggers``, and XGrammar's for
+``format``. Field names and meanings are theirs.
 """
 
 import json
@@ -15,7 +15,7 @@ _MAX_DEPTH = 32
 
 
 def written(lark: Lark, text: str) -> str:
-    """The grammar of a structural tag, which ``text`` is as JSON. Raises ValueError."""
+    """The grammar of the structural tag whose JSON is ``text``. Raises ValueError if invalid."""
     given = json.loads(text)
     if not isinstance(given, dict):
         raise ValueError("it must be an object")
@@ -48,7 +48,7 @@ def _schema(lark: Lark, given: Mapping[str, Any], depth: int) -> str:
 
 
 def _pattern(given: Mapping[str, Any]) -> str:
-    """A regular expression in which no ``/`` ends it."""
+    """The given regular expression, with ``/`` escaped."""
     pattern = _get(given, "pattern", str)
     if not re.fullmatch(r"(?:\\.|[^\\])+", pattern, re.DOTALL):
         raise ValueError(f"pattern={pattern!r} is empty, or ends with half an escape")
@@ -66,7 +66,7 @@ def _or(lark: Lark, given: Mapping[str, Any], depth: int) -> str:
 
 
 def _tag(lark: Lark, given: Mapping[str, Any], depth: int, *, begun: str = "") -> str:
-    """``begun``: what has been written of its beginning."""
+    """An expression for a tag. ``begun`` is the part of its beginning that is already written."""
     begin = lark.text(_get(given, "begin", str).removeprefix(begun))
     content, end = _get(given, "content", dict), _get(given, "end", str)
     if content.get("type") == "any_text" and end:

@@ -1,5 +1,5 @@
-"""The process in which `quire.worker.text.template_process` renders. A request is a chat; it is
-answered by the text, or by why there is none."""
+"""The child process of `quire.worker.text.template_process`. A request is a chat; the answer is the
+rendered text, or why there is none."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from quire.worker.text.chat_template import ChatTemplate
 from quire.worker.text.child_process import serve
 
 TEXT, REFUSED = b"T", b"R"
-"""First byte of an answer."""
+"""First byte of an answer: it is a text, or a reason for refusal."""
 
 
 def _prepare(first: dict[str, Any]) -> Callable[[bytes], bytes]:
@@ -31,7 +31,7 @@ def _answer(template: ChatTemplate, request: bytes, *, max_chars: int) -> bytes:
         reason = f"it makes {len(text)} characters of them, at most {max_chars} are allowed"
     except QuireError as error:
         return REFUSED + str(error).encode(errors="replace")
-    except (MemoryError, ValueError) as error:  # As it was read, or half a character written.
+    except (MemoryError, ValueError) as error:  # While reading, or writing a lone surrogate.
         reason = type(error).__name__
     return REFUSED + f"the chat template refuses these messages: {reason}".encode()
 

@@ -1,4 +1,4 @@
-"""Chat templates rendered in a process of their own, with limits of time and memory.
+"""Renders chat templates in a child process with limits on time and memory.
 
 A template is a program, and messages may make it slow.
 """
@@ -28,7 +28,7 @@ class TemplateLimits:
 
     timeout_s: float = 5.0
     memory_bytes: int = 512 << 20
-    """Memory limit of the whole process, Python's own 50 MB included."""
+    """Memory limit of the whole process in bytes, including Python's own 50 MB."""
     max_chars: int = 16 << 20
     """Longest rendered text."""
 
@@ -44,10 +44,10 @@ class TemplateLimits:
 
 
 class TemplateProcess:
-    """Renders chats one after another; threads wait for each other.
+    """Renders one chat at a time; concurrent callers wait.
 
-    The process starts with the first chat, and again after one that had to be ended. It ends with
-    this object, and with this process, even by SIGKILL.
+    The process starts with the first chat, and starts again after it had to be killed. It ends with
+    this object and with the parent process, even by SIGKILL.
     """
 
     def __init__(self, template: ChatTemplate, limits: TemplateLimits | None = None) -> None:
@@ -66,13 +66,13 @@ class TemplateProcess:
         )
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """As `ChatTemplate.render`, within the limits.
+        """Renders a chat like `ChatTemplate.render`, within the limits.
 
         Raises:
             InvalidRequest: The template refuses the messages, fails on them or exceeds a limit.
         """
         chat = {"messages": messages, **options}
-        # As it is: escaped, a character may take twelve bytes.
+        # Not escaped: an escaped character may take twelve bytes.
         request = json.dumps(chat, ensure_ascii=False).encode("utf-8", "replace")
         timeout_s = self._limits.timeout_s
         try:

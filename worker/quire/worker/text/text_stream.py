@@ -1,4 +1,4 @@
-"""Text that arrives token by token: what can be shown of it yet, and where it stops."""
+"""Streams text from tokens: finds the text that can be shown yet, and stop strings."""
 
 from collections.abc import Sequence, Set
 from typing import NamedTuple
@@ -10,16 +10,17 @@ from quire.worker.text.tokenizer import Tokenizer
 
 class TextDelta(NamedTuple):
     text: str
-    """Text that can be shown now: never the beginning of a stop string, never half a character."""
+    """Text that can be shown now. It never ends with the beginning of a stop string, or within a
+    character."""
     stopped: bool
-    """A stop string is complete: the request is at its end."""
+    """Whether a stop string is complete, which ends the request."""
 
 
 class TextStream:
     """The text of one request, from tokens that arrive a few at a time.
 
-    All deltas joined, with `finish`, are the decoded text up to the first stop string, however
-    the tokens were divided.
+    All deltas and `finish`, concatenated, are the decoded text up to the first stop string,
+    however the tokens were split into deltas.
     """
 
     def __init__(
@@ -30,8 +31,8 @@ class TextStream:
         follows: Sequence[int] | TokenIds = (),
         shown_token_ids: Set[int] = frozenset(),
     ) -> None:
-        """``follows``: the prompt. ``shown_token_ids``: special tokens that are part of the text
-        although it leaves out the others."""
+        """``follows`` is the prompt. ``shown_token_ids`` are special tokens that appear in the text
+        although other special tokens do not."""
         self._text = tokenizer.detokenizer(
             skip_special_tokens=params.skip_special_tokens,
             shown_token_ids=shown_token_ids,
@@ -40,14 +41,14 @@ class TextStream:
         self._stops = params.stop_strings
         self._keep_stop = params.include_stop_str_in_output
         self._num_unstopped = params.min_tokens
-        """How many more tokens cannot complete a stop string."""
+        """How many of the next tokens cannot complete a stop string."""
         self._held = ""  # Text that could be the beginning of a stop string.
         self._stopped = False
         self.stop_string: str | None = None
         """The stop string that ended the text, once one did."""
 
     def push(self, token_id: int) -> TextDelta:
-        """Adds a token; returns the text that is now certain. After a stop, nothing more."""
+        """Adds a token. Returns the text that is now certain; empty after a stop."""
         if self._stopped:
             return TextDelta("", True)
         text = self._text.push(token_id)
@@ -57,7 +58,7 @@ class TextStream:
         return TextDelta(text, self._stopped)
 
     def finish(self) -> str:
-        """The rest of the text, once no more tokens come."""
+        """The rest of the text. Called after the last token."""
         if self._stopped:
             return ""
         rest = self._text.finish()
@@ -67,7 +68,7 @@ class TextStream:
         return shown + rest
 
     def _hold_back_stops(self, text: str) -> str:
-        """Passes ``text`` on, less a tail that may yet become a stop string."""
+        """Returns ``text`` without a tail that may become a stop string."""
         num_held = len(self._held)
         text = self._held + text
         found = [
@@ -76,7 +77,7 @@ class TextStream:
             if stop in text and (start := text.find(stop, max(0, num_held - len(stop) + 1))) >= 0
         ]
         if found and self._num_unstopped < 0:
-            # The one that is complete first ends the text, however tokens fell together.
+            # The stop string that is complete first ends the text, however tokens are grouped.
             start, stop = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             self._stopped = True
             self.stop_string = stop
@@ -88,7 +89,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest beginning of ``stop``, short of all of it, that ends ``text``."""
+    """The length of the longest proper prefix of ``stop`` that ``text`` ends with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

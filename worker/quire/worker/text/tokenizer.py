@@ -1,13 +1,13 @@
-"""Text to token ids and back: tokenizer and chat template.
+"""A checkpoint's tokenizer and chat template: text to token ids and back.
 
-Built on the `tokenizers` library and Jinja alone, so that a gateway needs neither torch nor the
-seconds that importing transformers takes.
+Uses only the `tokenizers` library and Jinja, so that a gateway needs neither torch nor the seconds
+to import transformers.
 
-Anyone may have written a tokenizer's file, and so its work is bounded. Where every part is known to
-take the square of a text's length at most (`quire.worker.text.tokenizer_work`), texts are encoded
-in this process: what else limits texts limits that. Otherwise a process of its own encodes, with
-limits of time and memory. A decoder of which that is not known is refused. What the library raises
-or panics with is an InvalidRequest.
+A tokenizer's file is not trusted, so its work is bounded. If every part is known to take at most
+quadratic time in a text's length (`quire.worker.text.tokenizer_work`), texts are encoded in this
+process, where the usual limits on texts are enough. Otherwise a child process encodes, with limits
+on time and memory. A decoder without a known bound is refused. Exceptions and panics of the library
+are raised as InvalidRequest.
 """
 
 import io
@@ -60,7 +60,7 @@ class Tokenizer:
         response_template: object = None,
         name: str = "the model",
     ) -> None:
-        """``name`` is the model's, for messages.
+        """``name`` is the model's name, for messages.
 
         Raises:
             CheckpointError: The work of decoding has no known bound.
@@ -79,14 +79,14 @@ class Tokenizer:
         self._template = _chat_template(chat_template, tools_template, self._special_tokens)
         self._pieces = Pieces(backend)
         self.bound: TextBound | None = text_bound(backend) if self.encodes_here else None
-        """How few tokens a text can have, by its length alone; ``None`` where that is not known."""
+        """Lower bound on a text's number of tokens from its length; ``None`` if it is not known."""
         self.response_template = response_template
         """The checkpoint's response template, unchecked; ``None`` if it has none."""
 
     @classmethod
     def load(cls, path: str | Path, *, chat_template: str | None = None) -> "Tokenizer":
         """Reads ``tokenizer.json``, ``tokenizer_config.json`` and the files of chat templates, or
-        the metadata of the GGUF file that ``path`` means.
+        the metadata of the GGUF file at ``path``.
 
         ``chat_template`` is a Jinja template to use instead of the checkpoint's own.
 
@@ -95,7 +95,7 @@ class Tokenizer:
         """
         folder = Path(path)
         if (gguf := find_gguf(folder)) is not None:
-            folder, header = gguf, read_header(gguf)  # Nothing beside it is read.
+            folder, header = gguf, read_header(gguf)  # Other files in its folder are not read.
             config, backend = tokenizer_config(header), build_tokenizer(header)
         else:
             config = read_config(folder)
@@ -115,7 +115,7 @@ class Tokenizer:
 
     @staticmethod
     def is_in(path: Path) -> bool:
-        """Whether the checkpoint has a tokenizer. Raises CheckpointError: it cannot be read."""
+        """Whether the checkpoint has a tokenizer. Raises CheckpointError if it cannot be read."""
         if (gguf := find_gguf(path)) is not None:
             return "tokenizer.ggml.tokens" in read_header(gguf).metadata
         return any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
@@ -130,12 +130,12 @@ class Tokenizer:
         return self._template
 
     def token_id(self, text: str) -> int | None:
-        """The token that is this text; ``None`` where there is none."""
+        """The id of the token with exactly this text; ``None`` if there is none."""
         return self._backend.token_to_id(text)
 
     @cached_property
     def around_pair(self) -> tuple[list[int], list[int], list[int]]:
-        """The special tokens before, between and behind two texts that are read as one."""
+        """The special tokens before, between and after two texts that are encoded as a pair."""
         encoding = self._backend.encode("a", "a")
         ids, text_of = encoding.ids, encoding.sequence_ids
         first, second = text_of.index(0), text_of.index(1)
@@ -154,46 +154,46 @@ class Tokenizer:
             "tokenizer_config.json": json.dumps(config),
         }
         if self._template is not None and self._template.tools_source is not None:
-            # Not as a list in the configuration, which not every reader of it knows.
+            # Not as a list in the configuration, which not every program can read.
             texts[f"{TEMPLATES_FOLDER}/tool_use.jinja"] = self._template.tools_source
         archive = io.BytesIO()
         with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
             for (
                 name,
                 text,
-            ) in texts.items():  # A ZipInfo has no time, so that the bytes are always the same.
+            ) in texts.items():  # A ZipInfo without a time makes the bytes reproducible.
                 files.writestr(zipfile.ZipInfo(name), text, compress_type=zipfile.ZIP_DEFLATED)
         return archive.getvalue()
 
     @cached_property
     def special_tokens(self) -> Mapping[int, str]:
-        """The texts of the tokens that `decode` leaves out."""
+        """The texts of the special tokens, which `decode` leaves out, by id."""
         added = self._backend.get_added_tokens_decoder()
         return {token_id: token.content for token_id, token in added.items() if token.special}
 
     @property
     def encodes_here(self) -> bool:
-        """Whether `encode` takes no more than the text's length allows; else a process does it,
+        """Whether the text's length bounds the work of `encode`. If not, a child process encodes,
         which may take seconds."""
         return self._process is None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The text's token ids. Other threads run meanwhile.
+        """The text's token ids. Releases the GIL.
 
         Raises:
-            InvalidRequest: The tokenizer refuses the text, or exceeds a limit over it.
+            InvalidRequest: The tokenizer refuses the text, or exceeds a limit on it.
         """
         if self._process is not None:
             return self._process.encode(text, add_special_tokens=add_special_tokens)
         return encode(self._backend, text, add_special_tokens=add_special_tokens, name=self._name)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``token_ids``, as a `Detokenizer` has it. Other threads run meanwhile where
-        there are many."""
+        """The text of ``token_ids``, as a `Detokenizer` gives it. Releases the GIL if there are
+        many tokens."""
         ids = list(token_ids)
         if len(ids) < _MANY_TOKENS:
             text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        else:  # As in `encode`: a million tokens held a gateway up for 0.23 s.
+        else:  # As in `encode`: a million tokens blocked a gateway for 0.23 s.
             (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
         if _REPLACEMENT not in text or not self._pieces.has_byte_fallback:
             return str(text)
@@ -207,28 +207,28 @@ class Tokenizer:
         shown_token_ids: Set[int] = frozenset(),
         follows: Sequence[int] | TokenIds = (),
     ) -> Detokenizer:
-        """Decodes tokens one by one. ``shown_token_ids``: special tokens that are part of the text
-        although it leaves out the others. ``follows``: the tokens before it."""
+        """A detokenizer for one text. ``shown_token_ids`` are special tokens that appear in the
+        text although others do not. ``follows`` are the tokens before the text."""
         skipped = self.special_token_ids if skip_special_tokens else frozenset()
         if shown_token_ids:
             skipped -= shown_token_ids
         return Detokenizer(self._pieces, skipped=skipped, follows=follows)
 
     def to_json(self) -> str:
-        """The contents of a ``tokenizer.json``, without the chat template."""
+        """The contents of ``tokenizer.json``, without the chat template."""
         return self._backend.to_str()
 
     def token_text(self, token_id: int) -> str:
-        """One token's own text behind others, or its bytes where it is no text by itself."""
+        """The text of one token after others, or its bytes if they are not valid UTF-8."""
         return readable(self._pieces.later[token_id])
 
     @cached_property
     def special_token_ids(self) -> frozenset[int]:
-        """The tokens that `decode` leaves out."""
+        """The ids of the special tokens, which `decode` leaves out."""
         return frozenset(self.special_tokens)
 
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """The token ids of a chat, up to where the assistant's next turn begins.
+        """The token ids of a chat, by default up to the beginning of the assistant's next turn.
 
         ``options`` are those of `ChatTemplate.render`.
 
@@ -236,10 +236,10 @@ class Tokenizer:
             InvalidRequest: The model has no chat template, or its template refuses the messages.
         """
         text = self.render_chat(messages, **options)
-        return self.encode(text, add_special_tokens=False)  # The template wrote them.
+        return self.encode(text, add_special_tokens=False)  # The template has written them.
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
-        """The text of a chat, special tokens written out; as `apply_chat_template` raises."""
+        """The text of a chat, including special tokens. Raises like `apply_chat_template`."""
         if self._template is None:
             raise InvalidRequest(
                 "the model has no chat template: send a plain prompt, or add a "
@@ -254,10 +254,10 @@ class Tokenizer:
 def encode(
     backend: tokenizers.Tokenizer, text: str, *, add_special_tokens: bool, name: str
 ) -> list[int]:
-    """Encodes as `Tokenizer.encode` does, but in this process whatever it takes."""
+    """Encodes like `Tokenizer.encode`, but always in this process and without limits."""
     try:
-        # `encode` would keep other threads from running: 2 MB of text held a gateway up for 4 s, in
-        # a thread or not. This one does not, and is faster, since it notes no places in the text.
+        # The library's `encode` holds the GIL: 2 MB of text blocked a gateway for 4 s, even in a
+        # thread. `encode_batch_fast` releases it, and is faster, since it computes no offsets.
         (encoded,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     except BaseException as error:
         if not _is_of_library(error):
@@ -271,7 +271,7 @@ def encode(
 
 
 def _is_of_library(error: BaseException) -> bool:
-    """It raises no narrower type than Exception, and where it panics a BaseException."""
+    """Whether the library raised it: a plain Exception, or a BaseException for a panic."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -292,21 +292,21 @@ def _load_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokeniz
             f"{folder}: has neither tokenizer.json nor tokenizer.model; is it a Hugging Face "
             "checkpoint?"
         )
-    # Those that were saved are of the training: a prompt has the tokens that it has.
+    # Saved truncation and padding are settings of the training, and do not apply to prompts.
     backend.no_truncation()
     backend.no_padding()
     return backend
 
 
 def _converted(model: Path) -> tokenizers.Tokenizer:
-    """Older checkpoints: transformers knows how to convert them, once, in seconds."""
+    """The tokenizer of an older checkpoint, converted by transformers, which takes seconds."""
     from transformers import AutoTokenizer
 
     try:
         backend: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(
             model.parent, use_fast=True
         ).backend_tokenizer
-    except Exception as error:  # It raises many types, and its own parsers' too.
+    except Exception as error:  # It raises many types, also those of its parsers.
         raise CheckpointError(
             f"{model} cannot be converted: {error}; install sentencepiece if it is missing, or "
             "save a tokenizer.json beside it"

@@ -1,5 +1,5 @@
-"""The process in which `quire.worker.text.tokenizer_process` encodes. A request is a text; it is
-answered by its token ids, or by why there are none."""
+"""The child process of `quire.worker.text.tokenizer_process`. A request is a text; the answer is
+its token ids, or why there are none."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Texts encoded in a process of their own, with limits of time and memory, for tokenizers whose
-work has no known bound (`quire.worker.text.tokenizer_work`)."""
+"""Encodes texts in a child process with limits on time and memory, for tokenizers whose work has no
+known bound (`quire.worker.text.tokenizer_work`)."""
 
 import json
 import threading
@@ -10,19 +10,19 @@ from quire.worker.api.errors import InvalidRequest
 from quire.worker.text.child_process import ChildProcess
 
 IDS, REFUSED = b"I", b"R"
-"""First byte of an answer."""
+"""First byte of an answer: it has token ids, or a reason for refusal."""
 _TIMEOUT_S = 5.0
 _TIMEOUT_S_PER_CHAR = 1e-5
-"""Ten times what a text takes."""
+"""Ten times the usual time."""
 _MEMORY_BYTES = 2 << 30
-"""Most of it is address space; a text of a megabyte takes 200 MB."""
+"""Limit of the address space, most of which is not used; a text of a megabyte takes 200 MB."""
 
 
 class TokenizerProcess:
-    """Encodes texts one after another; threads wait for each other.
+    """Encodes one text at a time; concurrent callers wait.
 
-    The process starts with the first text, and again after one that had to be ended. It ends with
-    this object, and with this process, even by SIGKILL.
+    The process starts with the first text, and starts again after it had to be killed. It ends with
+    this object and with the parent process, even by SIGKILL.
     """
 
     def __init__(
@@ -38,7 +38,8 @@ class TokenizerProcess:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Raises InvalidRequest: the tokenizer refuses the text, or exceeds a limit over it."""
+        """The text's token ids. Raises InvalidRequest: the tokenizer refuses the text, or exceeds a
+        limit."""
         request = {"text": text, "add_special_tokens": add_special_tokens}
         timeout_s = self._timeout_s + _TIMEOUT_S_PER_CHAR * len(text)
         about = f"the tokenizer of {self._name} takes more than"

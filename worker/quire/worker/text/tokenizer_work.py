@@ -1,10 +1,10 @@
-"""Whether a text's length bounds the work of tokenizing it, whatever a tokenizer's file says.
+"""Decides whether a text's length bounds the work of tokenizing it, given a tokenizer's file.
 
-A file may have a regular expression that takes exponential time, or a normalizer that makes
-gigabytes of a line. The work is known to be bounded where every part is of a known kind, a text
-grows to `_MAX_GROWTH` times its length at most, and regular expressions try at most one repetition
-at each of its lengths: a text takes no more than the square of its length then. The published
-tokenizers of language models are like that. Of others nothing is known.
+A file may have a regular expression that takes exponential time, or a normalizer that expands a
+line to gigabytes. The work is known to be bounded if every part is of a known kind, a text grows to
+at most `_MAX_GROWTH` times its length, and regular expressions try at most one repetition at each
+of its lengths. Then the time is at most quadratic in the text's length. The published tokenizers of
+language models satisfy this. For others, no bound is known.
 """
 
 import re
@@ -16,11 +16,12 @@ from quire.worker.text.bounds import Part, parts_of
 
 _MAX_GROWTH = 64
 _MAX_WAYS = 64
-"""Ways in which a regular expression may match at one place, besides lengths of repetitions."""
+"""Most ways in which a regular expression may match at one position, apart from the lengths of
+repetitions."""
 _MAX_TIMES = 64
 _MAX_WORD_CHARS = 1000
-"""WordPiece looks at all parts of a word."""
-# How many characters one can become. NFKC and NFKD make 18 of U+FDFA.
+"""Longest word for WordPiece, which tries all parts of a word."""
+# How many characters one character can become. NFKC and NFKD expand U+FDFA to 18.
 _GROWTH = {
     **{"NFC": 3, "NFD": 4, "NFKC": 18, "NFKD": 18, "Lowercase": 3, "BertNormalizer": 12},
     **dict.fromkeys(["ByteLevel", "WordPiece", "BPEDecoder"], 4),
@@ -29,7 +30,7 @@ _GROWTH = {
     **dict.fromkeys(["UnicodeScripts", "CharDelimiterSplit", "ByteFallback", "Fuse", "CTC"], 1),
 }
 
-# Atomic, so that reading a pattern does not backtrack in its turn.
+# Atomic groups, so that parsing a pattern does not backtrack itself.
 _IN_CLASS = r"(?:\\.|[^\[\]\\])"
 _ATOM = (
     rf"(?>\[\^?+\]?+(?>{_IN_CLASS}|\[{_IN_CLASS}++\])*+\]"
@@ -44,7 +45,7 @@ _PART = re.compile(
 
 
 def encodes_in_bounds(backend: tokenizers.Tokenizer) -> bool:
-    """Whether it is known of the text before the model, and of the model."""
+    """Whether the work of normalizers, pre-tokenizers and the model is known to be bounded."""
     model = backend.model
     if isinstance(model, tokenizers.models.WordPiece):
         if model.max_input_chars_per_word > _MAX_WORD_CHARS:
@@ -58,16 +59,16 @@ def encodes_in_bounds(backend: tokenizers.Tokenizer) -> bool:
 
 
 def decodes_in_bounds(backend: tokenizers.Tokenizer) -> bool:
-    """Whether it is known of the tokens' texts behind the model."""
+    """Whether the work of the decoder is known to be bounded."""
     return _are_bounded(parts_of(backend.decoder, "decoders"))
 
 
 def matches_in_bounds(pattern: str) -> bool:
-    """Whether it is known of a regular expression in Oniguruma's syntax."""
+    """Whether the work of a regular expression in Oniguruma's syntax is known to be bounded."""
     at, ways, num_tried, num_repeated = 0, 1, 0, 0
     while at < len(pattern):
         part = _PART.match(pattern, at)
-        if part is None:  # A repetition within a group, or what few use.
+        if part is None:  # A repetition within a group, or rare syntax.
             return False
         at = part.end()
         if part["or"]:
@@ -78,7 +79,7 @@ def matches_in_bounds(pattern: str) -> bool:
             ways *= (1 + part["group"].count("|")) * 2 ** part["group"].count("?")
             if most > 1:
                 return False
-        if least:  # Where this does not match, the repetitions before it are tried at each length.
+        if least:  # If this does not match, the repetitions before it are tried at each length.
             num_tried, num_repeated = num_tried + num_repeated, 0
         if most > _MAX_TIMES:
             num_repeated += 1
@@ -90,7 +91,7 @@ def matches_in_bounds(pattern: str) -> bool:
 
 
 def _times(part: re.Match[str]) -> tuple[int, float]:
-    """How often it must and may be there, one behind the other."""
+    """The least and greatest number of repetitions of a part."""
     if part["repeat"]:
         return int(part["repeat"] == "+"), 1 if part["repeat"] == "?" else inf
     least = int(part["least"] or 1)
@@ -113,6 +114,6 @@ def _growth(part: Part) -> float:
         return 1 + len(part["prepend"])
     if part["type"] == "Replace":
         length = len(part["pattern"].get("String", ""))
-        # What may match nothing does so before each character.
+        # A pattern that can match the empty string does so before each character.
         return max(1, ceil(len(part["content"]) / length)) if length else 1 + len(part["content"])
     return _GROWTH.get(part["type"], inf)
