@@ -1,4 +1,4 @@
-"""Gateways that are told of the groups' caches otherwise than the groups say: less, twice, late."""
+"""Gateways whose cache events are corrupted on purpose: lost, duplicated, delayed."""
 
 import random
 from collections.abc import Callable
