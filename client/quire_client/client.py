@@ -114,8 +114,7 @@ class Client:
         request_id: str = "",
         timeout_s: float | None = None,
     ) -> Generator[Chunk, None, None]:
-        """Yields the chunks of all completions as they arrive. Closing the generator cancels the
-        request.
+        """Yields chunks of all completions as they arrive. Closing it cancels the request.
 
         ``model`` may be empty if the server has one model. Cached prefixes are shared only between
         requests with the same ``cache_salt``. Requests with a lower ``priority`` run first.

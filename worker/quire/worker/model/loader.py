@@ -24,8 +24,7 @@ from quire.worker.model.unpack import Bounds, UnpackError, decode_mxfp4, unpack
 from quire.worker.model.unused import refuse_unused
 
 SUM_PARTS = 4
-"""Parts of a sum over heads or MLP channels. Sums are bit-identical for any number of ranks that
-divides this."""
+"""Parts of a sum over heads or MLP channels: any number of ranks that divides it has equal bits."""
 
 _UNQUANTISED, _OR_OTHERS = ("F32", "BF16", "F16"), "F32, BF16 or F16"
 
@@ -84,8 +83,7 @@ class _Read(NamedTuple):
 class Weights:
     """The open files of a checkpoint, whose tensors are read as ``dtype`` onto ``device``.
 
-    Raises CheckpointError: a tensor is missing, has a wrong shape, cannot be read, or has values
-    that are NaN or infinite.
+    Raises CheckpointError: a tensor is missing, misshapen or unreadable, or has NaN or infinity.
     """
 
     def __init__(
@@ -410,9 +408,8 @@ def _opened(checkpoint: Checkpoint, file: Path, dtype: torch.dtype) -> Any:
 def _is_finite(x: Tensor) -> bool:
     """Whether ``x`` has no NaN and no infinity.
 
-    A sum with either of them is not finite, and summing runs at the speed of memory, while
-    ``isfinite`` takes twenty times as long. The sum may also overflow; only if it is not finite,
-    each value is checked.
+    A sum with either is not finite. Summing runs at the speed of memory; ``isfinite`` takes twenty
+    times as long. The sum may also overflow, so if it is not finite, each value is checked.
     """
     total = x.sum(dtype=torch.float32 if x.dtype == torch.float16 else None)
     return bool(total.isfinite()) or bool(x.isfinite().all())
