@@ -1,11 +1,11 @@
-"""Requests for many adapters beside requests for the model alone, on a real cluster.
+"""Compares requests for many adapters to requests for the base model, on a real cluster.
 
     python -m bench.adapter_load [--shape S] [--adapters 64] [--slots 8] [--rates 10 20]
 
-Two replica groups serve random weights with ``--slots`` slots each. Requests come at random times,
-so many a second on average; first all for the model, then each for an adapter, in turns. Adapters
-are asked for with Zipf's frequencies, and have been before. Printed are medians over the rounds:
-the time to the first token and tokens a second, and their ratios.
+Two replica groups serve random weights with ``--slots`` slots each. Requests arrive at random times
+at each of the ``--rates`` per second; rounds alternate between requests for the model only and for
+adapters only. Adapters are chosen with Zipf's frequencies, and have been requested before. It
+prints medians over the rounds: time to first token, tokens per second, and their ratios.
 """
 
 import asyncio

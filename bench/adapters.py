@@ -1,4 +1,4 @@
-"""What adapters of low rank cost a decode step: the same batch with and without them, in turns.
+"""The cost of LoRA adapters in a decode step: the same batch with and without them, alternating.
 
     python -m bench.adapters [--shape S|M] [--batches 1 64] [--adapters 1 8 64] [--rank 16]
 

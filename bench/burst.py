@@ -1,8 +1,8 @@
-"""A first user's burst: ``quire serve MODEL`` with default flags, and N requests at once over HTTP.
+"""A burst on a new server: ``quire serve MODEL`` with default flags, N requests at once over HTTP.
 
     python -m bench.burst MODEL [--sizes 32 128 256] [--prompt-tokens 340] [--max-tokens 64]
 
-No two prompts begin alike. None may be refused: a server waits as long as its clients do.
+No two prompts share a prefix. No request may be refused: a server waits as long as its clients do.
 """
 
 import asyncio

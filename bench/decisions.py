@@ -6,12 +6,12 @@ Times `RoutingTable.route` as it is, and as in another checkout of this project 
 runs in a process of its own, in turn, ``--rounds`` times; a number in the tables is the median over
 the rounds. The cases:
 
-    mixed    prompts of 250 blocks, which up to four groups hold; between two decisions three
-             groups' frames come
+    mixed    prompts of 250 blocks, which up to four groups hold; frames of three groups arrive
+             between two decisions
     begun    the same, and the first 50 blocks are held by every group
     idle     no group has anything to do or holds anything: all costs are equal
-    tokens   prompts that nobody holds, 16,384 and 131,072 tokens, to a decision; beside it the
-             hashing alone
+    tokens   prompts of 16,384 and 131,072 tokens that no group holds, up to the decision; and the
+             time of hashing alone
 
 Times are this thread's CPU time.
 """

@@ -1,11 +1,12 @@
-"""The cost of the block directory beside Dynamo's radix tree: look-ups, events, memory.
+"""Compares the block directory to Dynamo's radix tree: look-ups, events, memory.
 
     python -m bench.directory [--peers-python PYTHON] [--sizes N …] [--groups N …]
 
-PYTHON is an interpreter that has ``ai-dynamo-runtime``. Each subject runs in a process of its own,
-in turn. Chains have 8,000 blocks. One is held by every group, each other one by 1 to 4, up to an
-end of its own each. Half of the prompts are held by some group to their end, half up to their
-middle. Events come as their wire format (protobuf, JSON), of 512 blocks (a chunk of 8,192 tokens).
+PYTHON is an interpreter with ``ai-dynamo-runtime``. Each subject runs in a process of its own, in
+turn. Chains have 8,000 blocks. Every group holds one of them; each other chain is held by 1 to 4
+groups, each up to a different length. Half of the prompts are held whole by some group, the others
+up to their middle. Events are in their wire format (protobuf, JSON), with 512 blocks (a chunk of
+8,192 tokens).
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Embeddings beside sentence-transformers, and documents that are scored behind one query.
+"""Compares embeddings to sentence-transformers, and measures scoring documents for one query.
 
     python -m bench.embeddings [MODEL] [--texts N] [--documents N] [--rounds N]
 

@@ -1,4 +1,4 @@
-"""Every family of models by every implementation, against transformers, as a table.
+"""Compares every model family in every implementation to transformers, as a table.
 
     python -m bench.families [--only NAME ...]
 

@@ -1,4 +1,4 @@
-"""What others feel beside hostile clients: ambiguous grammars over HTTP, HTTP/2 floods over gRPC.
+"""The effect of hostile clients on others: ambiguous grammars over HTTP, HTTP/2 floods over gRPC.
 
     python -m bench.hostile grammars [--clients 4] [--n 1 64] [--seconds 20]
     python -m bench.hostile floods [--connections 8 32] [--seconds 12] [--same-address]

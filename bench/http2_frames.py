@@ -1,4 +1,4 @@
-"""Frames of HTTP/2 as a client sends them, right or not."""
+"""Builds HTTP/2 frames as a client sends them, valid or not."""
 
 import struct
 

@@ -1,9 +1,9 @@
-"""How fast blocks of KV leave the cache and come back, beside a memcpy of as many bytes.
+"""The speed of copying KV blocks out of the cache and back, compared to memcpy of as many bytes.
 
     python -m bench.kv_copies [--shape M] [--blocks 32] [--rounds 30] [--folder DIR]
 
-No model runs: only caches of its shape. All ways are measured in turns, on other blocks each time,
-and the median of all rounds is shown. ``--folder`` is where the disk is that is measured.
+No model runs, there are only caches of its shape. All methods are measured in turns, on other
+blocks each time; it shows the median of all rounds. ``--folder`` is on the disk to measure.
 """
 
 import os

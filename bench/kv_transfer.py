@@ -1,11 +1,11 @@
-"""How fast blocks come from another group on this machine, beside a plain TCP socket and memcpy.
+"""The speed of fetching blocks from a group on this machine, compared to plain TCP and memcpy.
 
     python -m bench.kv_transfer [--block-kib N] [--num-blocks N] [--rounds N]
 
-Lender and borrower are processes of their own, without engines: the lender's blocks lie ready in
-host memory, and the borrower grants each slot again at once. A round takes each way in turn; the
-figures are medians of rounds. CPU seconds are of both processes. A pull without checks computes no
-checksum of what has come.
+Sender and receiver are processes of their own, without engines: the sender's blocks are ready in
+host memory, and the receiver reuses each slot at once. A round measures each method in turn;
+figures are medians of rounds. CPU seconds are those of both processes. A pull without checks does
+not verify checksums.
 """
 
 import asyncio

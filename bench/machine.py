@@ -1,6 +1,6 @@
-"""How busy the machine was, and how much of that was somebody else: runs beside it are worth less.
+"""Measures how busy the machine was, and with what other work, which makes runs less reliable.
 
-Read from /proc; where there is none, nothing is known.
+It reads /proc; without it, nothing is reported.
 """
 
 import contextlib

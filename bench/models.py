@@ -1,4 +1,4 @@
-"""Streams of two models and three adapters while they change: does a client notice?
+"""Tests whether clients notice changes of models and adapters while they stream.
 
     python -m bench.models [--streams 1000] [--at-once 24] [--tokens 40]
 
@@ -8,8 +8,8 @@ streams run at once, half of them greedy, half sampled with a seed. Meanwhile, i
 replaced by other weights and back, an adapter gets other weights under its name and back, a group
 of ``b`` is killed. The offline engine, with one model alone, has made every answer before.
 
-A stream *failed* if it ended otherwise than at its length; it is *mixed* if its tokens are none of
-the answers that its model and adapter have had since it began. The exit status is 1 where any did.
+A stream *failed* if it did not end at its length. It is *mixed* if its tokens are not one of the
+answers of its model and adapter since it began. The exit status is 1 if there is any such stream.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Machines of a network that is not there: network namespaces on one switch.
+"""Emulates a network of several machines on one: network namespaces on one switch.
 
     with Network(["head", "worker"]) as network:
         head, worker = network.hosts.values()

@@ -1,4 +1,4 @@
-"""The behaviour of a cluster at three times the load that it can serve.
+"""Measures a cluster at three times the load that it can serve.
 
     python -m bench.overload                          a cluster of its own with the demo model
     python -m bench.overload --address HOST:PORT      one that runs

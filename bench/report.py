@@ -1,4 +1,4 @@
-"""What benches have in common at their edges: command lines, tables, percentiles."""
+"""Helpers that benchmarks share: command lines, tables, percentiles."""
 
 import argparse
 from collections.abc import Callable, Collection, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Streams under a rolling upgrade and under autoscaling, on a real cluster: does a client notice?
+"""Tests whether clients notice rolling upgrades and autoscaling, on a real cluster.
 
     python -m bench.rolling [--part upgrade numerics scale] [--streams N] [--requests N]
         [--start-first] [--drain-s S]

@@ -1,4 +1,4 @@
-"""What sampling costs: decode speed of each kind of parameters as a share of greedy's.
+"""The cost of sampling: decode speed with each kind of parameters as a share of greedy's.
 
     python -m bench.sampling [--requests N] [--vocab N] [--spread X] [--rounds N]
 

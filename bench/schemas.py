@@ -1,4 +1,4 @@
-"""Whether outputs under the masks of JSON schemas fit the schemas, by a validator that is not ours.
+"""Checks outputs that JSON schemas constrain against the schemas, with a third-party validator.
 
     python -m bench.schemas [--number N] [--seed N] [--checkpoint FOLDER]
 

@@ -1,16 +1,16 @@
-"""What guessing tokens brings and costs: a whole generation with and without, in turns.
+"""The benefit and cost of speculative decoding: generation with and without it, alternating.
 
     python -m bench.speculation [--shape S|M] [--batch 32] [--rounds N]
 
-The model has random weights, and what it draws is replaced by a given text, so that time and
-guesses are those of a model that writes that text:
+The model has random weights, and the tokens that it samples are replaced by a given text, so that
+time and draft tokens are those of a model that writes that text:
 
-    rewritten    a file of this project with some names changed, behind the file itself
-    edited       the file with 6 % of its tokens replaced by random ones, behind the file itself
-    json         records by a schema that stands before them
-    constrained  records behind nothing alike, which must be of a schema
-    again        records behind nothing alike, but another request had others
-    prose        the design document, behind nothing alike
+    rewritten    a file of this project with some names changed; the prompt is the file
+    edited       the file with 6 % of its tokens replaced by random ones; the prompt is the file
+    json         records by a schema that is in the prompt
+    constrained  records by a schema that constrains them; nothing similar in the prompt
+    again        records; nothing similar in the prompt, but in another request
+    prose        the design document; nothing similar in the prompt
 """
 
 import itertools

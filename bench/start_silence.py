@@ -1,4 +1,4 @@
-"""How long a start of ``quire serve`` says nothing: the longest pause between two lines of output.
+"""The longest pause between two lines of output while ``quire serve`` starts.
 
     python -m bench.start_silence [--rounds 3] [--cache FOLDER] [-- FLAGS OF QUIRE SERVE]
 

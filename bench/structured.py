@@ -1,4 +1,4 @@
-"""What structured output costs: compiling, masks and throughput, on random weights.
+"""The cost of structured output: compiling, masks and throughput, on random weights.
 
     python -m bench.structured [--shape S|M] [--requests 1 32] [--schemas N] [--rounds N]
 

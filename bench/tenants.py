@@ -1,4 +1,4 @@
-"""What nine tenants get beside a tenth one that asks for a hundred times as much.
+"""Tests fairness: nine tenants beside a tenth one that requests a hundred times as much.
 
     python -m bench.tenants
 

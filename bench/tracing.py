@@ -1,4 +1,4 @@
-"""What traces cost: CPU time of a gateway and a group for each token, with spans sent and without.
+"""The cost of tracing: CPU time of a gateway and a group per token, with and without spans.
 
     python -m bench.tracing [--streams N] [--tokens N] [--rounds N] [--times N]
 

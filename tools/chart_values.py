@@ -1,8 +1,8 @@
-"""Describes the chart's values where people look for them: ``python -m tools.chart_values``.
+"""Generates the documentation of the chart's values: ``python -m tools.chart_values``.
 
 The comments in ``helm/quire/values.yaml`` become the descriptions in ``values.schema.json``, which
-editors show, and the table in ``helm/README.md``. Options of the engine and of routing have the
-descriptions of their fields. ``--check`` only tells whether both are fresh.
+editors show, and the table in ``helm/README.md``. Options of the engine and of routing get the
+docstrings of their fields. ``--check`` only checks that both are up to date.
 """
 
 import argparse
@@ -24,20 +24,20 @@ _BEGIN, _END = "<!-- values -->\n", "<!-- end of values -->\n"
 _COMMON = "pods"
 _KINDS = ("head", "gateway", "groups")
 _WHOLE = ("annotations", "resources")
-"""Maps whose keys are Kubernetes', not the chart's."""
+"""Maps whose keys are defined by Kubernetes, not by the chart."""
 _BY_FIELDS = {"engine": EngineConfig, "routing": RoutingConfig}
 
 
 class Value(NamedTuple):
     path: str
-    """Its keys, with dots between them."""
+    """The value's keys, joined by dots."""
     default: Any
     description: str
     is_leaf: bool
 
 
 def values() -> list[Value]:
-    """Every value of the chart, in the file's order; a map that only holds others is one too."""
+    """Every value of the chart, in the file's order, including maps that only contain others."""
     text = (CHART / "values.yaml").read_text()
     found = list(_walk(yaml.compose(text), yaml.safe_load(text), text.splitlines(), ""))
     common = {
@@ -49,7 +49,7 @@ def values() -> list[Value]:
 
 
 def _described_as(value: Value, common: dict[str, str]) -> Value:
-    """With the description of its like in `pods`, if it has none."""
+    """The value, with the description of the corresponding value in `pods` if it has none."""
     kind, _, option = value.path.partition(".")
     if kind in _KINDS and not value.description:
         return value._replace(description=common.get(option, ""))
@@ -78,7 +78,7 @@ def _comment_above(lines: list[str], number: int) -> str:
 
 
 def table() -> str:
-    """Markdown with a row for each value."""
+    """A Markdown table with a row for each value."""
     rows = ["| value | default | meaning |", "|---|---|---|"]
     common = {each.path.partition(".")[2] for each in values() if each.path.startswith("pods.")}
     for each in values():
@@ -94,7 +94,7 @@ def table() -> str:
 
 
 def schema() -> str:
-    """``values.schema.json`` with the descriptions in it."""
+    """``values.schema.json`` with the descriptions filled in."""
     whole: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
     for each in values():
         place = whole
@@ -108,14 +108,14 @@ def schema() -> str:
 
 
 def _describe(known: dict[str, Any], description: str) -> None:
-    """Puts a description first in a value's schema."""
+    """Sets the description as the first key of a value's schema."""
     others = {name: value for name, value in known.items() if name != "description"}
     known.clear()
     known.update({"description": description, **others} if description else others)
 
 
 def readme() -> str:
-    """``helm/README.md`` with the table in it."""
+    """``helm/README.md`` with the table filled in."""
     page = (ROOT / "helm/README.md").read_text()
     before, _, rest = page.partition(_BEGIN)
     return before + _BEGIN + table() + _END + rest.partition(_END)[2]

@@ -1,8 +1,8 @@
-"""Reads real configurations: ``python -m tools.configs [FOLDER]``.
+"""Checks which published model configurations Quire supports: ``python -m tools.configs [FOLDER]``.
 
-A line for each ``config.json`` says what its model would get: a description, transformers (after
-the dry run that shows whether it can), or a refusal and why. ``(text)``: the text part of a larger
-model. Without a folder, they are those of aiconfigurator-core's wheel (`tools.strangers`): files
+A line for each ``config.json`` says how its model would run: by a description, through transformers
+(after a dry run that shows whether it can), or refused and why. ``(text)``: the text part of a
+larger model. The default folder is that of aiconfigurator-core's wheel (`tools.strangers`): files
 ``NAME_config.json``, and ``NAME_hf_quant_config.json`` beside some. No weights are read.
 """
 
@@ -21,11 +21,11 @@ from quire.worker.model.through.dry_run import dry_run
 
 _ENDING, _QUANT_ENDING = "_config.json", "_hf_quant_config.json"
 _MOST_POSITIONS = 4096
-"""Positions of a second dry run. The first, shorter one fails where a window is longer."""
+"""Positions of a second dry run. The first, shorter one fails if a window is longer."""
 
 
 def what_it_gets(folder: Path) -> tuple[str, str]:
-    """A word, and a sentence about refusals and bounds."""
+    """How a model would run, in a word, and a sentence about refusals and bounds."""
     try:
         spec = read_model_spec(folder)
     except CheckpointError as error:

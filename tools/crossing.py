@@ -1,8 +1,8 @@
-"""Which of our files one request crosses: ``python -m tools.crossing``.
+"""Lists the source files that one request passes through: ``python -m tools.crossing``.
 
-A gateway and a group of one rank run in this process, without Ray. One chat goes over HTTP; every
-function of ours that is called meanwhile is noted by its file. Heartbeats and other background work
-are counted too where they fall into that time.
+A gateway and a group of one rank run in this process, without Ray. One chat is sent over HTTP, and
+the file of every Quire function that is called meanwhile is recorded. Heartbeats and other
+background work during that time are included.
 """
 
 import argparse
@@ -24,17 +24,17 @@ from quire.worker.api.config import EngineConfig
 ROOT = Path(__file__).resolve().parents[1]
 OURS = tuple(str(ROOT / name) for name in ("cluster", "kernels", "router", "worker"))
 TOKENIZED = ("limits.py", "check_request")
-"""The first thing that is done with a tokenized prompt."""
+"""The first function that is called with a tokenized prompt."""
 AT_THE_ENGINE = ("engine.py", "add_request")
 
 
 class Calls:
-    """The files of ours whose functions are called, in the order of their first call."""
+    """Quire's files whose functions were called, in the order of their first call."""
 
     def __init__(self) -> None:
         self.files: dict[str, None] = {}
         self.between: dict[str, None] = {}
-        """Those called behind the tokenizer, up to the engine's door."""
+        """Files called after the tokenizer and before the engine."""
         self.is_on = False
         self._is_tokenized = self._is_at_the_engine = False
 
@@ -55,7 +55,7 @@ class Calls:
 
 async def cross(model: Path) -> Calls:
     calls = Calls()
-    threading.setprofile(calls.profile)  # Of threads that begin from now on.
+    threading.setprofile(calls.profile)  # Profiles threads that start from now on.
     sys.setprofile(calls.profile)
     engine = EngineConfig(model=model, device="cpu", num_blocks=64, num_threads=1)
     config = ClusterConfig(engine=engine, http_port=0, grpc_port=0)
@@ -72,7 +72,7 @@ async def cross(model: Path) -> Calls:
         }
         while not gateway.models.is_ready:
             await asyncio.sleep(0.05)
-        (await client.post(url, json=body)).raise_for_status()  # What happens once is not counted.
+        (await client.post(url, json=body)).raise_for_status()  # One-time work is not counted.
         calls.is_on = True
         (await client.post(url, json=body)).raise_for_status()
         calls.is_on = False

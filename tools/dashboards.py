@@ -1,4 +1,4 @@
-"""Asks a live Prometheus all that other people's dashboards and scalers ask, while a server works.
+"""Runs the queries of third-party dashboards and autoscalers against a live Prometheus and server.
 
     python -m tools.dashboards FILE… --server http://127.0.0.1:8000 --prometheus /usr/bin/prometheus
 
@@ -34,7 +34,7 @@ _VARIABLES = {
     "__auto": "15s",
     "job": _JOB,
 }
-"""Grafana's own, and ours; others are replaced by a model's name."""
+"""Values of Grafana's variables and of ours; other variables are replaced by a model's name."""
 
 
 def main() -> int:
@@ -96,8 +96,7 @@ def _report(file: Path, model: str) -> None:
 
 
 def _queries(file: Path) -> Iterator[str]:
-    """The ``expr`` of each of a dashboard's targets, and the ``query`` of each of KEDA's triggers,
-    each once."""
+    """The distinct ``expr`` of a dashboard's targets and ``query`` of KEDA's triggers."""
     text = file.read_text()
     is_dashboard = file.suffix == ".json"
     documents = [json.loads(text)] if is_dashboard else yaml.safe_load_all(text)
@@ -106,7 +105,7 @@ def _queries(file: Path) -> Iterator[str]:
 
 
 def _named(wanted: str, value: Any) -> Iterator[str]:
-    """The texts of this name, at any depth."""
+    """The strings under the key ``wanted``, at any depth."""
     if isinstance(value, dict):
         for name, below in value.items():
             if name == wanted and isinstance(below, str):
@@ -123,7 +122,7 @@ def _filled_in(query: str, model: str) -> str:
 
 
 def _num_series(query: str) -> int:
-    """How many series have a value that is a number."""
+    """The number of series whose value is a number."""
     url = f"http://127.0.0.1:{_PORT}/api/v1/query"
     answer = httpx.get(url, params={"query": query}).json()
     if answer["status"] != "success":
@@ -132,7 +131,7 @@ def _num_series(query: str) -> int:
 
 
 def _check_metrics(program: str, server: str) -> int:
-    """Those with names of vLLM's are left out: promtool objects to the colon in each."""
+    """Checks metrics with promtool, except those with vLLM's names, whose colons it rejects."""
     lines = httpx.get(f"{server}/metrics").text.splitlines(keepends=True)
     ours = "".join(line for line in lines if not re.match(r"(# (HELP|TYPE) )?vllm:", line))
     promtool = str(Path(program).with_name("promtool"))

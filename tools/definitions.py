@@ -1,5 +1,5 @@
-"""Fetches the definitions of others' Kubernetes kinds that the chart makes objects of: ``python -m
-tools.definitions``. Tests of the chart check against them where they are; none is part of this
+"""Fetches the definitions (CRDs) of third-party Kubernetes kinds that the chart uses: ``python -m
+tools.definitions``. Tests of the chart check against them if they are present; none is part of this
 repository.
 """
 
@@ -20,7 +20,7 @@ FILES = (
     f"{_PROMETHEUS}/monitoring.coreos.com_servicemonitors.yaml",
     f"{_PROMETHEUS}/monitoring.coreos.com_prometheusrules.yaml",
 )
-"""Repository, tag and path of each."""
+"""Repository, tag and path of each file."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the fields of a dataclass are for: the text below each one, as its source has it."""
+"""Reads the docstrings below the fields of a dataclass from its source."""
 
 from dataclasses import MISSING, fields
 from functools import cache
@@ -10,11 +10,11 @@ from quire.cluster.attribute_docs import Attribute, attributes_of
 class DocumentedField(NamedTuple):
     name: str
     annotation: str
-    """Its type, as written."""
+    """The field's type, as written in the source."""
     default: Any
-    """`dataclasses.MISSING` where it must be given."""
+    """The default; `dataclasses.MISSING` if the field is required."""
     description: str
-    """One paragraph; empty where the source has none."""
+    """The docstring as one paragraph; empty if there is none."""
 
 
 @cache

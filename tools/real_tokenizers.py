@@ -1,8 +1,8 @@
 """Fetches tokenizers of models for tests: ``python -m tools.real_tokenizers``.
 
-They come out of packages of PyPI, by pip: most from the vocabularies that llama.cpp is tested with,
-as GGUF files, in llama-cpp-python's source. Each is written as a ``tokenizer.json`` into the cache
-folder of `folder_of`; nothing of them is part of the repository. Needs the package ``gguf``.
+pip downloads them in packages of PyPI. Most are vocabularies with which llama.cpp is tested, GGUF
+files in llama-cpp-python's source. Each is written as a ``tokenizer.json`` to the cache folder of
+`folder_of`; none is part of the repository. Needs the package ``gguf``.
 """
 
 import importlib
@@ -26,7 +26,7 @@ NAMES = (*_VOCABULARIES, *_WHEELS)
 
 
 def folder_of(name: str) -> Path:
-    """Where the ``tokenizer.json`` of one of `NAMES` is, once it was fetched."""
+    """The folder for the ``tokenizer.json`` of one of `NAMES`."""
     cache = os.environ.get("QUIRE_CACHE_DIR") or Path.home() / ".cache" / "quire"
     return Path(cache) / "tokenizers" / name
 
@@ -54,7 +54,7 @@ def _download(package: str, folder: Path, *options: str) -> Path:
 
 
 def _vocabulary(name: str, folder: Path) -> Path:
-    """The folder of a GGUF file of llama.cpp's vocabularies."""
+    """The folder of a GGUF file among llama.cpp's vocabularies."""
     unpacked = folder / "vocabularies"
     if not unpacked.is_dir():
         with tarfile.open(_download(_SOURCE, folder, "--no-binary", _SOURCE)) as source:
@@ -67,7 +67,7 @@ def _vocabulary(name: str, folder: Path) -> Path:
 
 
 def _take(name: str, found: Path) -> None:
-    """Writes the one tokenizer that is under ``found``."""
+    """Writes the only tokenizer in the folder ``found``."""
     target = folder_of(name)
     files = [*found.rglob("tokenizer.json"), *found.rglob("*.gguf")]
     if files[0].suffix == ".gguf":

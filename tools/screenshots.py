@@ -1,10 +1,10 @@
-"""Pictures of the live page over a small cluster under traffic, in Chromium.
+"""Takes screenshots of the live page of a small cluster under traffic, in Chromium.
 
     python -m tools.screenshots [FOLDER]
 
 The cluster is in this process: groups of the demo model and one gateway. While a chat is answered,
-its group is killed, so that the picture has a seam. Wants the package playwright and
-``/usr/bin/chromium``. `FOLDER` is docs/images.
+its group is killed, so that the picture shows where the stream moved. Needs the package playwright
+and ``/usr/bin/chromium``. The default `FOLDER` is docs/images.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ async def cluster() -> AsyncIterator[tuple[GatewayServer, dict[str, GroupServer]
 
 
 def _pace(group: GroupServer) -> None:
-    """As fast as a larger model: else an answer is over before its group can be killed."""
+    """Slows steps to those of a larger model, so that a group can be killed during an answer."""
     engine = group._engine
     step = engine.step
 
@@ -144,13 +144,13 @@ async def _photograph(url: str, groups: dict[str, GroupServer], profile: str, fo
 
 
 async def _at_length(route: Route) -> None:
-    """The demo model's own answers are over before anyone can kill a group."""
+    """Requests longer answers than the demo model's own, which end before a group is killed."""
     asked = json.loads(route.request.post_data or "{}")
     await route.continue_(post_data=json.dumps({**asked, "ignore_eos": True, "max_tokens": 160}))
 
 
 async def _chat_with_a_loss(page: Page, groups: dict[str, GroupServer]) -> None:
-    """Asks for a long answer, and kills the group that gives it."""
+    """Requests a long answer, and kills the group that generates it."""
     await page.get_by_label("Message").fill("Tell me about the history of bridges.")
     await page.get_by_role("button", name="Send").click()
     told = page.locator(".told b").first

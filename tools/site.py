@@ -1,7 +1,7 @@
-"""Makes a site of the repository's pages, for ``mkdocs`` (see ``mkdocs.yml``).
+"""Builds a site from the repository's pages with ``mkdocs`` (see ``mkdocs.yml``).
 
-Some pages are outside ``docs/``: they are added. A link leads to a page of the site where its
-target is one, to the repository where ``pyproject.toml`` names it, and else is plain text.
+Pages outside ``docs/`` are added. A link points to a page of the site if its target is one, else to
+the repository if ``pyproject.toml`` names it, else it becomes plain text.
 """
 
 import re
@@ -21,12 +21,12 @@ _OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }
-"""Pages that are not in ``docs/``, and where the site has them; beside these, all results."""
+"""Pages outside ``docs/`` and their places in the site; all results are added to these."""
 _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:)([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def on_config(config: Any) -> Any:
-    """Puts every decision and every result into the navigation, in their order."""
+    """Adds every decision and every result to the navigation, in order."""
     for section in config.nav:
         if not isinstance(section, dict):
             continue
@@ -56,7 +56,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 @cache
 def outside() -> dict[str, str]:
-    """The places in the site of pages outside ``docs/``, by their paths in the repository."""
+    """Places in the site of pages outside ``docs/``, by path in the repository."""
     results = {
         f"bench/results/{path.name}": f"results/{path.name}"
         for path in sorted((ROOT / "bench/results").glob("*.md"))
@@ -65,7 +65,7 @@ def outside() -> dict[str, str]:
 
 
 def _led(link: re.Match[str], source: str, place: str) -> str:
-    """A link of the page ``source`` of the repository, as the page ``place`` of the site has it."""
+    """A link on the repository's page ``source``, rewritten for the site's page ``place``."""
     text, path, anchor = link[1], link[2], link[3] or ""
     if not path:
         return link[0]
@@ -80,7 +80,7 @@ def _led(link: re.Match[str], source: str, place: str) -> str:
 
 @cache
 def repository() -> str | None:
-    """The address of the repository's files, if the project has one."""
+    """The URL of the repository's files, if the project has one."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     urls = {name.lower(): url for name, url in project.get("urls", {}).items()}
     url = urls.get("repository") or urls.get("source")
@@ -88,8 +88,8 @@ def repository() -> str | None:
 
 
 def spaced(markdown: str) -> str:
-    """The page with an empty line before each list and table, as Python's Markdown wants it and
-    others do not, and without comments."""
+    """The page without comments and with an empty line before each list and table, which Python's
+    Markdown needs."""
     lines: list[str] = []
     is_code = False
     for line in markdown.splitlines():

@@ -1,6 +1,6 @@
-"""Files of other projects that our tools and tests read: chat templates, vocabularies, models, test
-cases. They are fetched from the projects' packages into a cache folder; none is part of this
-repository. ``python -m tools.strangers`` fetches those that tests read, which are skipped without.
+"""Fetches files of other projects that tools and tests read: chat templates, vocabularies, models,
+test cases. They are in the projects' packages and go to a cache folder; none is part of this
+repository. ``python -m tools.strangers`` fetches those for tests, which are skipped without them.
 """
 
 import os
@@ -24,8 +24,8 @@ def sdist(name: str) -> Path:
     """The folder of a project's newest source distribution on PyPI.
 
     Raises:
-        OSError: It cannot be fetched.
-        LookupError: There is none.
+        OSError: The distribution cannot be downloaded.
+        LookupError: The project has none.
     """
     return _unpacked(name, lambda folder: _download(name, folder, ".tar.gz"))
 
@@ -36,7 +36,7 @@ def wheel(name: str) -> Path:
 
 
 def npm(name: str) -> Path:
-    """The folder of a package of npm; raises as `sdist`."""
+    """The folder of an npm package; raises as `sdist`."""
     return _unpacked(name.replace("/", "+"), lambda folder: _pack(name, folder))
 
 
@@ -59,7 +59,7 @@ def _unpacked(name: str, download: Callable[[Path], Path]) -> Path:
 
 
 def _download(name: str, folder: Path, ending: str) -> Path:
-    """The newest file of a project whose name ends so."""
+    """Downloads a project's newest file whose name has this ending."""
     index = os.environ.get("PIP_INDEX_URL") or _index()
     page_url = urljoin(index.rstrip("/") + "/", f"{name}/")
     with urlopen(page_url, timeout=60) as page:
@@ -79,7 +79,7 @@ def _version(link: str, ending: str) -> Version:
 
 
 def _index() -> str:
-    """The address of pip's own index. ``pip download`` would run the project's build."""
+    """The URL of pip's index; ``pip download`` is not used, because it runs project builds."""
     asked = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
     for python in (sys.executable, "python3"):
         told = subprocess.run([python, "-c", asked], capture_output=True, text=True)

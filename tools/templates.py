@@ -1,8 +1,9 @@
-"""Renders real chat templates and compares: ``python -m tools.templates [FILE.jinja …]``.
+"""Compares Quire's rendering of chat templates to transformers': ``python -m tools.templates
+[FILE.jinja …]``.
 
-Without files it fetches those that other projects carry (`tools.strangers`). Each template renders
-a number of chats, once by transformers and once by us, and the table shows where they differ and
-which formats of calls and reasoning are found. ``--verbose`` shows each difference.
+Without files it fetches templates that other projects contain (`tools.strangers`). Both render each
+template with several chats. The table shows where they differ, and which formats of tool calls and
+reasoning are detected. ``--verbose`` shows each difference.
 """
 
 import argparse
@@ -82,7 +83,7 @@ CHATS: Mapping[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 
 
 def carried() -> Iterator[tuple[str, str]]:
-    """The names and texts of the templates that other projects carry."""
+    """The names and texts of the templates that other projects contain."""
     for folder in (sdist("llama-cpp-python") / "vendor/llama.cpp/models/templates", sdist("vllm")):
         for file in sorted(folder.rglob("*.jinja")):
             if "pooling" not in file.parts:
@@ -95,10 +96,9 @@ def carried() -> Iterator[tuple[str, str]]:
 
 
 def theirs(source: str, chat: list[dict[str, Any]], options: dict[str, Any]) -> list[str]:
-    """What transformers renders: nothing where the template refuses; several texts where clients
-    may write the same chat in several ways. These are the arguments of a call as object or text,
-    its missing content as None or not at all, and a developer as system where the template drops
-    or refuses the one."""
+    """transformers' renderings: none if the template refuses, and several if clients may write the
+    same chat in several ways. Those are: a call's arguments as object or text, missing content as
+    None or absent, and the developer role as system if the template drops or refuses it."""
     chats = [chat]
     if chat[0]["role"] == "developer":
         shown = [text for text in [_theirs(source, chat, options)] if text and "Be brief" in text]
@@ -116,7 +116,7 @@ def theirs(source: str, chat: list[dict[str, Any]], options: dict[str, Any]) -> 
 def _theirs(
     source: str, chat: list[dict[str, Any]], options: dict[str, Any], *, nulls: bool = False
 ) -> str | None:
-    # Its tokenizers leave out what is None before they render.
+    # transformers' tokenizers remove fields that are None before they render.
     messages = [{k: v for k, v in message.items() if nulls or v is not None} for message in chat]
     for message in messages:
         if isinstance(message.get("content"), list):
@@ -144,8 +144,8 @@ def ours(template: ChatTemplate, chat: list[dict[str, Any]], options: Mapping[st
 
 
 def formats_of(source: str) -> tuple[str | None, str | None, str]:
-    """The names of the formats of calls and reasoning that we find in a template, and why there is
-    none of calls."""
+    """The formats of tool calls and of reasoning that Quire detects in a template, and the reason
+    if there is none for calls."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer = Tokenizer(backend, chat_template=source, special_tokens=SPECIAL_TOKENS)
     dialect = choose_dialect(tokenizer)

@@ -1,10 +1,10 @@
-"""Runs vLLM's tests of its parsers of calls on ours: ``python -m tools.vllm_parser_tests``.
+"""Runs vLLM's tests of tool call parsers on Quire's: ``python -m tools.vllm_parser_tests``.
 
-They are fetched (`tools.strangers`) and run as they are, by pytest in a process of its own, in
-which the package ``vllm`` is a stand-in made of the parser here. Each output that a test gives to
-a parser whole is also read in every cut in two and a character at a time, to the same events. The
-table tells of each of their files how many tests hold, differ for a reason that is known here, or
-differ without; and how many are about what is inside their own parser.
+The tests are fetched (`tools.strangers`) and run unchanged by pytest in another process, in which
+the package ``vllm`` is a stand-in that wraps Quire's parser. Each output that a test parses whole
+is also parsed split in two at every place, and by character, with the same events expected.
+For each test file the table shows how many tests pass, differ for a known reason, differ without
+one, or test internals of vLLM's parser.
 """
 
 import argparse
@@ -56,8 +56,8 @@ FILES = {
     "minimax_m2": "MiniMax-M2",
     "xlam": "tool_chat_template_xlam_llama",
 }
-"""Of their files, by what is between ``test_`` and ``_tool_parser.py``: the format here, or the
-chat template from which it is read back."""
+"""Quire's format, or a chat template from which it is detected, for each of vLLM's test files
+``test_…_tool_parser.py``, by the middle of its name."""
 KNOWN: Mapping[str, Mapping[str, str]] = {
     "space before a call is left out": {
         "granite4": "complex",
@@ -118,11 +118,11 @@ KNOWN: Mapping[str, Mapping[str, str]] = {
         "xlam": "list_structure",
     },
 }
-"""Why a test does not hold: of its file, by a regular expression for its name."""
+"""Known reasons why tests differ: for each, regular expressions of test names by file."""
 
 
 def formats_here() -> dict[str, ToolFormat]:
-    """The format here of each of their files."""
+    """Quire's format for each of vLLM's test files."""
     sources = dict(carried())
     formats = {}
     for name, known in FILES.items():
@@ -136,9 +136,9 @@ def formats_here() -> dict[str, ToolFormat]:
 
 
 def results(folder: Path) -> Iterator[list[str]]:
-    """File, test, outcome and what was said of it."""
+    """Yields file, test, outcome and message of each test."""
     files = [f"{_FOLDER}/test_{name}_tool_parser.py" for name in FILES]
-    # There, ``tools`` is theirs.
+    # In that process, ``tools`` is vLLM's package.
     formats = base64.b85encode(pickle.dumps(formats_here())).decode()
     command = [sys.executable, str(Path(__file__).with_name("vllm_stand_in.py")), formats, *files]
     path = os.pathsep.join([str(folder), *sys.path])

@@ -1,7 +1,7 @@
-"""The package ``vllm`` in a process that runs vLLM's tests of its parsers: made of the parser here.
+"""A stand-in for the package ``vllm``, with which vLLM's parser tests run on Quire's parser.
 
-``python vllm_stand_in.py FORMATS FILE …``, in the folder of vLLM's source. There, ``tools`` and
-``tests`` are theirs. It tells each test and how it ended, a line each (`vllm_parser_tests`).
+``python vllm_stand_in.py FORMATS FILE …``, in the folder of vLLM's source, where ``tools`` and
+``tests`` are vLLM's. It prints one line per test with its outcome (for `vllm_parser_tests`).
 """
 
 import ast
@@ -31,7 +31,7 @@ FOLDER = "tests/tool_parsers"
 
 
 class Bag:
-    """Any of their records: what it is given, ``None`` for all else."""
+    """Replaces any of vLLM's records: has the given fields, and ``None`` for all others."""
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
@@ -42,7 +42,7 @@ class Bag:
         return {"type": "function", "tool_calls": []}.get(name)
 
     def __eq__(self, other: object) -> bool:
-        kind = {"type": "function"}  # Some say so, some leave it to be so.
+        kind = {"type": "function"}  # Some records state this default, some omit it.
         return isinstance(other, Bag) and kind | self.model_dump() == kind | other.model_dump()
 
     @classmethod
@@ -68,7 +68,7 @@ def _plain(value: Any) -> Any:
 
 
 class Words:
-    """A tokenizer of marks, words and single characters."""
+    """A tokenizer that splits text into special marks, words and single characters."""
 
     _PIECE = re.compile(r"<[^<>\s]{1,40}>|\[[A-Z_]+\]|\w+|\s|.", re.DOTALL)
 
@@ -105,18 +105,18 @@ class Words:
 
 
 class Differs(Exception):
-    """A cut of an output made a difference."""
+    """Splitting an output changed the parser's events."""
 
 
 class Inside(AttributeError):
-    """A test is about what is inside their parser, and nothing here has."""
+    """A test uses an internal attribute of vLLM's parser that Quire's parser lacks."""
 
 
 class Reader:
-    """Their parser's interface, on ours."""
+    """vLLM's parser interface, implemented by Quire's parser."""
 
     tools: tuple[Tool, ...] = ()
-    """Of requests that have none: any word of the file is one's name."""
+    """Tools for requests without any: every word of the test file is a tool's name."""
     form: ToolFormat
 
     def __init__(self, tokenizer: Any = None, tools: Any = None, *rest: Any, **options: Any):
@@ -189,7 +189,7 @@ class Reader:
         if isinstance(given, list):
             with suppress(InvalidRequest):
                 described = check_tools([_tool(each) for each in given])
-        # A name that is no tool's makes no call here: the tools that have a schema come last.
+        # Quire's parser ignores calls of unknown tools; the tools with a schema come last.
         return OutputParser(calls=self.form, tools=[*self.tools, *described])
 
 
@@ -224,7 +224,7 @@ def _call_id(event: CallBegun) -> str:
 
 
 class StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the package ``vllm``, whatever is imported of it."""
+    """Provides the package ``vllm``, with any name that is imported from it."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> Any:
         if name.partition(".")[0] not in ("vllm", "xgrammar"):
@@ -264,7 +264,7 @@ class _Module(types.ModuleType):
         return made
 
     def _constant(self, name: str) -> Any:
-        """As their file has it."""
+        """The constant's value in vLLM's file."""
         file = Path(self.__name__.replace(".", "/"))
         file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
         for node in ast.parse(file.read_text()).body:
@@ -278,7 +278,7 @@ def _inside(name: str, *given: Any, **options: Any) -> None:
 
 
 class Plugin:
-    """What pytest does in the other process. Tells each test and how it ended, a line each."""
+    """The pytest plugin of that process: prints one line per test with its outcome."""
 
     def __init__(self, formats: Mapping[str, ToolFormat]) -> None:
         self.formats = formats
@@ -315,8 +315,8 @@ def name_of(file: str) -> str:
 
 
 def run() -> None:
-    """In the other process."""
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # Theirs would import all of it.
+    """The main function of that process."""
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # vLLM's plugins would import all of vllm.
     sys.meta_path.insert(0, StandIn())
     utils: Any = importlib.import_module("tests.tool_parsers.utils")
     transformers: Any = importlib.import_module("transformers")

@@ -3,10 +3,10 @@
     python -m bench.chaos [--fault NAME ...] [--streams 100] [--tp 2] [--output FILE]
 
 Two replica groups of ``--tp`` ranks and two gateways, each on a host of its own (a network
-namespace), serve the demo model in fp32; one fault after the other happens to them, each in the
-midst of all streams, half of them greedy and half sampled. What each stream must bring was asked of
-the offline engine, alone. Printed is a matrix of what was promised and what was seen; the exit
-status is 1 where a promise was broken. Needs root, iproute2, nftables and util-linux. See
+namespace), serve the demo model in fp32. Faults are injected one after the other, each while all
+streams run, half of them greedy and half sampled. The expected tokens of each stream come from the
+offline engine, which ran each alone. It prints a matrix of guarantees and observations; the exit
+status is 1 if a guarantee was broken. Needs root, iproute2, nftables and util-linux. See
 docs/chaos.md.
 """
 

@@ -1,9 +1,9 @@
-"""The cluster under fire: Quire's, whose groups say who they are and can be poisoned.
+"""The application under test: Quire's, with groups that can be identified and crashed.
 
-A group writes a file about itself, so that its processes can be found; and a request whose prompt
-begins with `POISON` kills it, as one would that runs into a fault of a kernel. All else is as in
-`quire.cluster.deploy.deployments`; for gateways, some of what groups say of their caches may be
-lost."""
+A group writes a file about itself, so that its processes can be found. A request whose prompt
+begins with `POISON` kills it, like one that hits a fault in a kernel. Everything else is as in
+`quire.cluster.deploy.deployments`, except that gateways may lose some of the groups' cache events.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The clients: a process on a host of their own, whose streams are started from here."""
+"""Controls the clients: a process on a host of its own, whose streams are started from here."""
 
 import asyncio
 import contextlib

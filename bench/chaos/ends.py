@@ -1,4 +1,4 @@
-"""Faults of a gateway and of clients: who loses a connection is told, and leaves nothing behind."""
+"""Faults of a gateway and of clients: lost connections are reported, and leave nothing behind."""
 
 import os
 import signal

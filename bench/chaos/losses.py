@@ -1,4 +1,4 @@
-"""Faults that strike a group or its node: killed, stopped, cut off, poisoned."""
+"""Faults of a group or its node: killed, stopped, disconnected, crashed by a request."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Faults that leave nobody in charge: Ray's head, and all groups at once. The last leaves three."""
+"""Outages: of Ray's head, and of all groups at once. After the last fault, three groups remain."""
 
 import signal
 

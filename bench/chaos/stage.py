@@ -1,4 +1,4 @@
-"""Where faults happen: the cluster, the requests that are sent at it, and what they must bring."""
+"""The environment of faults: the cluster, the requests sent to it, and their expected results."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Compares the streams' ends with the promises, and tables what came of it. Pure."""
+"""Compares how streams ended to the guarantees, and tabulates the results. No side effects."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

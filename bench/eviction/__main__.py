@@ -1,13 +1,13 @@
-"""The share of prompts that each eviction policy finds in the cache, and its cost.
+"""Compares eviction policies: the share of prompts found in the cache, and the policy's cost.
 
     python -m bench.eviction [--data ../shared/data] [--workload NAME ...]
 
 Replays traces and synthetic workloads through the real block pool at several sizes. In each cell:
 per cent of prompt tokens found in the cache / per cent of prefill cost saved (an 8B model's; it
 grows with the position). `halves` is a KV cache of half the blocks, and host memory of the other
-half; a dash where a prompt does not fit into the former. `optimum` knows the future (Belady). The
-last table is CPU time of pool
-and policy together per block of a prompt; the difference to LRU's column is what a policy adds.
+half; a dash if a prompt does not fit the KV cache. `optimum` knows the future (Belady). The last
+table is the CPU time of pool and policy together per block of a prompt; the difference to LRU's
+column is the cost of the policy.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""Eviction policies to compare with: a known one, and the one that knows the future."""
+"""Eviction policies to compare with: a known one, and the optimal one, which knows the future."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence

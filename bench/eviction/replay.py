@@ -1,8 +1,8 @@
-"""Replays prompts through a real block pool, without a model, and counts what the cache saved.
+"""Replays prompts through a real block pool, without a model, and counts cache hits.
 
-One request after the other, as an engine does it that serves one at a time and samples one token:
-it takes what is cached of all but the last token, allocates the rest, names the full blocks and
-lets go. Traces are files; workloads are made here from a seed.
+It acts like an engine that serves one request at a time and samples one token: it takes the cached
+blocks of all but the last token, allocates the rest, registers the full blocks and releases all.
+Traces are files; workloads are generated here from a seed.
 """
 
 import heapq

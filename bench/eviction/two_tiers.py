@@ -1,4 +1,4 @@
-"""Replays prompts through a KV cache and a host memory that keeps what it evicts."""
+"""Replays prompts through a KV cache and a host memory tier that keeps evicted blocks."""
 
 from bench.eviction.replay import TRACE_BLOCK_SIZE, Prompt, Savings, prefill_ms
 

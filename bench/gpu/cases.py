@@ -1,4 +1,4 @@
-"""Batches that kernels are timed and checked on, the clock, and the device's measured limits."""
+"""Batches for timing and checking kernels, the clock, and the device's measured limits."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""Every kernel against its twin, and a row's bits alone against its bits in company."""
+"""Checks every kernel against its twin, and a row's bits alone against its bits in a batch."""
 
 import itertools
 from collections.abc import Callable, Iterator

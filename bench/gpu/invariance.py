@@ -1,4 +1,4 @@
-"""Whether a row's bits depend on its company: of matrix products, and of a whole model."""
+"""Checks batch invariance: whether a row's bits depend on its batch, in products and in a model."""
 
 import torch
 from bench.gpu.lines import Lines

@@ -1,8 +1,8 @@
-"""Results of a run on a GPU: one JSON line for each figure, on the disk before the next begins.
+"""Stores the results of a run on a GPU: one JSON line per figure, written before the next begins.
 
-A run may end at any moment: the machine is lent, a kernel may fault, a time limit may strike. So
-nothing is kept in memory: parts append to one file, and the table is made from that file, also
-from the file of a run that was cut off.
+A run may end at any moment: the machine is borrowed, a kernel may fault, a time limit may expire.
+So nothing is kept in memory: parts append to one file, and the table is made from that file, even
+that of an interrupted run.
 
 Kinds of lines, by ``kind``: ``fact`` (what, value), ``timing`` (a row of the table), ``begin``
 (case: what the part is about to run), ``fault`` (what, fault), ``part`` (seconds, outcome).

@@ -1,4 +1,4 @@
-"""A Llama of random weights through the engine's own model runner: decode steps and a workload."""
+"""Runs a Llama with random weights in the engine's model runner: decode steps and a workload."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""One part of `bench.gpu.run`, in this process: a fault ends it and no other.
+"""Runs one part of `bench.gpu.run` in a process of its own, so that a fault ends no other part.
 
     python -m bench.gpu.part NAME --out DIR [--dry] [--only CASE] [--share I/N]
 

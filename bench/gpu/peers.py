@@ -1,4 +1,4 @@
-"""Attention of others on the same batches: PyTorch's SDPA by backend, and FlashInfer."""
+"""Times other attention kernels on the same batches: PyTorch's SDPA by backend, and FlashInfer."""
 
 import importlib.util
 import itertools

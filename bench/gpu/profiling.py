@@ -1,4 +1,4 @@
-"""A step's time on the device by kernel, by `torch.profiler`, and the device's idle share."""
+"""Profiles a step with `torch.profiler`: device time per kernel, and the device's idle share."""
 
 import time
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What `bench.gpu.run` measures on: models, cases, and the small ones of a dry run on a CPU."""
+"""The models and cases of `bench.gpu.run`, and smaller ones for a dry run on a CPU."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

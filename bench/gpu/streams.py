@@ -1,5 +1,5 @@
-"""The Triton kernels that memory limits, each beside its twin: what they compute is checked against
-the twin, and their time against the bytes that they must move.
+"""Checks and times the memory-bound Triton kernels: their results against their twins, their time
+against the bytes that they must move.
 """
 
 from collections.abc import Callable, Iterator

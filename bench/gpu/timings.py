@@ -1,4 +1,4 @@
-"""Each kernel's time against the device's measured limits."""
+"""Times each kernel, and compares it to the device's measured limits."""
 
 import itertools
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""Decode and prefill attention with other tiles than the shipped ones, in one run.
+"""Times decode and prefill attention with other tile sizes than the shipped ones.
 
-The shipped configuration (`quire.kernels.launch`) was chosen without a device. This part says
-which one a device likes better; the one that wins is then written there by hand, since a tile
-size decides the order of summation.
+The shipped configuration (`quire.kernels.launch`) was chosen without a device. This part shows
+which one is faster on a device; the fastest is then written there by hand, since a tile size
+determines the order of summation.
 """
 
 import itertools

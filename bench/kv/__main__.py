@@ -1,8 +1,8 @@
-"""Proofs that KV may travel, on real engines: it changes no answer and holds nobody up.
+"""Tests KV transfers on real engines: they change no answer and delay no other request.
 
 python -m bench.kv equal [--requests N]      answers are the same wherever their KV comes from
-python -m bench.kv faults [--requests N]     and whatever happens to it on the way
-python -m bench.kv disturb [--rounds N]      what a lender's decodes lose while it lends
+python -m bench.kv faults [--requests N]     answers are the same if transfers fail
+python -m bench.kv disturb [--rounds N]      slowdown of a group's decodes while it sends KV
 python -m bench.kv drain [--streams N]       the gap of streams that move to another group
 """
 

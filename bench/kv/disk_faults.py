@@ -1,4 +1,4 @@
-"""What may happen to blocks in files, and to the disk."""
+"""Injects faults into blocks in files, and into the disk."""
 
 import contextlib
 import errno

@@ -1,8 +1,8 @@
-"""What the decodes of a group lose while it lends blocks, and what checks cost.
+"""Measures how much a group's decodes slow down while it sends blocks, and the cost of checksums.
 
-The lender is in a process of its own; in this one, pulls without an engine take as much as it
-gives, of what its KV cache has or of what it keeps in host memory. Windows with pulls and without
-alternate, so that both meet the same machine.
+The sender is in a process of its own. In this one, pulls without an engine fetch as much as it can
+send, from its KV cache or its host memory. Windows with and without pulls alternate, so that both
+run under the same conditions.
 """
 
 import asyncio

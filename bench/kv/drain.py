@@ -1,6 +1,6 @@
-"""Streams of a group that drains go on at another one: how long they pause, and what it computes.
+"""Measures streams that move from a draining group: how long they pause, and what is recomputed.
 
-The groups are in processes of their own; the gateway, in this one, is what `quire serve` runs,
+The groups are in processes of their own; the gateway, in this process, is that of `quire serve`,
 without its ports. All streams begin at one group, and the other joins before the first drains.
 """
 

@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities are the same, wherever a prompt's KV comes from."""
+"""Checks that tokens and log-probabilities are the same wherever a prompt's KV comes from."""
 
 import asyncio
 import tempfile

@@ -1,4 +1,4 @@
-"""What became of faults that were injected, and how long requests took beside recomputation."""
+"""Reports the outcome of injected faults, and the time of requests compared to recomputation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
-"""Groups with real engines, in this process and in others, for what `bench.kv` proves.
+"""Groups with real engines, in this process and in others, for the tests of `bench.kv`.
 
-A group in another process is told what to do: it runs functions of the caller's, between its own
-work, and sends back what they return.
+A group in another process is remote-controlled: between its own work it runs functions that the
+caller sends, and returns their results.
 """
 
 import asyncio

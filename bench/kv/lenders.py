@@ -1,4 +1,4 @@
-"""The lenders of `bench.kv.faults`, which are stopped and killed."""
+"""The groups that send blocks in `bench.kv.faults`, which are stopped and killed."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
-"""What may happen to blocks on their way from one group to another, and to the one that lends.
+"""Injects faults into blocks on their way between groups, and into the sending group.
 
-A lender's process has a proxy before the port that it sends blocks from, so that who borrows spends
-no time on faults. The proxy is stopped and killed with the lender.
+A sender's process has a proxy in front of the port from which it sends blocks, so that the receiver
+spends no time on faults. The proxy is stopped and killed with the sender.
 """
 
 from collections.abc import Iterator

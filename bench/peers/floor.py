@@ -1,4 +1,4 @@
-"""The least time a workload can take on this machine, from three rates measured in the same run.
+"""Computes a lower bound of a workload's time on this machine, from three rates measured with it.
 
 A workload is a prefill and, where more than one token is wanted, ``new_tokens - 1`` decode steps.
 With n new tokens for each of N requests, S shared and O own prompt tokens, weights W in the

@@ -1,6 +1,6 @@
-"""An engine in a process of its own, stopped by a signal whenever it is another one's turn.
+"""Runs an engine in a process of its own, which is paused by a signal while another is measured.
 
-So engines need not start again for every measurement, and none takes time from another's.
+So engines need not restart for every measurement, and none takes CPU time from another.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The table, in markdown, and the file of its figures, in JSON, from which a later run goes on."""
+"""Writes the table in Markdown, and its figures in JSON, from which a later run continues."""
 
 import json
 import platform

@@ -1,4 +1,4 @@
-"""Routing policies beside each other on traces: times to first token, capacity, what goes wrong.
+"""Compares routing policies on traces: times to first token, capacity, robustness.
 
     python -m bench.routing --data FOLDER [--trace NAME ...] [--groups N ...] [--load SHARE ...]
                             [--part latency capacity robust] [--seeds N] [--state FILE]
@@ -6,9 +6,8 @@
 Simulated with the costs of an 8B model on an H100 and 1M tokens of KV cache per group. Other
 systems' policies run on engines that serve first come first served and evict the least recently
 used; so does ``ours, LRU``. ``ours`` evicts by utility and computes the shortest remaining prefill
-first, as our engine does. ``one cache`` is ours if all groups had one cache without end, which says
-how much better any policy could be. The first tenth of the requests warms caches up and is not
-counted.
+first, as our engine does. ``one cache`` is ours with one infinite cache for all groups: the upper
+bound of any policy. The first tenth of the requests warms up caches and is not counted.
 
 A *load* is a share of the capacity of Dynamo's default: the fastest replay at which 99 % of
 requests wait no longer than the trace's target. Beside the recorded traces, which are the default,

@@ -1,4 +1,4 @@
-"""Workloads made up from a seed: they differ from each other and from the recorded traces.
+"""Generates synthetic workloads from a seed, different from each other and from recorded traces.
 
     agents    loops of 3 to 25 calls on 12 long tool prompts, each with what the call before gave
     rag       a short instruction and four of 2,000 documents, popular ones more often, any order

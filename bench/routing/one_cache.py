@@ -1,7 +1,7 @@
-"""One cache without end that all groups share: no policy can find more of a prompt.
+"""The upper bound of cache hits: all groups share one infinite cache.
 
-What it cannot say is how evenly decodes lie, or how prompts should take turns: a policy may still
-be a little faster than this.
+It does not bound the balance of decodes or the order of prompts, so a policy may still be slightly
+faster than this.
 """
 
 from quire.simulate.pool import Chain

@@ -1,4 +1,4 @@
-"""What it is worth that KV travels between groups, simulated.
+"""Simulates the benefit of transferring KV between groups.
 
     python -m bench.routing.transfers --data FOLDER [--trace NAME ...] [--groups N ...]
                                       [--cost PRESET ...] [--link NAME ...]

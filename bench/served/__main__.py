@@ -1,4 +1,4 @@
-"""What serving costs: tokens per second over HTTP and gRPC beside the same engine offline.
+"""The cost of serving: tokens per second over HTTP and gRPC, compared to the same engine offline.
 
     python -m bench.served [--models S,M] [--clients 1,8,32,64] [--repeats 3] [--peers vllm]
     python -m bench.served --idle 30                      and what an idle server takes of a core

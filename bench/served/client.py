@@ -1,7 +1,7 @@
-"""The load's client: a process of one loop, which counts what arrives and decodes nothing.
+"""The load generator: a process with one event loop, which counts tokens without decoding them.
 
-So that it takes as little as possible of the CPU that it shares with the server. HTTP is read from
-plain sockets: events of the stream are counted by their first bytes. gRPC is `grpc.aio`.
+This minimises its use of the CPU that it shares with the server. HTTP is read from plain sockets,
+and events of a stream are counted by their first bytes. gRPC is `grpc.aio`.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""The client of `quire.v1.Inference`: asks gateways for streams and checks each chunk of them.
+"""The gRPC client (`quire.v1.Inference`): requests streams from gateways and checks each chunk.
 
-A chunk that does not follow on from those before it, or that comes behind the finish, ends its
-stream with an error, as an end without a finish does.
+A stream ends with an error if a chunk does not continue the ones before it, if a chunk follows the
+finish, or if there is no finish.
 """
 
 import time

@@ -1,4 +1,4 @@
-"""The client of OpenAI's completions: asks for streams and keeps each token with its time."""
+"""The client of OpenAI's completions API: requests streams and records each token's time."""
 
 import json
 import time

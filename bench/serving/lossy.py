@@ -1,4 +1,4 @@
-"""Gateways that are told of the groups' caches otherwise than the groups say: less, twice, late."""
+"""Gateways whose cache events are corrupted on purpose: lost, duplicated, delayed."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from quire.worker.api.hashing import BlockHashes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loss:
-    """Shares, from 0 to 1."""
+    """How often events are corrupted: shares from 0 to 1."""
 
     batches: float = 0.0
     """Share of messages that never arrive: the next one reveals the gap, and a replay fills it."""
@@ -35,7 +35,7 @@ class Loss:
 
 
 class LossyTable(RoutingTable):
-    """A routing table that is not told all, nor each once and in order. Snapshots it is."""
+    """A routing table that loses, repeats and reorders events as `Loss` says; not snapshots."""
 
     def __init__(self, *, loss: Loss, **options: Any) -> None:
         super().__init__(**options)

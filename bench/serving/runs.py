@@ -1,4 +1,4 @@
-"""Runs cases on a Ray cluster that this process is connected to, and keeps what came of them."""
+"""Runs cases on the Ray cluster that this process is connected to, and stores their results."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A gRPC client of Quire, the LLM serving cluster."""
+"""A Python gRPC client of Quire, the LLM serving cluster."""
 
 from quire_client.client import AsyncClient, Client
 from quire_client.errors import (

@@ -1,7 +1,7 @@
-"""The client, for threads and for asyncio. Both have the same methods.
+"""The synchronous and the asyncio client, which have the same methods.
 
-Every call raises `QuireError`, of the kind that says what happened. ``timeout_s`` is the call's
-deadline, which the server knows: a request that would wait beyond it is refused at once.
+Every call raises a subclass of `QuireError` by the cause of the failure. ``timeout_s`` is the
+call's deadline, which is sent to the server: it refuses a request at once that would wait longer.
 """
 
 from collections.abc import AsyncGenerator, Generator, Sequence
@@ -35,9 +35,9 @@ from quire_client.outputs import (
 )
 
 _OPTIONS = [
-    # The scores of a prompt's tokens come in one message.
+    # The scores of all tokens of a prompt are sent in one message.
     ("grpc.max_receive_message_length", 256 * 2**20),
-    # A server that vanished without a word is noticed. Servers allow a ping in 10 s.
+    # Keepalive pings detect a server that vanished. Servers allow one ping per 10 s.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
 ]
@@ -46,7 +46,7 @@ _Metadata = tuple[tuple[str, str], ...]
 
 
 class _Calls:
-    """The service's calls on a channel of either kind."""
+    """The service's methods on a synchronous or asyncio channel."""
 
     def __init__(self, channel: Any, *, api_key: str | None) -> None:
         service = pb.DESCRIPTOR.services_by_name["Inference"]
@@ -70,10 +70,10 @@ class _Calls:
 
 
 class Client:
-    """A connection to the gRPC server at ``address`` (``host:port``), which threads may share.
+    """A thread-safe connection to the gRPC server at ``address`` (``host:port``).
 
-    ``tls`` trusts the well-known authorities; ``root_certificates`` (PEM) are trusted instead of
-    them, and imply it. ``options`` are gRPC's, of the channel.
+    ``tls`` verifies the server by the well-known certificate authorities; ``root_certificates``
+    (PEM) replace them and imply ``tls``. ``options`` are gRPC channel options.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class Client:
         request_id: str = "",
         timeout_s: float | None = None,
     ) -> Generator[Chunk, None, None]:
-        """Chunks of all completions, as they come. Closing the generator cancels the request.
+        """Yields chunks of all completions as they arrive. Closing it cancels the request.
 
-        ``model`` may be empty where one is served. Cached prefixes are shared within a
-        ``cache_salt``. A lesser ``priority`` runs sooner.
+        ``model`` may be empty if the server has one model. Cached prefixes are shared only between
+        requests with the same ``cache_salt``. Requests with a lower ``priority`` run first.
         """
         request = generate_request(
             prompt, params, model=model, cache_salt=cache_salt, priority=priority
@@ -144,7 +144,7 @@ class Client:
         request_id: str = "",
         timeout_s: float | None = None,
     ) -> list[Completion]:
-        """The ``params.n`` completions, whole; the rest as of `stream`."""
+        """The ``params.n`` whole completions; the other arguments are those of `stream`."""
         return completions_of(
             self.stream(
                 prompt,
@@ -166,7 +166,7 @@ class Client:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> tuple[TokenLogprobs, ...]:
-        """The scores of the prompt's tokens but the first, with the ``num_top`` likeliest each."""
+        """The scores of the prompt's tokens except the first, each with ``num_top`` likeliest."""
         (completion,) = self.generate(
             prompt,
             _scoring(num_top),
@@ -186,11 +186,11 @@ class Client:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> list[Embedding]:
-        """The vectors of ``inputs``, texts or lists of token ids, in their order.
+        """The embedding vectors of ``inputs``, which are texts or lists of token ids, in order.
 
-        ``dimensions`` keeps the first numbers of each, 0 all. ``truncate_prompt_tokens`` keeps so
-        many tokens of an input at most, -1 as many as the model takes; without, a longer one is
-        refused.
+        ``dimensions`` keeps only the first numbers of each vector; 0 keeps all.
+        ``truncate_prompt_tokens`` limits the tokens of an input, -1 to what the model accepts; if
+        it is ``None``, a longer input is refused.
         """
         request = embed_request(
             inputs,
@@ -212,8 +212,8 @@ class Client:
         cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> list[Ranked]:
-        """``documents``, the most alike to ``query`` first; the best ``top_n`` only, unless it is
-        0. The rest as of `embed`."""
+        """Ranks ``documents`` by similarity to ``query``, best first; only the best ``top_n``
+        unless that is 0. The other arguments are those of `embed`."""
         request = rank_request(
             query,
             documents,
@@ -232,8 +232,8 @@ class Client:
         model: str = "",
         timeout_s: float | None = None,
     ) -> list[int]:
-        """The prompt's token ids. ``add_special_tokens``: with those around a text, such as a begin
-        token; a chat's template has its own."""
+        """The prompt's token ids. ``add_special_tokens``: include those around a text, such as BOS;
+        a chat template has its own."""
         request = tokenize_request(prompt, model=model, add_special_tokens=add_special_tokens)
         return list(self._ask(self._calls.tokenize, request, timeout_s).token_ids)
 
@@ -259,7 +259,7 @@ class Client:
 
 
 class AsyncClient:
-    """As `Client`, for one event loop; made inside it."""
+    """`Client` for asyncio. It belongs to the event loop in which it was created."""
 
     def __init__(
         self,
@@ -301,7 +301,7 @@ class AsyncClient:
         request_id: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Chunk, None]:
-        """As `Client.stream`. Cancelling its reader cancels the request, as closing it does."""
+        """As `Client.stream`. Cancelling the reading task, or closing it, cancels the request."""
         request = generate_request(
             prompt, params, model=model, cache_salt=cache_salt, priority=priority
         )
@@ -438,7 +438,7 @@ def _scoring(num_top: int) -> SamplingParams:
 
 
 def _check_key(api_key: str | None) -> None:
-    """Raises InvalidArgument. The message has no part of the key."""
+    """Raises InvalidArgument for an invalid key, without any part of the key in the message."""
     if api_key and not (api_key.isascii() and api_key.isprintable()):
         raise InvalidArgument(
             "api_key: has characters that cannot be sent; is it one line?",

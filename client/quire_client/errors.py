@@ -1,4 +1,4 @@
-"""What a server refuses, or what became of a call, as exceptions."""
+"""The exceptions that calls raise, by gRPC status."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,7 +7,7 @@ import grpc
 
 
 class QuireError(Exception):
-    """A call failed. Its text is the server's, or gRPC's where no server answered."""
+    """A call failed. The message is the server's, or gRPC's if no server answered."""
 
     def __init__(
         self, message: str, *, code: grpc.StatusCode, retry_after_s: float | None = None
@@ -15,19 +15,19 @@ class QuireError(Exception):
         super().__init__(message)
         self.code = code
         self.retry_after_s = retry_after_s
-        """In how many seconds to try again, where the server says so."""
+        """Seconds after which to retry, if the server says so."""
 
 
 class InvalidArgument(QuireError):
-    """A value is out of its range; the message names it."""
+    """A value is invalid; the message names it."""
 
 
 class NotFound(QuireError):
-    """The model is not served there."""
+    """The server does not serve the model."""
 
 
 class Unauthenticated(QuireError):
-    """The server wants an API key, and got none that it knows."""
+    """The server requires an API key and received none or an unknown one."""
 
 
 class PermissionDenied(QuireError):
@@ -35,7 +35,7 @@ class PermissionDenied(QuireError):
 
 
 class Overloaded(QuireError):
-    """The request would have waited for too long, or is too large. Nothing was done."""
+    """The request would have waited too long, or is too large. It was not run."""
 
 
 class DeadlineExceeded(QuireError):
@@ -43,7 +43,7 @@ class DeadlineExceeded(QuireError):
 
 
 class Aborted(QuireError):
-    """The request has cost several replica groups their lives. Do not send it again."""
+    """The request has crashed several replica groups. Do not send it again."""
 
 
 class Unavailable(QuireError):
@@ -63,7 +63,7 @@ _KINDS: dict[grpc.StatusCode, type[QuireError]] = {
 
 
 def error_of(error: grpc.RpcError) -> QuireError:
-    """The exception for what gRPC raised, of either of its APIs."""
+    """The exception for an error of gRPC's synchronous or asyncio API."""
     code: grpc.StatusCode = error.code()
     kind = _KINDS.get(code, QuireError)
     message = error.details() or code.name

@@ -1,4 +1,4 @@
-"""What a client sends: prompts, parameters, and the messages made of them."""
+"""The inputs of requests: prompts, sampling parameters, and their protobuf messages."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,17 +13,17 @@ from quire_client.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation, which the model's chat template makes a prompt."""
+    """A conversation, which the model's chat template turns into a prompt."""
 
     messages: Sequence[Mapping[str, Any]]
-    """Each has ``role`` and ``content``, and may have more, such as ``tool_calls``."""
+    """Messages with ``role`` and ``content``, and optional fields such as ``tool_calls``."""
     tools: Sequence[Mapping[str, Any]] = ()
-    """As in OpenAI's API. Calls come as text."""
+    """Tools in the format of OpenAI's API. Tool calls are returned as text."""
     add_generation_prompt: bool = True
-    """End the prompt with the text that begins the assistant's turn."""
+    """Whether the prompt ends with the text that begins the assistant's turn."""
     continue_final_message: bool = False
     template_kwargs: Mapping[str, Any] | None = None
-    """More variables for the chat template."""
+    """Further variables for the chat template."""
 
 
 Prompt = str | Sequence[int] | Chat
@@ -32,7 +32,7 @@ Prompt = str | Sequence[int] | Chat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens, and when to end. ``None`` and empty lists are the server's defaults."""
+    """Sampling and stop parameters. ``None`` and empty lists mean the server's defaults."""
 
     n: int | None = None
     temperature: float | None = None
@@ -46,7 +46,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool | None = None
     logprobs: int | None = None
-    """How many of the likeliest tokens come with each token; 0 scores the token itself."""
+    """How many of the likeliest tokens to return with each token; 0 scores only the token."""
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -55,26 +55,26 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] = ()
     prompt_logprobs: int | None = None
-    """As ``logprobs``, of the prompt's tokens but the first."""
+    """As ``logprobs``, for the prompt's tokens except the first."""
     logprob_start_len: int | None = None
-    """Tokens at the prompt's beginning that ``prompt_logprobs`` leaves out."""
+    """How many tokens at the prompt's beginning ``prompt_logprobs`` skips."""
     bad_words: Sequence[str] = ()
     bad_words_token_ids: Sequence[Sequence[int]] = ()
     truncate_prompt_tokens: int | None = None
-    """Keep this many tokens at the prompt's end; -1 keeps what leaves room for ``max_tokens``."""
+    """Keep only the last tokens of the prompt; -1 keeps what leaves room for ``max_tokens``."""
     logprob_token_ids: Sequence[int] = ()
-    """Their log-probabilities are in ``top`` too, behind the most probable ones."""
+    """Tokens whose log-probabilities are added to ``top``, after the most probable ones."""
     thinking_token_budget: int | None = None
-    """The reasoning has at most this many tokens."""
+    """The most tokens of reasoning."""
     thinking_token_ids: Sequence[int] = ()
-    """What begins and what ends the reasoning, where the gateway does not know it."""
+    """Ids of the tokens that begin and end reasoning, if the gateway does not know them."""
     json_schema: str | Mapping[str, Any] | None = None
-    """The output is JSON of this schema. One of the four at most is set."""
+    """Constrains the output to JSON of this schema. At most one of the four constraints is set."""
     regex: str | None = None
     grammar: str | None = None
-    """In Lark's syntax, or llama.cpp's."""
+    """Constrains the output to a grammar in Lark's or llama.cpp's syntax."""
     structural_tag: str | Mapping[str, Any] | None = None
-    """Text in which some parts have a form, as vLLM and SGLang write it."""
+    """Constrains parts of a text, in the format of vLLM and SGLang."""
 
 
 _CONSTRAINTS = ("json_schema", "regex", "grammar", "structural_tag")

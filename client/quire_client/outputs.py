@@ -1,4 +1,4 @@
-"""What a client gets: chunks as they come, and completions put together of them."""
+"""The results of requests: chunks of a stream, completions assembled from them, scores, vectors."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,23 +22,23 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     rank: int
-    """1 for the most probable token."""
+    """Rank by probability; 1 is the most probable token."""
     top: tuple[tuple[int, float], ...]
-    """Id and log probability of the likeliest tokens, as many as were asked for."""
+    """Ids and log-probabilities of the likeliest tokens, as many as requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """What is known of a completion when it begins."""
+    """The data of a completion's start."""
 
     request_id: str
-    """The completion's name, for ``quire explain``."""
+    """The completion's id, for ``quire explain``."""
     model: str
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens whose KV was found in the cache."""
+    """Prompt tokens whose KV was cached."""
     seed: int
-    """The seed in force: the same request with it gets the same tokens."""
+    """The seed in use: the same request with this seed gets the same tokens."""
     group: str
     """The replica group that serves the request."""
     prompt_logprobs: tuple[TokenLogprobs, ...]
@@ -46,7 +46,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a completion cost."""
+    """A completion's token counts and times."""
 
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -57,20 +57,20 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A part of one completion, as it came."""
+    """A part of one completion in a stream."""
 
     index: int
-    """Which of the n completions it belongs to."""
+    """The number of its completion, from 0 to n - 1."""
     token_offset: int
-    """Output tokens of this completion before this chunk."""
+    """Number of output tokens of this completion before this chunk."""
     token_ids: tuple[int, ...]
     text: str
-    """What these tokens complete; shorter than they are where a character is unfinished."""
+    """The text that these tokens complete; an incomplete character is left to a later chunk."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: FinishReason | None = None
     """Set on a completion's last chunk, as is ``usage``."""
     stop_reason: str | int | None = None
-    """The request's stop string, or stop token, that ended it."""
+    """The stop string or stop token that ended the completion."""
     start: Start | None = None
     """Set on a completion's first chunk."""
     usage: Usage | None = None
@@ -78,7 +78,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One whole completion."""
+    """A whole completion."""
 
     index: int
     text: str
@@ -92,7 +92,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embedding:
-    """The vector of one input."""
+    """The embedding vector of one input."""
 
     values: tuple[float, ...]
     num_prompt_tokens: int
@@ -101,14 +101,14 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """A document's place among those that were sent, and how alike it is to the query."""
+    """A document's index among those sent, and its similarity to the query."""
 
     index: int
     score: float
 
 
 def embeddings_of(response: pb.EmbedResponse) -> list[Embedding]:
-    """The embeddings in a message."""
+    """Converts a message to embeddings."""
     return [
         Embedding(
             values=tuple(each.values),
@@ -120,12 +120,12 @@ def embeddings_of(response: pb.EmbedResponse) -> list[Embedding]:
 
 
 def ranked_of(response: pb.RankResponse) -> list[Ranked]:
-    """The documents in a message, best first."""
+    """Converts a message to ranked documents, best first."""
     return [Ranked(index=each.index, score=each.score) for each in response.ranked]
 
 
 def chunk_of(response: pb.GenerateResponse) -> Chunk:
-    """The chunk in a message."""
+    """Converts a message to a chunk."""
     stop = response.WhichOneof("stop_reason")
     return Chunk(
         index=response.index,
@@ -141,7 +141,7 @@ def chunk_of(response: pb.GenerateResponse) -> Chunk:
 
 
 def completions_of(chunks: Iterable[Chunk]) -> list[Completion]:
-    """The completions that all chunks of a request make, by index."""
+    """Assembles all chunks of a request into its completions, by index."""
     parts: dict[int, list[Chunk]] = {}
     for chunk in chunks:
         parts.setdefault(chunk.index, []).append(chunk)

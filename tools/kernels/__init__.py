@@ -1,1 +1,1 @@
-"""Cases and checks of the kernels, for the tests, `tools.ptx` and `bench.gpu`."""
+"""Test cases and checks of the kernels, for the tests, `tools.ptx` and `bench.gpu`."""

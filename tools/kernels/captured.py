@@ -1,11 +1,11 @@
-"""Launches of Triton kernels without a GPU: compiled just as one would have them compiled.
+"""Captures launches of Triton kernels without a GPU, compiled exactly as for one.
 
-Inside `captured`, ``kernel[grid](...)`` goes Triton's own way: it looks at the arguments, decides
-what to specialise (an integer that is 1, a pointer or an integer divisible by 16), and compiles
-for the GPU asked for. Only the last step, to start the kernel, is the caller's.
+Inside `captured`, ``kernel[grid](...)`` runs Triton's own code: it inspects the arguments, decides
+what to specialise (an integer that is 1, a pointer or an integer divisible by 16), and compiles for
+the given GPU. Only the last step, starting the kernel, is replaced by a call of the caller's.
 
     with captured(90, launches.append):
-        decode_attention(...)          # on meta tensors, or on a CPU's where the kernel shall run
+        decode_attention(...)          # on meta tensors, or CPU tensors if the caller runs it
 
 A kernel must have been defined without ``TRITON_INTERPRET=1``.
 """
@@ -26,21 +26,20 @@ from quire.kernels import launch
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """One start of a compiled kernel."""
+    """One launch of a compiled kernel."""
 
     kernel: Any
     """The `triton.jit` function."""
     compiled: Any
-    """Triton's `CompiledKernel`, whose ``asm["ptx"]`` and ``asm["cubin"]`` are its code; None where
-    nothing was to be compiled."""
+    """Triton's `CompiledKernel`, whose ``asm["ptx"]`` and ``asm["cubin"]`` are its code; None if
+    compiling is off."""
     key: str | None
-    """By what Triton tells compiled forms of the kernel apart, where nothing was to be compiled:
-    what it specialised of each argument, and the options. On a GPU a key that is new is compiled
-    while the launch waits."""
+    """If compiling is off, Triton's cache key of the compiled kernel: the specialisation of each
+    argument, and the options. On a GPU, a launch with a new key waits for the compiler."""
     grid: tuple[int, int, int]
     arguments: dict[str, Any]
-    """By name, in the order of the parameters: tensors and numbers, but for those that Triton
-    compiles into the code, as it does an integer that is 1."""
+    """Tensors and numbers by name, in the order of the parameters, except those that Triton
+    compiles into the code, such as an integer that is 1."""
     constants: dict[str, Any]
     """The `tl.constexpr` parameters."""
 
@@ -58,8 +57,8 @@ class Launch:
 def captured(
     capability: int, run: Callable[[Launch], None], *, compiles: bool = True
 ) -> Iterator[None]:
-    """Until the block ends, gives every launch to ``run`` and takes tensors of a CPU or of none
-    for those of a GPU of ``capability`` (80, 90 ...). Not for several threads at a time."""
+    """Passes every launch in the block to ``run``, and treats CPU and meta tensors as those of a
+    GPU of ``capability`` (80, 90 ...). Not thread-safe."""
     original = JITFunction.run
     keys: list[str] = []
 
@@ -125,10 +124,10 @@ def _driver(capability: int, compiles: bool) -> "_NoGpu":
 
 
 class _NoGpu:
-    """What Triton asks of a driver before it compiles.
+    """The driver functions that Triton calls before it compiles.
 
-    Each capability is a device of its own, as Triton keeps what it compiled by device; and so is
-    one for which nothing is compiled, so that Triton asks for every launch.
+    Triton caches compiled kernels by device, so each capability is a device of its own. Another one
+    stands for compiling off, so that Triton calls the hook at every launch.
     """
 
     def __init__(self, capability: int, *, compiles: bool) -> None:

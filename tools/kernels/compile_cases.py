@@ -1,11 +1,10 @@
-"""Every kernel as it is launched for each supported GPU: what `compile_check` compiles.
+"""The launches of every kernel for each supported GPU, which `compile_check` compiles.
 
-A case calls a kernel's own launcher, on tensors without memory (`meta`), inside
-`tools.kernels.captured`. So what is compiled is what is launched: its tiles, its options, and
-what Triton makes of its arguments.
+A case calls a kernel's own launcher on tensors without memory (`meta`) inside
+`tools.kernels.captured`. So tiles, options and Triton's specialisations are those of real launches.
 
-`shipped_cases` are for the GPUs that every entry was made for; `portable_cases` are of others,
-for bfloat16 with heads of 128.
+`shipped_cases` are for the GPUs that every launch configuration was chosen for; `portable_cases`
+are for other GPUs, in bfloat16 with heads of 128.
 """
 
 import itertools
@@ -74,28 +73,28 @@ CAPABILITIES = (80, 90)
 PORTABLE_CAPABILITIES = (89, 100, 120)
 """L4 and L40S; B200; RTX 50."""
 NORM_SIZES = (2048, 8192, 32768)
-"""The longest row of each number of warps."""
+"""The longest row for each number of warps."""
 ROWS, BLOCKS, KV_HEADS = 5, 64, 8
-"""Sizes of a case that the compiler does not look at."""
+"""Sizes of a case that do not affect the compiled code."""
 VOCAB_SIZES = (128256, 50257)
-"""A multiple of 16, whose rows the compiler then knows to be aligned, and none."""
+"""A multiple of 16, for which the compiler knows that rows are aligned, and another size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCase:
-    """One kernel as it is launched for one model shape."""
+    """The launch of one kernel for one model shape."""
 
     name: str
     kernel: Any
     dtype: torch.dtype
     size: int
-    """Size of a head, or of the row that a program works on."""
+    """Size of a head, or of the row that a program handles."""
     capability: int
     start: Callable[[], object]
-    """Calls the kernel's launcher, which may launch others too."""
+    """Calls the kernel's launcher, which may launch other kernels too."""
 
     def launch(self, *, compiles: bool = True) -> Launch:
-        """The launch of the kernel; compiling it takes a second or two."""
+        """Captures the kernel's launch; compiling it takes a second or two."""
         launches: list[Launch] = []
         with captured(self.capability, launches.append, compiles=compiles):
             self.start()
@@ -109,7 +108,7 @@ def shipped_cases(
     dtypes: Sequence[torch.dtype] = DTYPES,
     capabilities: Sequence[int] = CAPABILITIES,
 ) -> Iterator[KernelCase]:
-    """Every kernel as it is launched for these; see `LaunchConfig` for what varies."""
+    """The launch of every kernel for these; `LaunchConfig` says what varies."""
     for dtype, head_size, capability in itertools.product(dtypes, head_sizes, capabilities):
         for name, kernel, start in _head_cases(dtype, head_size):
             yield _case(name, kernel, start, dtype, head_size, capability)
@@ -127,7 +126,7 @@ def shipped_cases(
 
 
 def portable_cases() -> Iterator[KernelCase]:
-    """Every kernel in bfloat16 with heads of 128, for GPUs that were not at hand at all."""
+    """The launch of every kernel in bfloat16 with heads of 128, for GPUs never tested on."""
     yield from shipped_cases(
         head_sizes=(128,),
         dtypes=(torch.bfloat16,),

@@ -1,15 +1,14 @@
-"""Compiles every shipped kernel for every supported GPU, without one, and reads what came out.
+"""Compiles every shipped kernel for every supported GPU, without a GPU, and checks the result.
 
     python -m tools.kernels.compile_check [--processes N]
 
 prints registers, stack, shared memory and tensor-core instructions of each. A kernel on the stack
 spills registers to memory and is several times slower; one without tensor-core instructions is
-ten times slower; one that wants more shared memory than a block may have does not start at all;
-a decode with one buffer for K and V does not load the next tile while it computes.
-The exit status is 1 where a kernel has such a fault.
+ten times slower; one that needs more shared memory than a block may have does not start at all; a
+decode with one buffer for K and V does not load the next tile while it computes. The exit status is
+1 if a kernel has such a fault.
 
-A process for each core compiles; Triton's cache on the disk makes a second run a matter of
-seconds.
+One process per core compiles. Because of Triton's cache on disk, a second run takes seconds.
 """
 
 import argparse
@@ -39,7 +38,7 @@ from quire.kernels.triton_prefill import prefill_kernel
 from quire.kernels.triton_shared import shared_kernel
 
 _SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-"""Bytes that a block may have, of the GPUs whose kernels are judged."""
+"""Shared memory of a block in bytes, for the GPUs whose kernels are checked."""
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _DECODE_KERNELS = (decode_kernel, shared_kernel)
 _MATRIX_KERNELS = (
@@ -50,19 +49,19 @@ _MATRIX_KERNELS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler made of a case. Zeros for AMD's, whose code is not read here."""
+    """The properties of a case's compiled code. Zeros for AMD, whose code is not analysed."""
 
     num_warps: int
     registers: int = 0
     stack_bytes: int = 0
-    """Registers spilled to memory, and arrays that found no register; 0 is right."""
+    """Stack bytes, for spilled registers and arrays not in registers; should be 0."""
     shared_bytes: int
     wgmma: int = 0
     """Warp-group matrix instructions, which only sm_90 has."""
     mma: int = 0
     """Matrix instructions of one warp."""
     tile_bytes: int = 0
-    """K, or V, of one step of a decode's loop."""
+    """Bytes of K, or of V, in one step of a decode's loop."""
 
     @property
     def is_pipelined(self) -> bool:
@@ -70,8 +69,8 @@ class Compiled:
         return self.shared_bytes >= 4 * self.tile_bytes
 
     def faults(self, case: KernelCase) -> list[str]:
-        """What keeps the kernel from running well; empty where nothing does, or nothing is known
-        of the GPU."""
+        """The reasons why the kernel fails or is slow; empty if there are none, or if the GPU is
+        unknown."""
         if case.capability not in _SHARED_LIMIT:
             return []
         faults = []
@@ -95,19 +94,20 @@ class Compiled:
 
 @cache
 def all_cases() -> tuple[KernelCase, ...]:
-    """The shipped cases and the portable ones, in an order that never changes."""
+    """The shipped and the portable cases, in a fixed order."""
     return (*shipped_cases(), *portable_cases())
 
 
 def compile_all(
     *, num_processes: int | None = None, part: int = 0, num_parts: int = 1
 ) -> Iterator[tuple[KernelCase, Compiled]]:
-    """Compiles `all_cases` in their order, on every core unless ``num_processes`` says else.
+    """Compiles `all_cases` in order, in one process per core unless ``num_processes`` is given.
 
-    Of ``num_parts``, that differ by one case at most and together are all, only number ``part``.
+    The cases are divided into ``num_parts`` parts of equal size, plus or minus one case; only part
+    number ``part`` is compiled.
     """
     numbers = range(part, len(all_cases()), num_parts)
-    # Launchers of tensors do not pickle: a process is told a case's number.
+    # Launchers cannot be pickled, so a process receives a case's number.
     with ProcessPoolExecutor(
         num_processes or os.cpu_count(), mp_context=multiprocessing.get_context("spawn")
     ) as pool:
@@ -144,7 +144,7 @@ def _tile_bytes(launch: Launch) -> int:
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """REG, STACK, LOCAL and so on, from the `cuobjdump` that Triton's wheel brings."""
+    """REG, STACK, LOCAL and so on, from the `cuobjdump` in Triton's wheel."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -1,4 +1,4 @@
-"""The ranks of a Triton all-reduce within one process, on one device, for tests and benchmarks."""
+"""Runs all ranks of a Triton all-reduce in one process, on one device, for tests and benchmarks."""
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class LocalRanks:
         ]
 
     def reduce_alone(self, rank: int, inputs: list[Tensor]) -> Tensor:
-        """What ``rank`` gets when all others have come to the meeting before it."""
+        """The result of ``rank`` if all other ranks have reached the barrier before it."""
         epoch = int(self.epochs[rank, 0]) + 1
         for other, x in enumerate(inputs):
             if other != rank:
@@ -47,8 +47,8 @@ class LocalRanks:
 
 
 class RanksAtOnce:
-    """All ranks of a two-shot all-reduce in one launch, which has ``num_programs`` of each: where
-    all programs of a launch run at the same time."""
+    """All ranks of a two-shot all-reduce in one launch, with ``num_programs`` programs per rank.
+    All programs must run at the same time."""
 
     def __init__(
         self, size: int, dtype: torch.dtype, num_programs: int, device: torch.device | str = "cpu"
@@ -66,6 +66,6 @@ class RanksAtOnce:
         )
 
     def all_reduce(self, x_RN: Tensor) -> None:
-        """The sum in the place of each rank's tensor."""
+        """Replaces each rank's tensor by the sum."""
         size, num_programs = self.epochs.shape
         launch_two_shots((num_programs, size), x_RN, self._peers)

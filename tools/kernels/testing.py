@@ -1,7 +1,7 @@
 """Random paged batches for the tests and benchmarks of the kernels.
 
-Rows are ragged and their blocks shuffled. Every slot that no token was written to holds NaN, and
-so does the whole of block 0, with which block tables are padded.
+Rows are ragged and their blocks shuffled. Every unused slot holds NaN, and so does all of block 0,
+with which block tables are padded.
 """
 
 import math
@@ -23,12 +23,12 @@ from quire.kernels.quantization import SCALE_BYTES
 from quire.kernels.shared_prefix import SharedSplits, find_shared
 
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.int64: 0}
-"""A few roundings of the dtype, of results of size 1; integers are the same."""
+"""A few roundings of the dtype, for results of magnitude 1; integers must be equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedBatch:
-    """One step's attention inputs, and each row's K and V in one dense piece."""
+    """One step's attention inputs, and each row's K and V as dense tensors."""
 
     q: Tensor
     k_cache: Tensor
@@ -73,7 +73,7 @@ class PagedBatch:
         options: AttentionOptions = PLAIN,
         shared: SharedSplits | None = None,
     ) -> Tensor:
-        """What a backend says."""
+        """The backend's result."""
         return self.call(backend, num_decodes=num_decodes, options=options, shared=shared)()
 
     def call(
@@ -84,14 +84,14 @@ class PagedBatch:
         options: AttentionOptions = PLAIN,
         shared: SharedSplits | None = None,
     ) -> Callable[[], Tensor]:
-        """`attend` with its tables on the device already, as an engine's layers find them."""
+        """`attend` as a function, with tables on the device already, as in an engine's layers."""
         rows = self.step_rows(num_decodes=num_decodes, shared=shared)
         return lambda: backend.attend(
             self.q, self.k_cache, self.v_cache, rows, scale=self.scale, options=options
         )
 
     def expected(self, *, options: AttentionOptions = PLAIN) -> Tensor:
-        """What the twin says."""
+        """The twin's result."""
         return twins.paged_attention(
             self.q,
             self.k_cache,
@@ -104,11 +104,11 @@ class PagedBatch:
     def stored_by(
         self, backend: AttentionBackend | ModuleType, *, int8: bool = False
     ) -> "PagedBatch":
-        """The batch with its caches as this backend, or the twin's module, lays them out; in int8
-        if so wished. NaN where no token is."""
+        """The batch with caches in the layout of this backend or of the twin's module, optionally
+        in int8. Unused slots are NaN."""
         if int8:
             shape = (*self.k_cache.shape[:3], self.k_cache.shape[3] + SCALE_BYTES)
-            # As scales, these bytes are NaN.
+            # Read as scales, these bytes are NaN.
             k_cache = torch.full(shape, -1, dtype=torch.int8, device=self.k_cache.device)
         else:
             k_cache = torch.full_like(self.k_cache, float("nan"))
@@ -125,7 +125,7 @@ class PagedBatch:
         return replace(self, k_cache=k_cache, v_cache=v_cache)
 
     def with_shared_prefix(self, first: int, other: int, num_blocks: int) -> "PagedBatch":
-        """The batch in which row ``other`` begins with row ``first``'s blocks, by reference."""
+        """A batch in which row ``other`` shares the first blocks of row ``first``."""
         tables, dense = self.block_tables.clone(), list(self.dense_kv)
         tables[other, :num_blocks] = tables[first, :num_blocks]
         shared = num_blocks * self.k_cache.shape[1]
@@ -137,11 +137,11 @@ class PagedBatch:
         return replace(self, block_tables=tables, dense_kv=dense)
 
     def only(self, row: int) -> "PagedBatch":
-        """The batch in which this row is alone."""
+        """A batch with this row alone."""
         return self.cut(row, 0, self.rows[row][1])
 
     def cut(self, row: int, first: int, end: int) -> "PagedBatch":
-        """The row's queries ``first`` to ``end`` alone, as a chunk computes them."""
+        """A batch with queries ``first`` to ``end`` of this row alone, as a chunk."""
         tokens, queries = self.rows[row]
         start = self.query_starts[row]
         num_tokens = tokens - queries + end
@@ -162,14 +162,14 @@ def assert_near_twin(actual: Tensor, expected: Tensor) -> None:
     """Checks a kernel's result against its twin's, to a few roundings of the dtype.
 
     Raises:
-        AssertionError: They differ in shape, dtype or by more; the message says where and how far.
+        AssertionError: Shape, dtype or values differ; the message says where and by how much.
     """
     tolerance = _TOLERANCE[expected.dtype]
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
 
 
 def shared_splits(batch: PagedBatch, *, num_decodes: int) -> SharedSplits | None:
-    """What the batch's decodes share, however little that is."""
+    """The shared splits of the batch's decodes, however little they save."""
     num_heads, num_kv_heads = batch.q.shape[1], batch.k_cache.shape[2]
     lens = np.array([tokens for tokens, _ in batch.rows[:num_decodes]], np.int32)
     found = find_shared(
@@ -199,7 +199,7 @@ def paged_batch(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> PagedBatch:
-    """A batch with these (tokens, queries) rows, the same at every call."""
+    """A batch with these (tokens, queries) rows, identical at every call."""
     rng = torch.Generator(device).manual_seed(0)
     counts = [-(-tokens // block_size) for tokens, _ in rows]
     free = (torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)) + 1).tolist()
@@ -232,8 +232,8 @@ def paged_batch(
 def adjustments(
     num_rows: int, vocab_size: int, *, num_pairs: int, num_masks: int = 2
 ) -> dict[str, Tensor]:
-    """Arguments of `reference_sampling.adjust_logits`: ``num_pairs`` with a bias, among them bans,
-    as many seen ones, and masks for the first rows."""
+    """Arguments of `reference_sampling.adjust_logits`: ``num_pairs`` biased pairs, bans among them,
+    the same number of seen pairs, and masks for the first rows."""
     generator = torch.Generator().manual_seed(num_pairs)
 
     def cells() -> Tensor:
@@ -263,7 +263,7 @@ def adjustments(
 def grouped_weight(
     num_out: int, num_in: int, *, group: int, has_zeros: bool, dtype: torch.dtype
 ) -> GroupedWeight:
-    """Weights of 4 bits, the same at every call."""
+    """4-bit weights, identical at every call."""
     generator = torch.Generator().manual_seed(num_in)
     scale_OG = torch.rand(num_out, num_in // group, generator=generator) / num_in**0.5
     code_OI = torch.randint(0, 16, (num_out, num_in), dtype=torch.uint8, generator=generator)

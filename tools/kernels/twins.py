@@ -1,11 +1,10 @@
-"""What the kernels of the paged KV cache must compute, in plain PyTorch: the oracle, written to be
-read. It is the continuation of `quire.kernels.reference`, whose rules hold here.
+"""The definition of the kernels of the paged KV cache, in readable plain PyTorch: their oracle. It
+extends `quire.kernels.reference` and follows its rules.
 
 The KV cache of one layer is two contiguous tensors ``[num_blocks, block_size, K, D]``; in int8 the
-float32 scale of the D values follows them, in `SCALE_BYTES` of its own. Token
-``t`` of a sequence lives in block ``block_table[t // block_size]``, at ``t % block_size``; the two
-together are its slot, ``block * block_size + offset``. Slots that no token was written to may
-hold anything, NaN included.
+float32 scale of the D values follows them, in `SCALE_BYTES` of its own. Token ``t`` of a sequence
+is in block ``block_table[t // block_size]`` at offset ``t % block_size``; its slot is
+``block * block_size + offset``. Unused slots may hold any value, NaN included.
 """
 
 import torch
@@ -29,9 +28,9 @@ def write_kv(
     *,
     options: AttentionOptions = PLAIN,
 ) -> None:
-    """Stores the step's K and V in their slots. Slots are distinct and valid.
+    """Stores the step's K and V in their slots, which must be distinct and valid.
 
-    A cache of float8_e4m3fn gets them divided by their scales, and limited to its 448.
+    For a cache of float8_e4m3fn, values are divided by their scales and clamped to ±448.
     """
     if k_cache.dtype == torch.float8_e4m3fn:
         k_TKD = (k_TKD.float() * (1 / options.k_scale)).clamp(-448, 448).to(k_cache.dtype)
@@ -57,13 +56,12 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of each row's new tokens over all of its tokens, from the paged cache.
 
-    Row b's queries are ``q[query_starts[b]:query_starts[b + 1]]``; the last of them stands at
-    position ``seq_lens[b] - 1``, and what comes before the first is its cached context. A decode
-    is a row with one query. The KV of the new tokens is in the cache already. ``H`` is a multiple
-    of ``K``: query head h reads KV head ``h // (H // K)``.
+    Row b's queries are ``q[query_starts[b]:query_starts[b + 1]]``; the last of them is at position
+    ``seq_lens[b] - 1``, and tokens before the first are its cached context. A decode is a row with
+    one query. The KV of the new tokens is in the cache already. ``H`` is a multiple of ``K``: query
+    head h reads KV head ``h // (H // K)``.
 
-    ``options`` says what the layer does beyond that. Returns ``[T, H, D]`` in q's dtype. Rows
-    without tokens add nothing.
+    ``options`` modify this. Returns ``[T, H, D]`` in q's dtype. Rows without tokens have no output.
     """
     num_heads, num_kv_heads = q_THD.shape[1], k_cache.shape[2]
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -124,8 +122,8 @@ def rotate_and_write_kv(
 
 
 def grouped_linear(x_TI: Tensor, weight: GroupedWeight) -> Tensor:
-    """A linear layer of weights of 4 bits, in float32: each group's sum of products with whole
-    numbers, times its scale, in the order of the groups."""
+    """A linear layer with 4-bit weights, in float32: each group's sum of products with integers,
+    times the group's scale, added in the order of the groups."""
     num_groups = weight.scale_OG.shape[1]
     x_TGL = x_TI.float().view(len(x_TI), num_groups, -1)
     zero_OG = ZERO if weight.zero_OG is None else weight.zero_OG.float()

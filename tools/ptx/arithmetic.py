@@ -1,4 +1,4 @@
-"""Arithmetic, comparison and bits: each lane on its own.
+"""PTX's arithmetic, comparison and bit instructions, which work on each lane separately.
 
 Approximations (`ex2.approx`, `rcp.approx`, `div.full`) give the nearest float32. A fused
 multiply-add is rounded twice where the sum of an exact product and a float32 does not fit float64,

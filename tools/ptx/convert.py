@@ -1,4 +1,4 @@
-"""`cvt`: from one type of numbers to another, of pairs too, and to and from float8."""
+"""PTX's `cvt`: conversions between types of numbers, of pairs too, and to and from float8."""
 
 from collections.abc import Callable
 

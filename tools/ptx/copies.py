@@ -1,7 +1,7 @@
 """`cp.async`: copies from global to shared memory that arrive when a thread waits for them.
 
-Between its start and its thread's wait a copy's place holds NaN, so that a kernel which reads too
-early cannot be right. The groups are each thread's own.
+From its start until its thread waits for it, a copy's target holds NaN, so that a kernel that reads
+too early gives wrong results. Each thread has its own groups of copies.
 """
 
 from dataclasses import dataclass

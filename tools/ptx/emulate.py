@@ -1,4 +1,4 @@
-"""Kernels that start as on a GPU and run in the interpreter: see the package's docstring."""
+"""Launches kernels as on a GPU and runs them in the interpreter; see the package's docstring."""
 
 import struct
 from collections.abc import Callable, Iterator, Sequence

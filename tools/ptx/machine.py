@@ -1,11 +1,10 @@
-"""Runs a program for many CTAs at once, each thread a lane of NumPy arrays.
+"""Runs a program for many CTAs at once; each thread is a lane of NumPy arrays.
 
-Threads advance block by block: always those whose next block comes first in the text, so that
-threads that went apart meet again where their paths do; now and then another place has
-its turn. Within a block all of them take an
-instruction together; that a barrier is missing between them is found by `tools.ptx.races`.
+Threads advance by basic blocks: always those whose next block is first in the text, so that
+divergent threads reconverge where their paths do; now and then another block is run. Within a block
+all threads execute an instruction together; `tools.ptx.races` finds missing barriers between them.
 
-Steps are closures that `tools.ptx.opcodes` makes of instructions, once for each program.
+Steps are closures that `tools.ptx.program` makes of instructions, once for each program.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`mma.sync`, `ldmatrix` and `stmatrix`: products of small matrices, of a warp's registers.
+"""PTX's `mma.sync`, `ldmatrix` and `stmatrix`: products of small matrices in a warp's registers.
 
 Layouts are those of the PTX ISA, "Matrix Fragments for mma": with ``g = lane / 4`` and
 ``t = lane % 4``, a register of A holds neighbours along K of row ``g`` or ``g + 8``, one of B

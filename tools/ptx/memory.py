@@ -1,4 +1,4 @@
-"""Global memory, which is that of tensors, and shared memory, which begins as NaN.
+"""Emulated global memory, which is that of tensors, and shared memory, initially NaN.
 
 Every access is checked: inside one of the tensors that the kernel was given (not only inside
 their storage), and aligned to its own size, as the GPU demands.

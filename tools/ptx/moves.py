@@ -1,6 +1,6 @@
-"""Moves between registers and memory, atomics, and what needs no doing: fences and hints.
+"""PTX's moves between registers and memory, atomics, and no-ops: fences and cache hints.
 
-A hint to a cache changes nothing here. `bar`, `bra` and `ret` are the machine's.
+`tools.ptx.machine` implements `bar`, `bra` and `ret`.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Operands as functions of the machine, and the table of opcodes that the other modules fill."""
+"""PTX operands as functions of the machine, and the table of opcodes that other modules fill."""
 
 import re
 import struct

@@ -1,8 +1,8 @@
-"""PTX text, as Triton's compiler writes it, into instructions by basic block.
+"""Parses PTX text, as Triton's compiler writes it, into instructions by basic block.
 
-Understood is one ``.entry`` with its parameters, registers, labels, scopes of inline assembly
-with registers of their own, and ``.loc`` lines, which say where in the Python source an
-instruction comes from. Debug sections are left out.
+It supports one ``.entry`` with its parameters, registers, labels, scopes of inline assembly with
+their own registers, and ``.loc`` lines, which give an instruction's place in the Python source.
+Debug sections are skipped.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""PTX into steps, once for each text, and a launch of them over a grid."""
+"""Compiles PTX into steps, once for each text, and runs them over a grid."""
 
 from functools import cache
 

@@ -1,11 +1,11 @@
-"""Races between the warps of a CTA, found by the barriers that are missing.
+"""Finds races between the warps of a CTA: accesses to shared memory without a barrier between them.
 
 A byte of shared memory that one warp writes may be read by another only after a barrier, and one
 that a warp has read may be written by another only after a barrier. The interpreter runs all
 warps in step, so such a kernel gives the right result here; on a GPU it may not.
 
-Warps that write one place between two barriers are let be: the compiler has several store the
-same value. Atomics may meet each other, but no other access.
+Several warps may write one place between two barriers, because the compiler lets several warps
+store the same value. Atomics may race with each other, but not with other accesses.
 """
 
 import numpy as np

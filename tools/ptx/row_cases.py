@@ -1,4 +1,4 @@
-"""The cases of the kernels beside attention; see `tools.ptx.cases`."""
+"""The cases of all kernels except attention; see `tools.ptx.cases`."""
 
 from collections.abc import Iterator
 from functools import partial

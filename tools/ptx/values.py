@@ -1,4 +1,4 @@
-"""What bits mean: PTX types, and their values as NumPy arrays.
+"""PTX types, and conversions between their bits and values in NumPy arrays.
 
 Registers hold unsigned integers. `decode` gives the numbers they stand for: integers of their
 own type, float32 for every float of 32 bits or fewer, float64. `encode` rounds to nearest even.

@@ -1,4 +1,4 @@
-"""What the 32 threads of a warp do together: shuffles, reductions and votes."""
+"""PTX instructions across the 32 threads of a warp: shuffles, reductions and votes."""
 
 from collections.abc import Callable
 

@@ -1,9 +1,9 @@
-"""`wgmma`: products of four warps together, whose factors lie in shared memory.
+"""PTX's `wgmma`: matrix products of four warps, with factors in shared memory.
 
-A descriptor says where: an address, two strides and a swizzle, as the PTX ISA's "Matrix
-Descriptor" and "Strides" have it. Between a product's start and the wait for its group, the
-registers of its sum hold NaN. Factors are read when it starts: that a kernel overwrites one too
-early is not seen.
+A descriptor has a factor's address, two strides and a swizzle, as in "Matrix Descriptor" and
+"Strides" of the PTX ISA. From a product's start until the wait for its group, the registers of its
+sum hold NaN. Factors are read at the start, so a kernel that overwrites one too early is not
+detected.
 """
 
 import re

@@ -1,1 +1,1 @@
-"""Pages of the documentation that are made of the code."""
+"""Generates the reference pages of the documentation from the code."""

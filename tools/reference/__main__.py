@@ -1,7 +1,7 @@
 """Writes the generated pages of the documentation: ``python -m tools.reference [--check]``.
 
-`PAGES` are the pages. Each is Markdown with a part between two marks, which this replaces; what is
-around them is written by hand.
+`PAGES` are the pages. Each is Markdown with a part between two marks, which this replaces; the rest
+is written by hand.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PAGES: Mapping[str, object] = {
 
 
 def written(path: str) -> str:
-    """A page as it should be."""
+    """The up-to-date contents of a page."""
     make = PAGES[path]
     assert callable(make)
     before, _, rest = (ROOT / path).read_text().partition(BEGIN)

@@ -1,4 +1,4 @@
-"""The HTTP API, of the document that the server gives at ``/openapi.json``."""
+"""Generates the page of the HTTP API, from the server's document ``/openapi.json``."""
 
 import json
 from itertools import groupby

@@ -1,6 +1,6 @@
-"""The settings: of the cluster, of each model, of its engine, routing and autoscaling.
+"""Generates the page of settings: of the cluster, of each model, its engine, routing, autoscaling.
 
-Each has its flag of ``quire serve``, its value of the chart, its type and its default.
+Each row has the flag of ``quire serve``, the value of the chart, the type and the default.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _FLAGS = {
     "use_directory": "--no-directory",
     "num_prefill_groups": "--prefill-groups",
 }
-"""Flags with another name than their setting."""
+"""Flags whose name differs from that of their setting."""
 _VALUES = {
     "api_keys_file": "gateway.apiKeys",
     "cpus_per_group": "groups.cpusPerGroup",
@@ -60,7 +60,7 @@ _VALUES = {
     "tls_certificate": "gateway.tls",
     "tls_key": "gateway.tls",
 }
-"""Values of the chart that its template does not hand on one to one."""
+"""Values of the chart that its template does not pass on unchanged."""
 
 
 def page() -> str:
@@ -110,7 +110,7 @@ def _value(name: str, chart: str) -> str:
 
 @cache
 def _template_values() -> dict[str, str]:
-    """Which value of the chart its template hands on as which setting."""
+    """The chart's value that its template passes on, by setting."""
     text = _CHART.read_text()
     values = {}
     found = re.findall(r'"(\w+)" \(?(?:int )?(\.Values|\$\w+)?(\.[\w.]+)', text)

@@ -1,4 +1,4 @@
-"""What each flag of ``vllm serve`` is here."""
+"""Generates the page with Quire's equivalent of each flag of ``vllm serve``."""
 
 import argparse
 from pathlib import Path

@@ -1,10 +1,10 @@
-"""Tables of Markdown."""
+"""Formats Markdown tables."""
 
 from collections.abc import Iterable, Sequence
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose cells may hold anything but line breaks."""
+    """A table whose cells may contain any text without line breaks."""
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
 

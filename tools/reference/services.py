@@ -1,4 +1,4 @@
-"""The gRPC API, of the ``.proto`` files and their comments."""
+"""Generates the page of the gRPC API, from the ``.proto`` files and their comments."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from tools.reference.markdown import code, table
 
 _PROTO = Path(__file__).resolve().parents[2] / "proto/quire/v1"
 _FILES = ("inference.proto", "admin.proto")
-"""What clients and operators call; `group.proto` is between gateways and groups."""
+"""The files that clients and operators use; `group.proto` is between gateways and groups."""
 _RPC = re.compile(r"rpc (\w+)\((?:(stream) )?(\w+)\) returns \((?:(stream) )?(\w+)\)")
 _FIELD = re.compile(r"(?:(repeated|optional) )?([\w.]+|map<[^>]+>) (\w+) = \d+.*;")
 _ENUM_VALUE = re.compile(r"([A-Z_0-9]+) = \d+;")
@@ -39,7 +39,7 @@ def page() -> str:
 
 
 def _blocks(text: str) -> list[_Block]:
-    """The services, messages and enumerations of a file, nested ones behind those around them."""
+    """The services, messages and enums of a file; nested ones follow their parent."""
     done: list[_Block] = []
     around: list[_Block | None] = []
     comment: list[str] = []

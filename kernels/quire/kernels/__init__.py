@@ -1,4 +1,4 @@
-"""Paged attention, KV write and a layer's element-wise steps, as pure functions of tensors.
+"""Compute kernels: paged attention, KV write, linear layers, sampling and element-wise operations.
 
-Triton for GPUs, a CPU backend, and a plain-PyTorch twin of each as the oracle.
+There are Triton kernels for GPUs, a CPU backend, and a plain-PyTorch twin of each as the oracle.
 """

@@ -1,4 +1,4 @@
-"""What some models and caches ask of attention beyond the plain causal kind."""
+"""Options of attention: windows, soft caps, sinks, and the scales of float8 caches."""
 
 import math
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ class AttentionOptions:
     """
 
     window: int | None = None
-    """A query sees this many tokens at most, itself the last of them; ``None`` is all."""
+    """The most tokens that a query attends to, itself the last; ``None`` for all."""
     lookahead: int = 0
-    """A query also sees this many tokens of its sequence behind itself, as in encoders. Their K and
-    V are there: a step computes such a sequence as a whole."""
+    """A query also attends to this many later tokens of its sequence, as in encoders. Their K and V
+    exist, because a step computes such a sequence as a whole."""
     soft_cap: float | None = None
-    """Scores become ``soft_cap * tanh(score / soft_cap)``, as in Gemma 2; ``None`` leaves them."""
+    """Scores become ``soft_cap * tanh(score / soft_cap)``, as in Gemma 2; ``None`` for no cap."""
     sinks: tuple[float, ...] | None = None
-    """A score of each query head that stands for no token: one more term in the sum by which
-    softmax divides, as in gpt-oss; ``None`` is none."""
+    """Attention sinks, as in gpt-oss: for each query head a score that belongs to no token and adds
+    one term to softmax's denominator. ``None`` for no sinks."""
     k_scale: float = 1.0
-    """A cache of float8_e4m3fn holds K divided by this; other caches hold it as it is."""
+    """A cache of float8_e4m3fn holds K divided by this; other caches ignore it."""
     v_scale: float = 1.0
-    """Likewise of V."""
+    """A cache of float8_e4m3fn holds V divided by this; other caches ignore it."""
 
     def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
@@ -45,7 +45,7 @@ class AttentionOptions:
 
     @cached_property
     def sinks_H(self) -> npt.NDArray[np.float32] | None:
-        """The same as one array, which lives as long as these options."""
+        """``sinks`` as an array, which lives as long as these options."""
         return None if self.sinks is None else np.array(self.sinks, np.float32)
 
 

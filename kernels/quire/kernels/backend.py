@@ -1,8 +1,8 @@
-"""What a model asks of the machine it runs on, and which implementation a device gets.
+"""The interface of a kernel backend, and the choice of a backend for a device.
 
-`AttentionBackend` is a namespace of pure functions of tensors. The plain-PyTorch meaning of each
-is the function of the same name in `quire.kernels.reference` (`attend` is `paged_attention`), or
-in `quire.kernels.linear`.
+`AttentionBackend` is a namespace of pure functions of tensors. The plain-PyTorch definition of each
+is the function of the same name in `quire.kernels.reference` (`attend` is `paged_attention`), or in
+`quire.kernels.linear`.
 """
 
 from collections.abc import Collection
@@ -30,11 +30,11 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """ "cpu", "cpu-native" or "triton"."""
+        """The backend's name: "cpu", "cpu-native" or "triton"."""
 
     def is_head_major(self, dtype: torch.dtype, head_size: int) -> bool:
-        """Whether a block of the cache has one KV head's tokens after the other's; else it has one
-        token's heads after the other's. For queries of ``dtype``, whatever the cache's is."""
+        """Whether a block of the cache is laid out as ``[heads, tokens]`` rather than
+        ``[tokens, heads]``, for queries of ``dtype``, whatever the type of the cache."""
 
     def write_kv(
         self,
@@ -46,7 +46,7 @@ class AttentionBackend(Protocol):
         *,
         options: AttentionOptions = PLAIN,
     ) -> None:
-        """Stores the step's K and V in their slots, ``block * block_size + offset``, int64."""
+        """Stores the step's K and V in their slots (int64, ``block * block_size + offset``)."""
 
     def rotate_and_write_kv(
         self,
@@ -74,16 +74,16 @@ class AttentionBackend(Protocol):
     ) -> Tensor:
         """Causal attention of the step's tokens over the paged cache; ``[T, H, D]`` like q.
 
-        A row's bits do not depend on who shares the batch, nor on how its prompt is cut into
-        chunks. On a GPU decodes and chunks sum in different orders; with ``num_decodes=0`` every
-        row, decodes too, takes the order of the chunks. A decode of length 0 gets zeros: such rows
-        fill a batch up.
+        A row's bits do not depend on the other rows of the batch, nor on how its prompt is chunked.
+        On a GPU, decodes and chunks sum in different orders; with ``num_decodes=0`` all rows,
+        decodes included, use the order of chunks. A decode of length 0, which pads a batch, gets
+        zeros.
         """
 
     def rms_norm(
         self, x_TC: Tensor, weight_C: Tensor, *, eps: float, residual_TC: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The norm of ``x + residual`` and the sum itself, the next layer's residual."""
+        """Returns the RMS norm of ``x + residual``, and the sum, the next layer's residual."""
 
     def wide_norm(
         self,
@@ -94,7 +94,7 @@ class AttentionBackend(Protocol):
         eps: float,
         is_centred: bool,
     ) -> Tensor:
-        """A norm in float32, rounded at its end; weight and bias are float32."""
+        """A norm computed in float32 and rounded at the end; weight and bias are float32."""
 
     def pack_linear(
         self,
@@ -104,11 +104,11 @@ class AttentionBackend(Protocol):
         num_parts: int = 1,
         is_lm_head: bool = False,
     ) -> LinearLayer:
-        """A linear layer, laid out as this backend likes it; the caller may drop the tensors.
+        """Packs a linear layer into this backend's layout; the caller may free the tensors.
 
-        ``num_parts``, a power of two: parts of the input that are summed alone, and then as a
-        binary tree, where the backend can. Ranks that hold whole branches of that tree get the
-        bits that one rank would.
+        ``num_parts``, a power of two: the parts of the input that are summed separately and then
+        added as a binary tree, if the backend supports it. Ranks that hold whole branches of that
+        tree get the same bits as a single rank.
         """
 
     def pack_gated_linear(
@@ -118,23 +118,23 @@ class AttentionBackend(Protocol):
         *,
         activation: GateActivation = "silu",
     ) -> LinearLayer:
-        """`quire.kernels.ops.GatedLinear`'s layer, whose outputs are the gates, then the ups."""
+        """Packs the layer of a `quire.kernels.ops.GatedLinear`; the rows are gates, then ups."""
 
     def pack_router(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
-        """`Router.layer`: its product is in float32, whatever the backend quantises."""
+        """Packs `Router.layer`, whose product is float32 even if the backend quantises."""
 
     def choose_experts(self, router: Router, score_TX: Tensor) -> tuple[Tensor, Tensor]:
-        """`Router.choose`."""
+        """Chooses experts as `Router.choose` does."""
 
     def multiply_experts(self, op: MixExperts, x_TC: Tensor, experts_Tk: Tensor) -> Tensor:
-        """What its experts make of each token, ``[T * k, C]``, float32; of a program that this
-        backend prepared."""
+        """The outputs of each token's experts, ``[T * k, C]`` float32. ``op`` is of a program that
+        this backend prepared."""
 
     def low_rank_layers(self, program: Program) -> LowRankLayers:
-        """Adapters for a program over such layers that runs operation by operation."""
+        """Adapters for a program over this backend's layers that runs one operation at a time."""
 
     def prepare(self, program: Program) -> ProgramRunner:
-        """A program over layers that this backend packed, in the fastest way that it has."""
+        """The fastest runner of a program over layers that this backend packed."""
 
 
 def backend_for(
@@ -143,14 +143,14 @@ def backend_for(
     quantization: Quantization | None = None,
     options: Collection[AttentionOptions] = (PLAIN,),
 ) -> AttentionBackend:
-    """The kernels for a device, and for all that the model's layers ask of attention.
+    """The backend for a device that supports all attention ``options`` of the model's layers.
 
-    Where there are several GPUs, the device must be the current one.
+    If there are several GPUs, the device must be the current one.
 
-    ``quantization`` is what its linear layers make of the weights they are given.
+    ``quantization`` is the format to which linear layers quantise their weights.
 
     Raises:
-        ValueError: There are none for this kind of device, or none that quantise so.
+        ValueError: No backend supports this kind of device or this quantization.
         ImportError: The device is a GPU and Triton is not installed.
     """
     if device.type == "cpu":

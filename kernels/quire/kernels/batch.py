@@ -1,4 +1,4 @@
-"""The input of one step on a rank's device, on which `ProgramRunner.forward` runs a program."""
+"""The input of one step on a rank's device, which `ProgramRunner.forward` takes."""
 
 from dataclasses import dataclass
 
@@ -13,11 +13,11 @@ from quire.kernels.shared_prefix import SharedSplits
 
 @dataclass(slots=True)
 class Hidden:
-    """Hidden states behind the last norm, as they go into the LM head, of some of the S rows."""
+    """Hidden states of some of the S rows after the last norm, which are the LM head's input."""
 
     rows_H: Tensor
     values_HC: Tensor | None = None
-    """float32; `ProgramRunner.forward` puts them here."""
+    """The states, float32, which `ProgramRunner.forward` stores here."""
 
     def take(self, x_SC: Tensor) -> None:
         self.values_HC = x_SC[self.rows_H].float()
@@ -25,7 +25,7 @@ class Hidden:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """A step's sequences on the device, as attention reads them. The tensors are int32."""
+    """A step's sequences on the device: the input of attention. The tensors are int32."""
 
     block_tables_BM: Tensor
     seq_lens_B: Tensor
@@ -34,11 +34,11 @@ class Rows:
     """Rows ``0:num_decodes`` have one query each."""
     max_query_len: int
     max_seq_len: int
-    """Over all rows, as plain ints so that nothing waits for the device. Larger ones give the same
-    bits and waste a little time."""
+    """The longest query and sequence of all rows, as plain ints, so that the host does not wait for
+    the device. Larger values give the same bits and waste a little time."""
     shared: SharedSplits | None = None
-    """Decodes that read the same blocks, where there are enough of them: it may save time, and
-    changes no bit."""
+    """Decodes that read the same blocks, if there are enough of them. This may save time and does
+    not change a bit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,16 +52,16 @@ class Batch(Rows):
     """Index in T of the last token of each row that is sampled."""
     hidden: Hidden | None = None
     adapter_slots_T: Tensor | None = None
-    """int32: the slot of each token's adapter, or -1. ``None`` where no token has one, which then
-    costs nothing."""
+    """int32: the slot of each token's adapter, or -1. ``None`` if no token has an adapter, which
+    adds no cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyEdits:
-    """What is changed in the logits of G rows before the greatest is found.
+    """Changes to the logits of G rows before the greatest is found.
 
-    `quire.kernels.reference_sampling.adjust_logits` says what it means. The ids of each row ascend.
-    Starts are int64: where each row's pairs begin, and the end of all.
+    `quire.kernels.reference_sampling.adjust_logits` defines them. The ids of each row ascend.
+    Starts are int64: the index at which each row's pairs begin, and the end of the last row's.
     """
 
     biased_starts_G1: Tensor
@@ -82,11 +82,11 @@ class GreedyEdits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WantedColumns:
-    """Which columns of the LM head are wanted of S rows; the others' logits mean nothing."""
+    """The columns of the LM head to compute for S rows; the logits of others are undefined."""
 
     mask_of_S: Tensor
-    """int32: a row of ``mask_KW``, or -1, which wants all."""
+    """int32: a row of ``mask_KW``, or -1 for all columns."""
     mask_KW: Tensor
-    """int32: bit ``t % 32`` of word ``t // 32`` wants token ``t``; those behind are not wanted."""
+    """int32: bit ``t % 32`` of word ``t // 32`` selects token ``t``; tokens beyond are not."""
     first_column: int = 0
     """The token of the first column of this rank."""

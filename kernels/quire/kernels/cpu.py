@@ -3,12 +3,12 @@
 A row's result has the same bits in any batch and for any chunking of its prompt: as a decode, a
 chunk or part of the whole prompt. Three rules ensure this.
 
-1. A row shares a call with others, never a sum: rows are the batch of a batched product.
-2. KV is taken in tiles of `TILE` tokens counted from token 0, the last one filled up with zeros,
-   and the tiles' sums are added in order. What is masked adds exact zeros.
-3. A matrix product has 16 rows or more. Below that MKL takes other paths, which sum in another
-   order (up to 3 rows on one CPU with AVX-512, up to 10 on another). On Intel's CPUs it is asked
-   not to (``MKL_CBWR=AUTO,STRICT``, unless the environment has another value).
+1. Rows share a call but never a sum: they are the batch of a batched product.
+2. KV is processed in tiles of `TILE` tokens counted from token 0, the last one padded with zeros,
+   and the tiles' sums are added in order. Masked tokens add exact zeros.
+3. A matrix product has 16 rows or more. Below that MKL uses other code paths, which sum in another
+   order (up to 3 rows on one CPU with AVX-512, up to 10 on another). On Intel's CPUs this is also
+   disabled (``MKL_CBWR=AUTO,STRICT``, unless the environment has another value).
 
 Inputs may be bfloat16; everything from the scores to the output is float32.
 """
@@ -39,7 +39,7 @@ from quire.kernels.rewrites import fuse_add_norm, gather_before_add
 
 _CPU_INFO = Path("/proc/cpuinfo")
 if _CPU_INFO.exists() and "GenuineIntel" in _CPU_INFO.read_text(encoding="utf-8", errors="replace"):
-    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # MKL looks when it is first called.
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # MKL reads it at its first call.
 
 TILE = 128
 """Tokens of KV in one matrix product. The result depends on it in the last bits."""
@@ -49,7 +49,7 @@ _MAX_TILES = 16
 """Tiles of decodes gathered at once, unless one row has more: calls into torch dominate short
 contexts, and level-2 cache the long ones."""
 _SCORE_BYTES = 4 << 20
-"""Scores of a prefill chunk kept at once."""
+"""Bytes of a prefill chunk's scores in memory at once."""
 
 
 class CpuBackend:
@@ -58,7 +58,7 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self, *, quantization: Quantization | None = None) -> None:
-        """``quantization``: what linear layers make of their weights; ``None`` leaves them."""
+        """``quantization``: the format to which linear layers quantise; ``None`` for none."""
         self.quantization = quantization
 
     def is_head_major(self, dtype: torch.dtype, head_size: int) -> bool:
@@ -74,7 +74,7 @@ class CpuBackend:
         *,
         options: AttentionOptions = PLAIN,
     ) -> None:
-        del options  # of these it is only a float8 cache's scales that a write needs
+        del options  # of these, a write only uses the scales of a float8 cache
         if k_cache.dtype == torch.int8:
             k_TKD, v_TKD = reference.to_int8(k_TKD), reference.to_int8(v_TKD)
         k_cache.flatten(0, 1).index_copy_(0, slot_mapping_T, k_TKD)
@@ -108,7 +108,7 @@ class CpuBackend:
         scale: float,
         options: AttentionOptions = PLAIN,
     ) -> Tensor:
-        # Decodes and chunks are one code path here, and caches find what rows share.
+        # Decodes and chunks share a code path, and the CPU's caches serve blocks that rows share.
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         starts: list[int] = rows.query_starts_B1.tolist()
         seq_lens: list[int] = rows.seq_lens_B.tolist()
@@ -194,7 +194,7 @@ class CpuBackend:
         return PlainGatedLinear(self.pack_linear(weight_OI, bias_O), activation)
 
     def _kind(self, *, is_lm_head: bool) -> Quantization | None:
-        """What a layer's weights become: 4 bits would be too few for the LM head."""
+        """A layer's quantization: the LM head would lose too much in 4 bits."""
         return "int8" if self.quantization == "w4" and is_lm_head else self.quantization
 
     def pack_router(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
@@ -216,8 +216,8 @@ class CpuBackend:
 def _gather_tiles(cache: Tensor, tables_RM: Tensor, seq_lens: list[int]) -> Tensor:
     """The rows' tokens as float32 ``[R, A, K, TILE, D]``, zero past each row's end.
 
-    ``tables`` names the blocks of A whole tiles. The zeros matter: a masked score becomes a
-    weight of 0, and 0 times the NaN that an unused slot may hold would still be NaN.
+    ``tables`` has the blocks of A whole tiles. The zeros are needed: a masked score becomes a
+    weight of 0, and 0 times a NaN in an unused slot would be NaN.
     """
     pages = cache.flatten(1).index_select(0, tables_RM.flatten()).view(-1, *cache.shape[1:])
     if cache.dtype == torch.int8:
@@ -240,7 +240,7 @@ def _attend_decodes(
     scale: float,
     options: AttentionOptions,
 ) -> Tensor:
-    """One query of each row; the rows have the same number of tiles."""
+    """Attention of one query per row; all rows have the same number of tiles."""
     num_rows, num_heads, head_size = q_RHD.shape
     num_kv_heads = k_RAKLD.shape[2]
     group = num_heads // num_kv_heads
@@ -270,7 +270,7 @@ def _attend_queries(
     scale: float,
     options: AttentionOptions,
 ) -> None:
-    """The last Q tokens of one row, in chunks whose scores stay within `_SCORE_BYTES`."""
+    """Attention of the last Q tokens of a row, in chunks with scores within `_SCORE_BYTES`."""
     num_queries, num_heads, head_size = q_QHD.shape
     num_kv_heads = k_1AKLD.shape[2]
     group = num_heads // num_kv_heads
@@ -310,10 +310,10 @@ def _attend(
     group: int,
     options: AttentionOptions,
 ) -> Tensor:
-    """Attention of pairs at ``positions``, which lie in tile ``first_tile`` or later.
+    """Attention of (query, head) pairs at ``positions``, which lie in tile ``first_tile`` or later.
 
-    Pair x is of head ``x % group`` of its group. ``positions`` may be ``[R, 1]`` where a row's
-    pairs share one, and is the last token of each row then. ``q`` is scaled already.
+    Pair x is of head ``x % group`` of its group. ``positions`` is ``[R, 1]`` if a row's pairs share
+    one position, the row's last token. ``q`` is scaled already.
     """
     num_rows, num_tiles, num_kv_heads, _, head_size = k_RAKLD.shape
     num_pairs = q_RKXD.shape[2]
@@ -336,7 +336,7 @@ def _attend(
         hidden |= tokens_AL <= positions_RX[:, None, None, :, None] - window
     scores_RAKXL[:, first_tile:].masked_fill_(hidden, float("-inf"))
 
-    # Not exp2, fast as it is: its bits depend on where threads split the tensor.
+    # exp2 would be faster, but its bits depend on where threads split the tensor.
     maxima_RKX = scores_RAKXL.amax(dim=(1, 4))
     sinks_KX = None
     if options.sinks is not None:

@@ -1,7 +1,7 @@
-"""Mixtures of experts (Shazeer et al. 2017), in which a token's bits do not depend on the others.
+"""Mixtures of experts (Shazeer et al. 2017) in which a token's bits do not depend on other tokens.
 
-Tokens are sorted by expert, stably, and each expert multiplies its rows at once: a packed layer's
-row has the same bits beside any others. A token's results are summed in the order in which its
+Tokens are sorted by expert, stably, and each expert multiplies its rows in one product. A packed
+layer's row has the same bits in any batch. A token's results are summed in the order in which its
 router ranks the experts.
 """
 
@@ -25,22 +25,23 @@ _LEAST_SUM = 1e-20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Router:
-    """Which experts a token goes to, and with what weights, in float32. Of equal scores the expert
-    of the lower number comes first."""
+    """Chooses the experts of each token and their weights, in float32. Among equal scores the
+    expert with the lower number comes first."""
 
     layer: LinearLayer
-    """From `pack_router`: a score for each expert, and the shared one's gate where it has one."""
+    """From `pack_router`: a score per expert, then the shared expert's gate if it has one."""
     num_experts: int
     top_k: int
     score: Literal["softmax", "sigmoid"] = "softmax"
     softmax_after_top_k: bool = False
     correction_E: Tensor | None = None
-    """Added to the scores for the choice only."""
+    """Added to the scores when experts are chosen, but not to their weights."""
     groups: int = 1
     top_groups: int = 1
-    """Experts are taken of this number of ``groups``, by the sums of their two best scores."""
+    """Experts are chosen from this many of the ``groups``: those with the greatest sums of their
+    two best scores."""
     renormalise: bool = False
-    """Weights add up to ``scale``."""
+    """Whether weights are normalised to add up to ``scale``."""
     scale: float = 1.0
     shared: SharedExpert = "none"
 
@@ -49,7 +50,7 @@ class Router:
         return self.num_experts + (self.shared == "gated")
 
     def scores(self, x_TC: Tensor) -> Tensor:
-        """``[T, X]``, float32."""
+        """The router's scores, ``[T, X]`` float32."""
         layer = self.layer
         return layer.unrounded(x_TC) if isinstance(layer, NativeLinear) else layer(x_TC.float())
 
@@ -79,7 +80,7 @@ class Router:
         return experts_Tk, torch.cat([weights_Tk, weight_T1], dim=1)
 
     def _of_the_best_groups(self, choice_TE: Tensor) -> Tensor:
-        """``choice``, minus infinity outside of the groups that are taken."""
+        """``choice``, with minus infinity outside of the best groups."""
         choice_TGX = choice_TE.view(len(choice_TE), self.groups, -1)
         best_TG = choice_TGX.topk(2, dim=-1).values.sum(-1)
         groups_Tg = _best(best_TG, self.top_groups)
@@ -89,13 +90,13 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expert:
-    """An MLP; ``up`` ends with the activation."""
+    """An MLP of two layers; ``up`` includes the activation."""
 
     up: LinearLayer
     down: LinearLayer
 
     def __call__(self, x_TC: Tensor) -> Tensor:
-        """In float32, not rounded where that can be."""
+        """The output in float32, unrounded if the layer supports it."""
         return unrounded(self.down, self.up(x_TC)).float()
 
 
@@ -108,8 +109,8 @@ def mix_experts(
     all_reduce: Callable[[Tensor], Tensor],
     adapters: StepAdapters | None = None,
 ) -> Tensor:
-    """The operation's result. ``choose`` and ``multiply_experts`` are a backend's
-    `choose_experts` and `multiply_experts`."""
+    """Computes the operation. ``choose`` and ``multiply_experts`` are a backend's `choose_experts`
+    and `multiply_experts`."""
     experts_Tk, weights_TS = choose(op.router, op.router.scores(x_TC))
     (num_tokens, top_k), num_channels = experts_Tk.shape, x_TC.shape[1]
     out_TkC = multiply_experts(op, x_TC, experts_Tk)
@@ -140,7 +141,7 @@ def mix_experts(
 
 
 def multiply_one_by_one(op: MixExperts, x_TC: Tensor, experts_Tk: Tensor) -> Tensor:
-    """What its experts make of each token, ``[T * k, C]`` in float32, expert by expert."""
+    """The outputs of each token's experts, ``[T * k, C]`` float32, one expert at a time."""
     num_tokens, top_k = experts_Tk.shape
     out_TkC = x_TC.new_empty(num_tokens * top_k, x_TC.shape[1], dtype=torch.float32)
     for expert, rows_N in rows_by_expert(experts_Tk, len(op.experts)):
@@ -149,14 +150,14 @@ def multiply_one_by_one(op: MixExperts, x_TC: Tensor, experts_Tk: Tensor) -> Ten
 
 
 def _best(score_TE: Tensor, num: int) -> Tensor:
-    """The places of the greatest, in order; of equal ones the first."""
+    """The indices of the ``num`` greatest scores, in order; among equal ones the first."""
     return torch.sort(score_TE, dim=-1, descending=True, stable=True).indices[:, :num]
 
 
 def rows_by_expert(experts_Tk: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
-    """Each expert that has any, with its places in ``[T * k]`` in ascending order.
+    """Each expert with at least one row, and its row indices in ``[T * k]``, ascending.
 
-    Numbers of ``num_experts`` and above are no expert's.
+    Numbers of ``num_experts`` and above belong to no expert.
     """
     flat = experts_Tk.flatten()
     order = flat.argsort(stable=True)

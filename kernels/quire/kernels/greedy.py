@@ -1,4 +1,4 @@
-"""The greedy choice: which of a row's logits is the greatest."""
+"""Greedy sampling: argmax over rows of logits."""
 
 from ctypes import byref
 
@@ -12,10 +12,9 @@ from quire.kernels.native import library
 
 
 def argmax(logits_SV: Tensor) -> Tensor:
-    """The first of the greatest of each row, int64.
+    """The index of each row's greatest logit, the first among equals; int64.
 
-    On a CPU in one pass over each row, at the speed of memory: PyTorch's takes four times as
-    long.
+    On a CPU this is one pass at the speed of memory; PyTorch's argmax takes four times as long.
     """
     native = library() if logits_SV.device.type == "cpu" else None
     if native is None or logits_SV.dtype != torch.float32 or logits_SV.stride(1) != 1:

@@ -1,5 +1,5 @@
-"""Weights of 4 bits with a scale for each group of inputs: what GPTQ, AWQ and compressed-tensors
-checkpoints hold, and what `round_to_groups` makes of others."""
+"""4-bit weights with a scale per group of inputs, as in GPTQ, AWQ and compressed-tensors
+checkpoints. `round_to_groups` quantises other weights to them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -12,30 +12,30 @@ from torch import Tensor
 ZERO = 8
 """The code of 0 in symmetric weights."""
 LINE = 8
-"""Inputs that a kernel takes at once: groups are multiples of it."""
+"""Inputs that a kernel processes at once; the size of a group is a multiple of it."""
 _GROUP = 32
 """Inputs that share a scale in weights that `round_to_groups` makes, unless parts are smaller."""
 
 _FACTORS = (1.08, 1.04, 1.0, 0.96, 0.92, 0.88, 0.84)
-"""Factors that are tried on the scale that just holds a group's extreme."""
+"""Factors tried on the scale that exactly covers a group's extreme value."""
 _LEAST_SCALE = 1e-30
-"""Below it a quotient could overflow: the group is zeros."""
+"""Below this scale a quotient could overflow, so the group becomes zeros."""
 _CHUNK = 1 << 17
-"""Values that are rounded at once: they stay in level-2 cache."""
+"""Values rounded at once, so that they stay in the level-2 cache."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedWeight:
-    """A matrix ``[O, I]`` whose values are ``scale * (code - zero)``, in one type."""
+    """A matrix ``[O, I]`` with the values ``scale * (code - zero)``."""
 
     code_OI: Tensor
     """uint8, 0 to 15."""
     scale_OG: Tensor
     """float32; I is a multiple of G."""
     zero_OG: Tensor | None
-    """uint8, 0 to 16; ``None`` is `ZERO` everywhere."""
+    """uint8, 0 to 16; ``None`` means `ZERO` everywhere."""
     dtype: torch.dtype
-    """The type of the inputs that it is multiplied with."""
+    """The type of the inputs that the matrix is multiplied with."""
 
     @property
     def shape(self) -> torch.Size:
@@ -43,18 +43,18 @@ class GroupedWeight:
 
     @property
     def group(self) -> int:
-        """L."""
+        """Inputs per group, L."""
         return self.shape[1] // self.scale_OG.shape[1]
 
     def decode(self) -> Tensor:
-        """The matrix, each value rounded to `dtype` once."""
+        """The dequantised matrix, each value rounded to `dtype` once."""
         zero_OG1 = ZERO if self.zero_OG is None else self.zero_OG[..., None].float()
         code_OGL = self.code_OI.reshape(*self.scale_OG.shape, self.group)
         levels_OGL = code_OGL.float() - zero_OG1
         return (levels_OGL * self.scale_OG[..., None]).flatten(1).to(self.dtype)
 
     def stored(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes, scales and zero points, row by row in memory."""
+        """Codes, scales and zero points, contiguous in memory."""
         zero_OG = None if self.zero_OG is None else self.zero_OG.contiguous()
         return self.code_OI.contiguous(), self.scale_OG.contiguous(), zero_OG
 
@@ -67,7 +67,7 @@ class GroupedWeight:
         )
 
     def __getitem__(self, index_O: Tensor) -> "GroupedWeight":
-        """Some rows, in the order of ``index``."""
+        """The rows ``index_O``, in that order."""
         zero_OG = self.zero_OG
         return replace(
             self,
@@ -77,7 +77,7 @@ class GroupedWeight:
         )
 
     def regrouped(self, divisor: int) -> "GroupedWeight":
-        """The same in groups that divide ``divisor`` inputs."""
+        """The same matrix with groups whose size divides ``divisor``."""
         group = math.gcd(self.group, divisor)
         times, zero_OG = self.group // group, self.zero_OG
         return replace(
@@ -88,10 +88,10 @@ class GroupedWeight:
 
 
 def round_to_groups(weight_OI: Tensor, *, num_parts: int = 1) -> GroupedWeight | None:
-    """The nearest weights of 4 bits, or ``None`` where a part of the input is not whole lines.
+    """Quantises weights to 4 bits; ``None`` if a part of the input is not a multiple of `LINE`.
 
-    Of some scales the one with the least squares of errors. What a group becomes depends on it
-    alone: sums have a fixed order.
+    Of several scales, the one with the least squared error is used. A group's result depends on
+    that group alone, since sums have a fixed order.
     """
     if weight_OI.shape[1] % (LINE * num_parts):
         return None
@@ -109,7 +109,7 @@ def round_to_groups(weight_OI: Tensor, *, num_parts: int = 1) -> GroupedWeight |
 
 
 def _round(values_NL: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales, which bfloat16 holds."""
+    """Codes, and scales that are exact in bfloat16."""
     greatest_N, least_N = values_NL.amax(1), values_NL.amin(1)
     # There is one more code below zero than above it.
     extreme_N = torch.where(greatest_N > -least_N, greatest_N, least_N) / -ZERO
@@ -131,7 +131,7 @@ def _round(values_NL: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def stacked(weights: list[Tensor | GroupedWeight]) -> Tensor | GroupedWeight:
-    """Matrices one below the other; decoded, where one of them is of no groups."""
+    """Concatenates matrices by rows; decodes all if one of them is not grouped."""
     if len(weights) == 1:
         return weights[0]
     grouped = [each for each in weights if isinstance(each, GroupedWeight)]

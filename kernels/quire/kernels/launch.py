@@ -1,7 +1,7 @@
-"""How the Triton kernels are launched: every tile size, in one place, with no tuning at run time.
+"""Launch configurations of the Triton kernels: every tile size, with no autotuning at run time.
 
-A tile size decides the order of summation, so one that was chosen by timing would make results
-depend on the day. What is here depends on head size, dtype and kind of GPU, never on the batch.
+A tile size determines the order of summation, so choosing one by timing would make results differ
+between runs. The values here depend on head size, dtype and kind of GPU, never on the batch.
 `tools.kernels.compile_check` compiles every entry for each supported GPU and refuses one that
 spills registers.
 """
@@ -18,13 +18,13 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LOG2_E = 1.4426950408889634
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 MAX_CHANNELS = 32768
-"""Longest row of a norm: a program holds a whole row in its registers."""
+"""The longest row of a norm: a program holds a whole row in registers."""
 
 AMD_CAPABILITY = 94
-"""MI300 (gfx942), as torch counts it."""
+"""MI300 (gfx942), as torch numbers it."""
 capability_without_gpu = ContextVar("capability_without_gpu", default=80)
-"""The kind of GPU whose tiles kernels take where no GPU is: in Triton's interpreter, or where
-`tools.kernels.captured` compiles for the one that it sets."""
+"""The GPU whose tile sizes are used without a GPU: in Triton's interpreter, or when
+`tools.kernels.captured` compiles for the GPU that it sets here."""
 
 SPLIT_TOKENS = 256
 """Tokens of context in one program of the decode kernel, counted from token 0. Short enough that
@@ -34,13 +34,13 @@ of the KV it read."""
 
 PREFILL_SPLIT_TOKENS = 2048
 """Tokens of context that the prefill kernel reduces from an empty state, counted from token 0: a
-multiple of every prefill's `block_n`. Short enough that a few tokens behind 8k of context get four
+multiple of every prefill's `block_n`. Short enough that a few tokens after 8k of context get four
 times the programs, long enough that a program which merges splits loses a few percent of its time
 to it [estimated]."""
 
 SHARED_PAIRS = 16
-"""(row, query head) pairs that a decode program takes: `block_m` of every decode's entry below,
-so that rows may share a program and have the bits that they have alone."""
+"""(row, query head) pairs of a decode program: `block_m` of every decode entry below, so that rows
+that share a program have the same bits as alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class LaunchConfig:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """What NVIDIA's assembler may give a thread; ``None`` leaves it the choice."""
+    """The most registers per thread that NVIDIA's assembler may use; ``None``: its choice."""
 
     def tile(self) -> dict[str, int]:
         return {"BLOCK_M": self.block_m, "BLOCK_N": self.block_n}
@@ -68,7 +68,7 @@ class LaunchConfig:
         """Launch options of a prefill whose context has several splits."""
         options = self.options()
         if not _is_amd():
-            # Left alone, NVIDIA's assembler aims at 128 for small heads and spills.
+            # Without a limit, NVIDIA's assembler aims at 128 for small heads and spills.
             options["maxnreg"] = 255
         return options
 
@@ -76,13 +76,13 @@ class LaunchConfig:
         """Launch options of a decode whose rows share KV: the same program, so the same bits."""
         options = self.options()
         if is_float8 and self.block_n == _FLOAT8_BLOCK_N and not _is_amd():
-            # Left alone, NVIDIA's assembler aims at 128 and spills on sm_90.
+            # Without a limit, NVIDIA's assembler aims at 128 and spills on sm_90.
             options["maxnreg"] = 192
         return options
 
 
 def _is_amd() -> bool:
-    """Whether the compiler is AMD's, which knows no ``maxnreg``."""
+    """Whether the compiler is AMD's, which does not support ``maxnreg``."""
     return torch.version.hip is not None or capability_without_gpu.get() == AMD_CAPABILITY
 
 
@@ -94,9 +94,9 @@ def launch_config(
     capability: int,
     cache_dtype: torch.dtype | None = None,
 ) -> LaunchConfig:
-    """The one configuration of a kernel; ``capability`` is 80 for an A100, 90 for an H100.
+    """The configuration of a kernel; ``capability`` is 80 for an A100, 90 for an H100.
 
-    ``dtype`` is that of the queries, and of the cache where ``cache_dtype`` does not say else.
+    ``dtype`` is the type of the queries, and of the cache unless ``cache_dtype`` is given.
 
     Raises:
         ValueError: No kernel is shipped for the head size, the dtype, or the two dtypes together.
@@ -116,10 +116,10 @@ def launch_config(
         return _FLOAT[kernel, width]
     if kernel == "decode" and capability == AMD_CAPABILITY:
         return _AMD_DECODE[width]
-    # A consumer Blackwell (120) has neither wgmma nor the memory of a data centre's chip.
+    # Consumer Blackwell (120) has neither wgmma nor the shared memory of data centre GPUs.
     config = (_HALF_SM90 if 90 <= capability < 120 else _HALF_SM80)[kernel, width]
     if kernel == "decode" and head_size == 16 and capability == 80:
-        # Left alone, the assembler aims at 96 registers and spills; with this it takes 94.
+        # Without a limit, the assembler aims at 96 registers and spills; with this it uses 94.
         return replace(config, max_registers=112)
     return config
 
@@ -127,41 +127,41 @@ def launch_config(
 def prefill_split(
     *, head_size: int, capability: int, cache_dtype: torch.dtype | None = None
 ) -> int:
-    """Tokens of context in a split of the prefill kernel; depends on nothing of a batch."""
+    """Tokens of context per split of the prefill kernel; independent of the batch."""
     is_wide_float8 = head_size > 128 and cache_dtype == torch.float8_e4m3fn
-    # It would spill 56 bytes, with other tiles no fewer.
+    # It would spill 56 bytes; other tiles would not spill less.
     return _NO_SPLIT if is_wide_float8 and 90 <= capability < 120 else PREFILL_SPLIT_TOKENS
 
 
 def prefill_parts(num_programs: int, *, num_splits: int) -> int:
-    """Programs that the prefill kernel starts for each tile of queries: one for all splits, or
-    one for each. A result's bits are the same either way."""
+    """Programs of the prefill kernel per tile of queries: one for all splits, or one per split.
+    The bits of the result are the same."""
     fills_gpu = num_programs >= _PREFILL_PROGRAMS
     return 1 if fills_gpu or num_programs * num_splits > _MAX_PREFILL_PARTS else num_splits
 
 
 def compiler_options(*, num_warps: int, num_stages: int = 1) -> dict[str, int | bool]:
-    """How Triton's compiler is called.
+    """Options of Triton's compiler.
 
-    It may not fuse a product with a sum on its own: it could do so in one loop of a kernel and
-    not in another, and its versions differ in the default.
+    It may not fuse multiplications and additions on its own: it could do so in one loop of a kernel
+    and not in another, and the default differs between versions.
     """
     return {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
 
 
 def experts_options(dtype: torch.dtype) -> dict[str, int | bool]:
-    """How the products of experts are launched, but for the rows and outputs of a tile."""
+    """Launch options of the experts' products, except a tile's rows and outputs."""
     num_warps, block_k, num_stages = (4, 32, 3) if dtype == torch.float32 else (4, 64, 4)
     return {"BLOCK_K": block_k, **compiler_options(num_warps=num_warps, num_stages=num_stages)}
 
 
 def low_rank_options(dtype: torch.dtype) -> dict[str, int | bool]:
-    """How adapters' products with inputs of a type are compiled."""
+    """Launch options of adapters' products with inputs of ``dtype``."""
     return compiler_options(num_warps=4, num_stages=1 if dtype == torch.float32 else 3)
 
 
 def grouped_options(dtype: torch.dtype) -> dict[str, int | bool]:
-    """How products with weights of 4 bits are compiled."""
+    """Launch options of products with 4-bit weights."""
     return compiler_options(num_warps=4, num_stages=1 if dtype == torch.float32 else 3)
 
 
@@ -173,7 +173,7 @@ def capped_scales(scale: float, *, soft_cap: float | None) -> tuple[float, float
 
 
 def norm_options(num_channels: int) -> dict[str, int | bool]:
-    """How the norm of a row is compiled: more warps for longer rows.
+    """Launch options of norms: more warps for longer rows.
 
     Raises:
         ValueError: A row does not fit the registers.
@@ -199,7 +199,7 @@ def block_shift(cache: Tensor) -> int:
 
 
 def device_capability(device: torch.device) -> int:
-    """80, 90 and so on; without a GPU what `capability_without_gpu` says."""
+    """The GPU's compute capability as 80, 90 and so on; without one `capability_without_gpu`."""
     if device.type != "cuda":
         return capability_without_gpu.get()
     major, minor = torch.cuda.get_device_capability(device)
@@ -253,32 +253,33 @@ _FLOAT = {
 
 _NO_SPLIT = 1 << 30
 _PREFILL_PROGRAMS = 96
-"""An A100 has 108 multiprocessors, an H100 132, and most tiles let one program live on each."""
+"""Programs from which a GPU counts as full: an A100 has 108 multiprocessors, an H100 132, and with
+most tiles each runs one program at a time."""
 _MAX_PREFILL_PARTS = 2048
-"""Kept results of a split and a tile: 136 MB with heads of 128."""
+"""The most partial results, one per split and tile: 136 MB with heads of 128."""
 
 PREFILL_MERGE_BLOCK = 8
 PREFILL_MERGE_OPTIONS = compiler_options(num_warps=4)
-# One warp, so that a channel's sum over the splits is one thread's and short rows cost little; 16
-# splits are as many as its registers load at a time.
+# One warp, so that one thread sums a channel over the splits and short rows cost little. Its
+# registers can load 16 splits at a time.
 MERGE_OPTIONS = compiler_options(num_warps=1)
 MERGE_BLOCK = 16
 WRITE_OPTIONS = compiler_options(num_warps=4)
 ELEMENTWISE_OPTIONS = compiler_options(num_warps=4)
 SAMPLE_OPTIONS = compiler_options(num_warps=16)
 GROUPED_TILE = {"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64}
-"""The tile of products with weights of 4 bits."""
+"""The tile of products with 4-bit weights."""
 LOW_RANK_STEP = 16
-"""Ranks of an adapter in one step: the least that `tl.dot` takes."""
+"""Ranks of an adapter per step: the least that `tl.dot` supports."""
 LOW_RANK_TILE = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128}
-"""Tokens, outputs and inputs of a step, of adapters' products: few tokens, as most are decodes."""
+"""Tokens, outputs and inputs per step of adapters' products: few tokens, as most are decodes."""
 EXPERTS_BLOCK = 64
-"""Rows and outputs of a tile of experts' products: one shape for any number of rows, as another may
-be summed in another order."""
+"""Rows and outputs per tile of experts' products: one shape for any number of rows, because another
+shape may sum in another order."""
 ACTIVATION_BLOCK = 1024
 SAMPLE_BLOCK = 2048
 SAMPLE_PARTS = 32
-"""Programs that share a row of logits at most: a power of two."""
+"""The most programs that share a row of logits: a power of two."""
 ADJUST_BLOCK = 1024
 MASK_BLOCK = 1024
 ALL_REDUCE_BLOCK = 2048

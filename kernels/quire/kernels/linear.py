@@ -1,4 +1,4 @@
-"""Linear layers in PyTorch: what `AttentionBackend.pack_linear` makes where nothing is faster."""
+"""Linear layers in PyTorch, for backends and types without a faster kernel."""
 
 from dataclasses import dataclass
 
@@ -17,11 +17,11 @@ _ROW_MULTIPLE = {torch.float32: 16, torch.bfloat16: 2}
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """A product of PyTorch's.
+    """A linear layer by PyTorch's own product.
 
-    On CPUs a product of few rows is summed in another order than one of many: up to three or ten
-    rows in float32, by the CPU, and one row in bfloat16; so rows are filled up to a multiple.
-    `quire.kernels.cpu` asks MKL for the same order with any number of threads.
+    On CPUs, PyTorch sums products of few rows in another order: up to three or ten rows in float32,
+    depending on the CPU, and one row in bfloat16. So rows are padded to a multiple.
+    `quire.kernels.cpu` makes MKL use the same order for any number of threads.
     """
 
     weight_OI: Tensor
@@ -41,8 +41,8 @@ class PlainLinear:
 
 
 def unrounded(layer: LinearLayer, x_TI: Tensor) -> Tensor:
-    """The product, in float32 where the layer has it before it is rounded: ranks whose shares of a
-    sum are rounded once, together, have the bits of one rank. That of a gated layer is gates, then
+    """The product, in float32 and unrounded if the layer supports that: if the sum over ranks is
+    rounded only once, its bits are those of a single rank. A gated layer's product is gates, then
     ups."""
     if isinstance(layer, PlainGatedLinear):
         return layer.gate_up(x_TI)
@@ -50,7 +50,7 @@ def unrounded(layer: LinearLayer, x_TI: Tensor) -> Tensor:
 
 
 def finished(layer: LinearLayer, product_TO: Tensor, dtype: torch.dtype) -> Tensor:
-    """What the layer makes of a product, `unrounded` or with something added to it."""
+    """The layer's output from an `unrounded` product, to which a caller may have added."""
     product_TO = product_TO.to(dtype)
     if isinstance(layer, PlainGatedLinear):
         return layer.activate(product_TO)
@@ -60,13 +60,13 @@ def finished(layer: LinearLayer, product_TO: Tensor, dtype: torch.dtype) -> Tens
 
 
 def wide_linear(weight_OI: Tensor, bias_O: Tensor | None) -> PlainLinear:
-    """One that computes in float32."""
+    """A layer that computes in float32."""
     return PlainLinear(weight_OI.float(), None if bias_O is None else bias_O.float())
 
 
 @dataclass(frozen=True, slots=True)
 class PlainInt8Linear:
-    """The product in int8, by exact integer sums, slowly."""
+    """A layer quantised to int8, by exact integer sums; slow."""
 
     weight_OPI: Tensor
     scale_OP: Tensor
@@ -76,7 +76,7 @@ class PlainInt8Linear:
     def of(
         cls, weight_OI: Tensor, bias_O: Tensor | None = None, *, num_parts: int = 1
     ) -> "PlainInt8Linear":
-        """Quantises ``weight``; ``num_parts`` is as `quire.kernels.reference.quantize`'s."""
+        """Quantises ``weight``; ``num_parts`` as in `quire.kernels.reference.quantize`."""
         return cls(*reference.quantize(weight_OI, num_parts=num_parts), bias_O)
 
     @property
@@ -91,7 +91,7 @@ class PlainInt8Linear:
 
 @dataclass(frozen=True, slots=True)
 class PlainGatedLinear:
-    """As `GateActivation` says; the layer's output is gate, then up."""
+    """A gated layer with a `GateActivation`; the inner layer's output is gate, then up."""
 
     gate_up: LinearLayer
     activation: GateActivation = "silu"

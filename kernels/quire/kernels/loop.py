@@ -1,4 +1,4 @@
-"""A program, run operation by operation with a backend's kernels: what the operations mean."""
+"""Runs a program one operation at a time with a backend's kernels. This defines the operations."""
 
 import itertools
 from collections.abc import Callable
@@ -38,7 +38,7 @@ from quire.kernels.ops import (
 
 
 class Loop:
-    """A `quire.kernels.ops.ProgramRunner`. Rounds where Hugging Face's models do."""
+    """A `quire.kernels.ops.ProgramRunner`. It rounds where Hugging Face's models do."""
 
     chooses = False
 
@@ -52,7 +52,7 @@ class Loop:
             for op, after in pairs
             if isinstance(op, Linear) and isinstance(after, AllReduce) and op.out == after.x
         }
-        """Products that are shares of a sum over ranks."""
+        """Ids of operations whose products are partial sums, to be summed over the ranks."""
 
     def forward(
         self,
@@ -69,7 +69,7 @@ class Loop:
         backend, turns = self._backend, _Turns(batch.positions_T)
         adapters = StepAdapters.of(self.adapters, batch.adapter_slots_T)
         values: dict[Value, Tensor] = {}
-        ax_TR: Tensor | None = None  # of the last share of a sum
+        ax_TR: Tensor | None = None  # adapters' A x of the last partial sum
         for op in self._program:
             match op:
                 case Embed():
@@ -144,7 +144,7 @@ class Loop:
         raise AssertionError("a program ends with its logits")
 
     def _heads(self, op: RotateAndWrite, x: Tensor) -> Tensor:
-        """Q, K and V, ``[T, A, D]``; Q and K are normed where the operation says so."""
+        """Q, K and V, ``[T, A, D]``, with the operation's norms of Q and K applied, if any."""
         qkv_TAD = x.view(-1, op.num_heads + 2 * op.num_kv_heads, op.head_size)
         if op.q_norm_D is None or op.k_norm_D is None:
             return qkv_TAD
@@ -165,7 +165,7 @@ class Loop:
 
 
 class _Turns:
-    """The step's rows of each table, taken once for all layers."""
+    """The rows of each rotary table for the step's positions, gathered once for all layers."""
 
     def __init__(self, positions_T: Tensor) -> None:
         self._positions_T = positions_T

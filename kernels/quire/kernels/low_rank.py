@@ -1,14 +1,14 @@
-"""What adapters add to linear layers (Hu et al. 2021), each to the rows of its own tokens.
+"""LoRA adapters (Hu et al. 2021) on linear layers, each applied to the rows of its own tokens.
 
     t = scale * (A x)      in float32
-    product + B t          in float32, before the layer's bias where the layer's product is had so,
-                           and in any case before its activation and before it is added to anything
+    product + B t          in float32; before the layer's bias if the layer has an unrounded
+                           product, and always before its activation and any other sum
 
-Ranks that share a layer's inputs have a share of A x each. These are summed behind the layer's own
-shares, in the same call, and multiplied with the scales then. A row's bits depend on its own values
-and its adapter alone.
+Ranks that split a layer's inputs compute a partial A x each. These are summed together with the
+layer's own partial sums, in the same all-reduce, and scaled afterwards. A row's bits depend only on
+its own values and its adapter.
 
-Here are the layers that adapters may be given for, and the meaning in plain PyTorch.
+This module has the list of layers that adapters may change, and the definition in plain PyTorch.
 """
 
 import math
@@ -39,21 +39,21 @@ from quire.kernels.ops import (
 # T tokens   I, O a layer's inputs and outputs   R the ranks of an adapter's parts of a layer
 
 _UNIT = 16
-"""Fewer rows or columns PyTorch may sum in other orders; zeros fill up."""
+"""PyTorch may sum fewer rows or columns in other orders, so tensors are padded with zeros to it."""
 
 
 class LowRankLayers(AdapterSlots, Protocol):
-    """Adapters for a program that runs operation by operation."""
+    """Adapters for a program that runs one operation at a time."""
 
     def group(self, slots_T: Tensor) -> Any:
-        """A step's tokens by their slots."""
+        """Groups a step's tokens by their slots."""
 
     def shrink(self, name: str, x_TI: Tensor, groups: Any) -> Tensor | None:
         """A x of the layer ``name``, ``[T, R]`` float32, 0 where a token has no adapter for it;
         ``None`` where no token can have one."""
 
     def expand(self, name: str, product_TO: Tensor, ax_TR: Tensor, groups: Any) -> Tensor:
-        """``product``, which may be overwritten, and what the adapters add to it."""
+        """``product`` plus the adapters' updates; ``product`` may be overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class StepAdapters:
 
     @classmethod
     def of(cls, layers: LowRankLayers, slots_T: Tensor | None) -> "StepAdapters | None":
-        """``None`` where no token has one."""
+        """The adapters of the given slots; ``None`` if no token has one."""
         return None if slots_T is None else cls(layers, layers.group(slots_T))
 
     def shrink(self, name: str, x_TI: Tensor) -> Tensor | None:
@@ -76,7 +76,7 @@ class StepAdapters:
 
 
 def multiply(layer: LinearLayer, name: str, x_TI: Tensor, adapters: StepAdapters | None) -> Tensor:
-    """What the layer ``name`` makes of ``x``, with the tokens' adapters."""
+    """The output of the layer ``name`` for ``x``, with the tokens' adapters applied."""
     ax_TR = None if adapters is None else adapters.shrink(name, x_TI)
     if adapters is None or ax_TR is None:
         return layer(x_TI)
@@ -84,14 +84,14 @@ def multiply(layer: LinearLayer, name: str, x_TI: Tensor, adapters: StepAdapters
     sum_TO = adapters.expand(name, product_TO, ax_TR)
     out_TO = finished(layer, sum_TO, x_TI.dtype)
     if isinstance(layer, NativeLinear) and layer.weights.gated:
-        # Its own activation has other last bits.
+        # PyTorch's own activation has other last bits.
         is_changed_T1 = (sum_TO != product_TO).any(1, keepdim=True)
         out_TO = torch.where(is_changed_T1, out_TO, layer(x_TI))
     return out_TO
 
 
 def adapted_layers(program: Program) -> dict[str, LinearLayer]:
-    """Those that adapters may add to, by the names in `AdapterLayers`."""
+    """The layers that adapters may change, by the names in `AdapterLayers`."""
     layers: dict[str, LinearLayer] = {}
     for op in program:
         if isinstance(op, Linear | GatedLinear):
@@ -108,9 +108,10 @@ def model_type(program: Program) -> Tensor:
 
 
 def check_room(*, num_slots: int, max_rank: int) -> None:
-    """
+    """Checks the settings of adapter slots.
+
     Raises:
-        ValueError: There cannot be such slots.
+        ValueError: A value is out of range.
     """
     if num_slots < 1 or not 1 <= max_rank <= MAX_RANK:
         raise ValueError(
@@ -119,7 +120,8 @@ def check_room(*, num_slots: int, max_rank: int) -> None:
 
 
 def check_slot(slot: int, *, num_slots: int) -> None:
-    """
+    """Checks a slot's number.
+
     Raises:
         ValueError: There is no such slot.
     """
@@ -134,9 +136,10 @@ def check_adapter(
     *,
     max_rank: int,
 ) -> None:
-    """
+    """Checks an adapter against the layers that it changes.
+
     Raises:
-        ValueError: As `AdapterSlots.pack` says.
+        ValueError: As `AdapterSlots.pack`.
     """
     for name, parts in layers.items():
         if name not in adapted:
@@ -166,11 +169,11 @@ class _Part:
     b: PlainLinear
     part: LowRank
     first: int
-    """The first of its ranks among those of all the adapter's parts of this layer."""
+    """The index of its first rank among the ranks of all the adapter's parts of this layer."""
 
     @property
     def rank(self) -> int:
-        """The rank, with the zeros that fill it up."""
+        """The part's rank, padding included."""
         return len(self.a.weight_OI)
 
 
@@ -180,7 +183,7 @@ class _Adapter(PackedAdapter):
 
 
 class PlainLowRank:
-    """`LowRankLayers` on a CPU."""
+    """`LowRankLayers` in plain PyTorch, on a CPU."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._adapted = program, adapted_layers(program)
@@ -232,7 +235,7 @@ class PlainLowRank:
     def expand(
         self, name: str, product_TO: Tensor, ax_TR: Tensor, groups: dict[int, Tensor]
     ) -> Tensor:
-        """In float32."""
+        """Computes the result in float32."""
         out_TO = product_TO.float()
         out_TO = out_TO.clone() if out_TO is product_TO else out_TO
         for slot, rows in groups.items():
@@ -244,6 +247,6 @@ class PlainLowRank:
 
 
 def _filled_up(x: Tensor, *, dims: tuple[int, ...]) -> Tensor:
-    """The tensor in float32, filled with zeros up to whole units in some dimensions."""
+    """The tensor in float32, padded with zeros to multiples of `_UNIT` in ``dims``."""
     missing = [-x.shape[dim] % _UNIT if dim in dims else 0 for dim in range(2)]
     return pad(x.float(), (0, missing[1], 0, missing[0]))

@@ -1,10 +1,10 @@
-"""The native CPU library: brought by a wheel or compiled when first needed, and loaded once per
-process.
+"""Loads the native CPU library, which a wheel contains or which is compiled at its first use.
 
-One library per instruction set, best first: nothing is chosen while it runs, and code for a newer
-machine cannot end up in a path for an older one. Without a compiler the package works without it.
-``python -m quire.kernels.native`` compiles it ahead of the first use. `quire.native_build` says
-where builds are kept, and names the variables of the environment that it reads; one more is
+There is one library per instruction set, and the best one is loaded once per process. So there is
+no dispatch at run time, and no code for a newer machine can end up in a path for an older one.
+Without a compiler, the package works without the library. ``python -m quire.kernels.native``
+compiles it ahead of the first use. `quire.native_build` documents where builds are stored and the
+environment variables that it reads; one more is
 
     QUIRE_NATIVE_ISA    one of `ISA_FLAGS`, instead of the best that this CPU has
 """
@@ -23,7 +23,7 @@ ISA_FLAGS = {
     "avx2": ("-march=x86-64-v3",),
     "portable": (),
 }
-"""Best first. `portable` is what the compiler takes for granted on this machine."""
+"""Compiler flags by instruction set, best first; `portable` is the compiler's default target."""
 
 _AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _CPU_FLAGS = {
@@ -33,8 +33,8 @@ _CPU_FLAGS = {
 }
 _FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-fopenmp"),
-    # A fused multiply-add where the source says so and nowhere else: bits must not depend on
-    # what the compiler inlines where.
+    # Fused multiply-add only where the source has one: bits must not depend on what the compiler
+    # inlines.
     *("-ffp-contract=off", "-fno-math-errno"),
 )
 _SOURCES = Path(__file__).parent / "native"
@@ -42,7 +42,7 @@ _SOURCES = Path(__file__).parent / "native"
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The library for this CPU, or ``None`` where there is none: said once, in the log.
+    """The library for this CPU, or ``None`` if there is none, which is logged once.
 
     Raises:
         ValueError: ``QUIRE_NATIVE_ISA`` names no instruction set of this CPU.
@@ -54,17 +54,17 @@ def library() -> ctypes.CDLL | None:
 
 
 def build_name() -> str:
-    """The loaded library's instruction set and the hashes of what it was built from."""
+    """The loaded library's instruction set and the hashes of its sources."""
     loaded = library()
     assert loaded is not None
     return Path(loaded._name).stem.removeprefix("native-")
 
 
 def load(isa: str) -> ctypes.CDLL:
-    """The library for one instruction set, compiled if it has not been.
+    """The library for one instruction set, compiled if necessary.
 
     Raises:
-        ValueError: This CPU lacks it.
+        ValueError: This CPU lacks the instruction set.
         BuildError: It cannot be compiled.
         OSError: It cannot be stored or loaded.
     """
@@ -72,8 +72,8 @@ def load(isa: str) -> ctypes.CDLL:
         raise ValueError(
             f"QUIRE_NATIVE_ISA={isa!r}: this CPU can run {', '.join(available_isas())}"
         )
-    # torch brings the OpenMP runtime. Loaded first, it is the only one of the process. It is not
-    # imported above because a wheel is built, by `build` alone, where there is no torch.
+    # torch contains the OpenMP runtime; loaded first, it is the only one in the process. The import
+    # is not at the top because `build` runs without torch when a wheel is built.
     import torch  # noqa: F401
 
     from quire.kernels import native_abi

@@ -1,7 +1,7 @@
 """The C ABI of the native library, as its header `native/quire.h` declares it.
 
-Structures have the header's fields in the header's order; what the header's numbers mean in Python
-is said here. A library's file name has a hash of its header, so the two always agree.
+Structures have the header's fields in the header's order. This module maps Python's names to the
+header's constants. A library's file name contains a hash of its header, so the two always agree.
 """
 
 import ctypes
@@ -71,24 +71,24 @@ BUFFERS: dict[Value, int] = {
     "residual": _CONSTANTS["QUIRE_RESIDUAL"],
     "normed": _CONSTANTS["QUIRE_NORMED"],
     "qkv": _CONSTANTS["QUIRE_QKV"],
-    "queries": _CONSTANTS["QUIRE_QKV"],  # They stay where Q, K and V are.
+    "queries": _CONSTANTS["QUIRE_QKV"],  # Queries stay in the buffer of Q, K and V.
     "attended": _CONSTANTS["QUIRE_ATTENDED"],
     "hidden": _CONSTANTS["QUIRE_HIDDEN"],
     "branch": _CONSTANTS["QUIRE_BRANCH"],
 }
-"""Where a program's values are kept."""
+"""The buffer of each of a program's values."""
 PARTIAL = _CONSTANTS["QUIRE_PARTIAL"]
 SCORES, CHOSEN = _CONSTANTS["QUIRE_SCORES"], _CONSTANTS["QUIRE_CHOSEN"]
 SHARES, PLACES = _CONSTANTS["QUIRE_SHARES"], _CONSTANTS["QUIRE_PLACES"]
 GATHERED, INNER = _CONSTANTS["QUIRE_GATHERED"], _CONSTANTS["QUIRE_INNER"]
 RESULTS = _CONSTANTS["QUIRE_RESULTS"]
 SUMMED = {PARTIAL, RESULTS}
-"""By the ranks, where there are several."""
+"""Buffers that are summed over the ranks, if there are several."""
 BUFFER_TYPES = {
     **dict.fromkeys((PARTIAL, SCORES, SHARES, RESULTS), torch.float32),
     **dict.fromkeys((CHOSEN, PLACES), torch.int32),
 }
-"""Types of the buffers that do not have the model's type."""
+"""Types of the buffers whose type is not the model's."""
 
 _ALL_TOKENS = (1 << 31) - 1
 _FIELDS_OF_OP: Any = Op._fields_
@@ -113,11 +113,11 @@ def gate_mode(activation: GateActivation) -> int:
 
 
 def attention_fields(scale: float, options: AttentionOptions, num_heads: int) -> dict[str, Any]:
-    """The fields of `AttendArgs` and `AttendOp` that say what becomes of the scores; they hold as
-    long as ``options``.
+    """The fields of `AttendArgs` and `AttendOp` for the attention options. Their pointers are valid
+    as long as ``options`` lives.
 
     Raises:
-        ValueError: There is not a sink for each head.
+        ValueError: The number of sinks is not the number of heads.
     """
     sinks = options.sinks_H
     if sinks is not None and len(sinks) != num_heads:
@@ -132,13 +132,13 @@ def attention_fields(scale: float, options: AttentionOptions, num_heads: int) ->
 
 
 def op_of(op: Structure) -> Structure:
-    """An `Op` of this kind."""
+    """Wraps an operation's structure in an `Op`."""
     member = _MEMBERS[type(op)]
     return Op(kind=_CONSTANTS[f"QUIRE_{member.upper()}"], **{member: op})
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Sets the functions' types, and has those raise IndexError that refuse a call."""
+    """Sets the functions' types; functions that refuse a call then raise IndexError."""
     HEADER.declare(library)
     for name, (result, _) in HEADER.functions.items():
         if result is _STRUCTURES["QuireRefusal"]:

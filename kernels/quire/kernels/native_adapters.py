@@ -1,4 +1,4 @@
-"""Adapters of the native library's programs; see `native/low_rank.cpp`."""
+"""LoRA adapters of the native library's programs; see `native/low_rank.cpp`."""
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,8 +24,8 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptedLayer:
-    """A layer that adapters may add to, and the operations that do it: the place of each, its
-    kind, and its fields that say where a slot's weights are and how many ranks a token has."""
+    """A layer that adapters may change, and the operations that apply them: each one's index, its
+    kind, and its fields for the slots' weights and the number of ranks per token."""
 
     layer: NativeLinear
     fields: tuple[tuple[int, str, str, str], ...]
@@ -33,19 +33,19 @@ class AdaptedLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Packed:
-    """What an adapter adds to a layer."""
+    """An adapter's packed weights for a layer."""
 
     rank: int
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
-    """Pointers as in `LowRankWeights`: a, b, scales, vectors."""
+    """The tensors that `LowRankWeights` points to: a, b, scales, vectors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Adapter(PackedAdapter):
     weights: Mapping[str, Any]
-    """`LowRankWeights`, by layer."""
+    """`LowRankWeights` by layer."""
     memory: Tensor
-    """What they point to."""
+    """The memory that ``weights`` points to."""
 
 
 class NativeAdapters:
@@ -66,7 +66,7 @@ class NativeAdapters:
         self._adapters: dict[int, _Adapter] = {}
         """Adapters by slot."""
         self.rank = 0
-        """The most ranks of a layer that there have been."""
+        """The most ranks that any adapter has had for one layer."""
 
     def open(self, *, num_slots: int, max_rank: int) -> None:
         check_room(num_slots=num_slots, max_rank=max_rank)
@@ -104,8 +104,8 @@ class NativeAdapters:
                 setattr(op, rank_field, rank)
 
     def _together(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Iterator[int]]:
-        """Copies in one piece of memory, and where each begins: a page of the usual size would have
-        to be looked up for every few ranks."""
+        """Copies of the tensors in one piece of memory, with their offsets. Otherwise every few
+        ranks would cost a look-up of a page of the usual size."""
         starts, end = [], 0
         for each in tensors:
             starts.append(end)
@@ -117,9 +117,10 @@ class NativeAdapters:
 
 
 def _pack(layer: NativeLinear, parts: Sequence[LowRank]) -> _Packed:
-    """
+    """Packs an adapter's weights into the layout of the library.
+
     Raises:
-        ValueError: The layer's inputs have parts that A cannot be cut into.
+        ValueError: A cannot be split into the parts of the layer's inputs.
     """
     num_out, num_in = layer.shape
     steps = 4 // layer.dtype.itemsize
@@ -127,12 +128,12 @@ def _pack(layer: NativeLinear, parts: Sequence[LowRank]) -> _Packed:
         raise ValueError(
             f"an adapter of {num_in} inputs: must be a multiple of {2 * layer.weights.splits}"
         )
-    # Each part has whole lanes of ranks, and all together whole vectors.
+    # Each part's ranks are padded to whole lanes, and the total to whole vectors.
     sizes = [len(part.a_RI) + len(part.a_RI) % 2 for part in parts]
     starts = np.cumsum([0, *sizes])
     rank = -(-int(starts[-1]) // _LANES) * _LANES
     a_RI, scales_R = torch.zeros(rank, num_in, dtype=layer.dtype), torch.zeros(rank)
-    b_OR = torch.zeros(num_out + 1, rank, dtype=layer.dtype)  # the last row of panels' ends
+    b_OR = torch.zeros(num_out + 1, rank, dtype=layer.dtype)  # last row: unused lanes
     rows_VL = _rows_of(layer)
     vectors_V3 = np.zeros((len(rows_VL), 3), dtype=np.int64)
     vectors_V3[:, 1], ends_V = rank, np.zeros(len(rows_VL), dtype=np.int64)
@@ -162,14 +163,14 @@ def _pack(layer: NativeLinear, parts: Sequence[LowRank]) -> _Packed:
 
 
 def _in_lanes(x_VLK: Tensor) -> Tensor:
-    """Vectors of L rows, each with a lane of every row after the other: one step of K in float32,
+    """Interleaves L rows to vectors with one lane per row: each lane has one step of K in float32,
     two in bfloat16."""
     return x_VLK.contiguous().view(torch.int32).transpose(1, 2).contiguous()
 
 
 def _rows_of(layer: NativeLinear) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """Which output each lane of a layer's panels has, the number of outputs where it has none: as
-    `source_row` of ``native/linear_store.h``."""
+    """The output of each lane of a layer's panels; the number of outputs for an unused lane. As
+    `source_row` in ``native/linear_store.h``."""
     num_out, _ = layer.shape
     if not layer.weights.gated:
         rows = np.arange(-(-num_out // (2 * _LANES)) * 2 * _LANES).reshape(-1, _LANES)

@@ -1,4 +1,4 @@
-"""The CPU backend over the native library. What the library does not do is PyTorch's."""
+"""The CPU backend over the native library. PyTorch computes what the library does not support."""
 
 import ctypes
 import logging
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class NativeBackend(CpuBackend):
-    """`quire.kernels.backend.AttentionBackend` for float32 and bfloat16; others go to
+    """`quire.kernels.backend.AttentionBackend` for float32 and bfloat16. Other types use
     `CpuBackend`."""
 
     name = "cpu-native"
@@ -85,7 +85,7 @@ class NativeBackend(CpuBackend):
         gated: bool = False,
         activation: GateActivation = "silu",
     ) -> LinearLayer | None:
-        """``None`` where the library has no such layer."""
+        """Packs a layer for the library; ``None`` if it does not support such a layer."""
         options: dict[str, Any] = {
             "num_parts": num_parts,
             "gated": gated,
@@ -105,7 +105,7 @@ class NativeBackend(CpuBackend):
         return PackedLinear(self._library, self._arena, weight_OI, bias_O, **options)
 
     def pack_router(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> LinearLayer:
-        # Products of bfloat16 are exact in float32.
+        # Products of two bfloat16 values are exact in float32.
         packed = self._pack(weight_OI, bias_O, None)
         return packed or super().pack_router(weight_OI, bias_O)
 
@@ -281,11 +281,11 @@ class NativeBackend(CpuBackend):
 
 
 def _can_attend(dtype: torch.dtype, head_size: int) -> bool:
-    """Else PyTorch attends: the two lay out a block's tokens in different ways."""
+    """Whether the library computes attention, rather than PyTorch, whose block layout differs."""
     return dtype in native_abi.DTYPES and can_attend(head_size)
 
 
 def _dense_heads(x_THD: Tensor) -> Tensor:
-    """A token's heads side by side."""
+    """A tensor in which a token's heads are contiguous."""
     dense = x_THD.stride(2) == 1 and x_THD.stride(1) == x_THD.shape[2]
     return x_THD if dense else x_THD.contiguous()

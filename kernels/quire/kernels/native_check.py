@@ -1,5 +1,5 @@
-"""Tensors as the native library takes them: a wrong shape or type would have it read or write
-anywhere. Indices are not looked at here: the library does that itself, once a step."""
+"""Checks tensors before the native library gets their pointers: with a wrong shape or type it would
+access arbitrary memory. The library itself checks indices, once per step."""
 
 import torch
 from torch import Tensor
@@ -13,14 +13,14 @@ _BLOCK_SIZES = "4, 8 or a multiple of 16"
 
 
 class NotNative(Exception):
-    """The library does not run a program; the message says what of it."""
+    """The library does not support a program; the message says which part."""
 
 
 def pointer(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> int:
-    """Where the values of ``x`` are.
+    """The address of the values of ``x``.
 
     Raises:
-        ValueError: It is not contiguous, of this type and shape, in the CPU's memory.
+        ValueError: ``x`` is not contiguous, of this type and shape, in the CPU's memory.
     """
     if x.dtype != dtype or x.shape != shape or not x.is_contiguous() or not x.is_cpu:
         raise ValueError(f"{name}: {_is(x)}; must be contiguous {dtype} {shape} on the CPU")
@@ -28,7 +28,7 @@ def pointer(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> int:
 
 
 def rows_pointer(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> int:
-    """The same, but rows may be apart: only each by itself must be contiguous."""
+    """The address of the values of ``x``, in which only each row must be contiguous."""
     if x.dtype != dtype or x.shape != shape or not x.is_cpu:
         raise ValueError(f"{name}: {_is(x)}; must be {dtype} {shape} on the CPU")
     if x.numel():
@@ -39,17 +39,17 @@ def rows_pointer(name: str, x: Tensor, dtype: torch.dtype, *shape: int) -> int:
 def norm_pointer(
     name: str, x_C: Tensor, kind: NormKind, dtype: torch.dtype, num_channels: int
 ) -> int:
-    """Where a norm's weights or biases are, in a model of ``dtype``; raises as `pointer`."""
+    """The address of a norm's weights or biases, for a model of ``dtype``. Raises as `pointer`."""
     return pointer(name, x_C, dtype if kind == "rms" else torch.float32, num_channels)
 
 
 def check_caches(
     k_cache: Tensor, v_cache: Tensor, *, dtype: torch.dtype, num_kv_heads: int, head_size: int
 ) -> tuple[int, int]:
-    """How many blocks two caches ``[N, L, K, D]`` have, and of how many tokens.
+    """The number of blocks of two caches ``[N, L, K, D]``, and of tokens per block.
 
     Raises:
-        ValueError: They are not what the library can write to and read.
+        ValueError: The library does not support caches of this type or layout.
     """
     if k_cache.dim() != 4:
         raise ValueError(f"K cache: {_is(k_cache)}; must be blocks, tokens, KV heads, channels")
@@ -64,7 +64,7 @@ def check_caches(
 
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
-    """Raises ValueError where query heads have no KV head each."""
+    """Raises ValueError if the query heads are not a multiple of the KV heads."""
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         raise ValueError(f"{num_heads} query heads: must be a multiple of {num_kv_heads} KV heads")
 

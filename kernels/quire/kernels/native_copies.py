@@ -1,4 +1,4 @@
-"""Copies of blocks between the caches of a model's layers and memory outside, in one call."""
+"""Copies blocks between the KV caches of a model's layers and outside memory, in one call."""
 
 import ctypes
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ Longs = npt.NDArray[np.int64]
 
 
 class PieceCopies:
-    """Caches that keep a block's bytes in one piece each, and memory outside that has the pieces of
-    all caches of a block."""
+    """Copies between caches in which a block is contiguous, and outside memory in which a block of
+    all caches is contiguous."""
 
     def __init__(self, caches: Sequence[Tensor], outside_XAP: Tensor) -> None:
-        """The caches are ``[N, P]``, contiguous and of one type, as is each piece outside.
+        """The caches are ``[N, P]``, contiguous and of one type; so is each piece outside.
 
         Raises:
-            ValueError: They are not.
+            ValueError: A tensor has another shape or type, or is not contiguous.
         """
         library = native.library()
         assert library is not None, "the caches are laid out for it"
@@ -52,8 +52,8 @@ class PieceCopies:
         )
 
     def run(self, cache_blocks_B: Longs, outside_blocks_B: Longs, *, goes_out: bool) -> None:
-        """``outside[o] = caches[c]`` for each pair of c and o where it ``goes_out``, else the other
-        way round. The numbers are not looked at. No block may be a target twice."""
+        """Copies ``outside[o] = caches[c]`` for each pair of c and o if ``goes_out``, else the
+        other way round. Block numbers are not checked. No block may be a target twice."""
         cache_blocks_B = np.ascontiguousarray(cache_blocks_B)
         outside_blocks_B = np.ascontiguousarray(outside_blocks_B)
         arguments = self._arguments

@@ -1,4 +1,4 @@
-"""A mixture of experts as the native library's structures; see `native/experts.cpp`."""
+"""Builds the native library's structures of a mixture of experts; see `native/experts.cpp`."""
 
 import ctypes
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from quire.kernels.ops import MixExperts
 
 
 def route_op(router: Router) -> ctypes.Structure:
-    """Keeps no tensor of the router alive."""
+    """The structure of a router. It does not keep the router's tensors alive."""
     correction_E, num_experts = router.correction_E, router.num_experts
     if correction_E is not None:
         correction = pointer("corrections of scores", correction_E, torch.float32, num_experts)
@@ -35,17 +35,18 @@ def route_op(router: Router) -> ctypes.Structure:
 
 
 class NativeExperts:
-    """The layers of a mixture of experts, which fit each other.
+    """The layers of a mixture of experts, checked to fit each other.
 
-    ``inner``: values of a token between the layers; ``places``: rows that a token has there;
-    ``quantized``: layers that take their input in int8.
+    ``inner``: channels between the two layers; ``places``: rows per token there; ``quantized``:
+    layers that take their input in int8.
     """
 
     def __init__(self, op: MixExperts, *, dtype: torch.dtype, num_channels: int) -> None:
-        """
+        """Checks the layers.
+
         Raises:
-            NotNative: The library does not run such layers.
-            ValueError: They do not fit each other, or not the router.
+            NotNative: The library does not support such layers.
+            ValueError: They do not fit each other or the router.
         """
         router, shared = op.router, [] if op.shared is None else [op.shared]
         found = (len(op.experts), bool(shared))
@@ -70,7 +71,7 @@ class NativeExperts:
         self._is_split = op.is_split
 
     def op(self, x: int) -> ctypes.Structure:
-        """Keeps copies of where the layers' weights are, not the layers."""
+        """The operation's structure. It has pointers to the weights and does not own them."""
         return native_abi.ExpertsOp(
             ups=_weights(self._ups),
             downs=_weights(self._downs),
@@ -100,7 +101,7 @@ def _layers(
 
 
 def _kind(up: NativeLinear, down: NativeLinear) -> tuple[int, ...]:
-    """What is equal among experts, so that their rows may lie side by side."""
+    """Properties that all experts must share for their rows to be stored together."""
     is_int8 = (_is_int8(up), _is_int8(down))
     return (up.num_out, up.mode, *is_int8, up.weights.splits, down.weights.splits)
 

@@ -1,6 +1,6 @@
-"""Linear layers in int8, weights and inputs, of the native library (`native/gemm_int8.cpp`).
+"""The native library's linear layers with int8 weights and inputs (`native/gemm_int8.cpp`).
 
-The meaning, to the bit, is that of `quire.kernels.reference.int8_linear`.
+Results are bit-identical to those of `quire.kernels.reference.int8_linear`.
 """
 
 from ctypes import byref
@@ -14,24 +14,24 @@ from quire.kernels.native_linear import NativeLinear
 # T tokens   I, O a layer's input and output   P parts of the input
 
 _GROUP = 4
-"""Inputs that lie in one 32-bit lane."""
+"""Inputs per 32-bit lane."""
 _MAX_PART = 130_000
-"""Products of int8 of which 32 bits hold the sum."""
+"""The most products of int8 whose sum fits 32 bits."""
 
 
 class Int8Linear(NativeLinear):
-    """Over weights that it quantises itself; each part has scales of its own."""
+    """A layer that quantises its weights itself; each part has its own scales."""
 
     is_int8 = True
 
     @staticmethod
     def can_pack(weight_OI: Tensor, *, num_parts: int = 1) -> bool:
-        """float32 or bfloat16, in parts that 32-bit sums can hold."""
+        """Whether weights are float32 or bfloat16, with parts short enough for 32-bit sums."""
         return weight_OI.dtype in native_abi.DTYPES and weight_OI.shape[1] <= num_parts * _MAX_PART
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of a quantised row."""
+        """Bytes of a quantised row of inputs."""
         part = self.weights.num_in // self.weights.splits
         return int(-(-part // _GROUP) * _GROUP * self.weights.splits)
 

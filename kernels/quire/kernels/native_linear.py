@@ -1,7 +1,7 @@
-"""Linear layers over packed weights, and the memory that holds those.
+"""Linear layers over packed weights, and the memory for these.
 
-Packed weights lie one after the other in large pieces of memory with huge pages: reading them is
-what a decode step does, and a table walk for every 4 KiB would cost a tenth of it.
+Packed weights are stored consecutively in large chunks of memory with huge pages. A decode step
+mostly reads weights, and a page table walk for every 4 KiB would cost a tenth of its time.
 """
 
 import ctypes
@@ -20,13 +20,13 @@ from quire.kernels.ops import Clamped, GateActivation
 # T tokens   I, O a layer's input and output   G twice the gated output
 
 _CHUNK_BYTES = 256 << 20
-"""Memory is asked for in such pieces; what is not used is never touched, and so costs nothing."""
+"""Size of an allocation. Memory that is never touched costs nothing."""
 _HUGE_PAGE_BYTES = 2 << 20
 _ALIGNMENT = 4096
 
 
 def empty_huge(library: ctypes.CDLL, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised, aligned to huge pages and made of them where the system has some."""
+    """An uninitialised tensor, aligned to huge pages and backed by them if available."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     raw = torch.empty(num_bytes + _HUGE_PAGE_BYTES, dtype=torch.uint8)
     start = -raw.data_ptr() % _HUGE_PAGE_BYTES
@@ -35,7 +35,7 @@ def empty_huge(library: ctypes.CDLL, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 class Arena:
-    """Memory for weights, handed out in slices that live as long as any of them is used."""
+    """An allocator of weights, whose chunks live as long as any slice of them is used."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -50,10 +50,11 @@ class Arena:
 
 
 class NativeLinear(ABC):
-    """A `quire.kernels.ops.LinearLayer` of the native library, and the layout of its weights.
+    """A `quire.kernels.ops.LinearLayer` of the native library, with its packed weights.
 
-    ``num_parts``: into how many parts the input is cut whose sums are added as a binary tree. Two
-    ranks with half of the input and half of the parts each, added, give the bits of one rank.
+    ``num_parts``: the parts of the input that are summed separately and then added as a binary
+    tree. The sum of two ranks with half of the input and of the parts each has the bits of one
+    rank.
     """
 
     is_int8: ClassVar[bool] = False
@@ -69,7 +70,7 @@ class NativeLinear(ABC):
         gated: bool = False,
         activation: GateActivation = "silu",
     ) -> None:
-        """Copies what it needs of ``weight`` and ``bias``; see `can_pack`."""
+        """Packs copies of ``weight`` and ``bias``; see `can_pack`."""
         if not self.can_pack(weight_OI, num_parts=num_parts):
             raise ValueError(f"weight: {weight_OI.dtype} {weight_OI.shape}, {num_parts=}")
         _check_weights(weight_OI, bias_O, num_parts=num_parts, gated=gated)
@@ -78,12 +79,12 @@ class NativeLinear(ABC):
         columns, each = (num_out // 2, panel // 2) if gated else (num_out, panel)
         num_columns = -(-columns // each) * panel
         self.mode = native_abi.gate_mode(activation) if gated else native_abi.STORE
-        """What is done with the product."""
+        """How the product is stored."""
         self._library = library
         self._bias = None if bias_O is None else torch.empty(num_columns)
         self.dtype = weight_OI.dtype
         self.activation = activation
-        """The activation, which only a gated layer applies."""
+        """The activation, used by gated layers only."""
         self.shape = (num_out, num_in)
         self.num_out = columns
         self.weights = native_abi.LinearWeights(
@@ -142,14 +143,14 @@ class NativeLinear(ABC):
         return out_TO
 
     def unrounded(self, x_TI: Tensor) -> Tensor:
-        """The product in float32, before it is rounded: a rank's share of a sum. That of a gated
-        layer is gates, then ups."""
+        """The product in float32, unrounded: a rank's partial sum. A gated layer's product is
+        gates, then ups."""
         num_out = self.shape[0]
         if not self.weights.gated:
             out_TO = torch.empty(len(x_TI), num_out, dtype=torch.float32)
             self.run(x_TI, out_TO, native_abi.STORE_F32)
             return out_TO
-        # All columns of the panels, each a vector of gates and the vector of their ups.
+        # All columns of the panels; each panel is a vector of gates, then that of their ups.
         panel = self._library.quire_panel_columns()
         num_panels = -(-self.num_out // (panel // 2))
         out_TP = torch.empty(len(x_TI), num_panels * panel, dtype=torch.float32)
@@ -166,14 +167,14 @@ class NativeLinear(ABC):
     @staticmethod
     @abstractmethod
     def can_pack(weight_OI: Any, *, num_parts: int = 1) -> bool:
-        """Whether the layer can have these weights."""
+        """Whether this kind of layer supports these weights."""
 
     @abstractmethod
     def run(self, x_TI: Tensor, out_TO: Tensor, mode: int) -> None:
-        """Puts the result where ``mode`` says."""
+        """Computes the layer and stores the result in ``out_TO`` by ``mode``."""
 
     def _multiply(self, x: Tensor, out_TO: Tensor, mode: int, scales: Tensor | None = None) -> None:
-        """The product with rows ``x``; int8: with their ``scales``."""
+        """Multiplies the rows ``x``; int8 rows have ``scales``."""
         arguments = native_abi.LinearArgs(
             dtype=native_abi.DTYPES[self.dtype],
             mode=mode,
@@ -204,11 +205,12 @@ def _check_weights(
 
 
 class PackedLinear(NativeLinear):
-    """In the input's own type; see `native/gemm.cpp` and, for weights of 4 bits, `gemm_w4.cpp`."""
+    """A layer in the input's type: see `native/gemm.cpp`, for 4-bit weights `gemm_w4.cpp`."""
 
     @staticmethod
     def can_pack(weight_OI: Tensor | GroupedWeight, *, num_parts: int = 1) -> bool:
-        """float32 or bfloat16, and whole pairs of inputs in each part; of 4 bits, whole lines."""
+        """Whether weights are float32 or bfloat16 with an even number of inputs per part, or of 4
+        bits with a multiple of `LINE` inputs per part."""
         unit = LINE if isinstance(weight_OI, GroupedWeight) else 2
         return weight_OI.dtype in native_abi.DTYPES and weight_OI.shape[1] % (unit * num_parts) == 0
 

@@ -1,7 +1,6 @@
-"""A program as the native library's array of operations.
+"""Translates a program into the native library's array of operations.
 
-What the library cannot do is refused here, by name, and so is a kind of operation that this file
-does not know of.
+Operations that the library does not support, and unknown kinds of operations, are refused by name.
 """
 
 import ctypes
@@ -40,12 +39,12 @@ from quire.kernels.ops import (
 from quire.kernels.rewrites import fuse_linear_add
 
 MAX_COLUMNS = 1 << 24
-"""The LM head's limit: columns travel as float32, which holds integers up to there."""
+"""The LM head's limit: columns are passed as float32, which is exact for integers up to it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadShape:
-    """The heads of attention, equal in every layer; counts are those of one rank."""
+    """Numbers and size of attention heads, the same in every layer; counts are per rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -53,37 +52,37 @@ class HeadShape:
 
 
 class NativeOps:
-    """The library's operations, and what they want of the memory that they work in."""
+    """The library's operations, and their requirements of working memory."""
 
     def __init__(self, program: Program) -> None:
         """Keeps the program's weights alive.
 
         Raises:
-            NotNative: The library does not run ``program``.
+            NotNative: The library does not support ``program``.
             ValueError: The program's weights do not fit each other.
         """
         self._program = program
         self.ops: list[ctypes.Structure] = []
         self.caches: list[tuple[int, int]] = []
-        """Places of operations that use a cache, and which."""
+        """Indices of operations that use a KV cache, each with the cache's index."""
         self.ends: list[tuple[int, int, int]] = []
-        """Places before which the ranks sum a buffer, which, and its values of a token."""
+        """Indices before which a buffer is all-reduced, the buffer, and its values per token."""
         self.widths: dict[int, int] = {}
         """The widths of the buffers in use, in elements."""
         self.adapted: dict[str, AdaptedLayer] = {}
-        """Layers that adapters may add to, by name."""
+        """Layers that adapters may change, by name."""
         self.quantized: list[Int8Linear] = []
         """Layers that take their input in int8."""
         self.quantized_rows = 1
-        """Such inputs that a token has at once."""
+        """The most int8 input rows that a token has at once."""
         ops = fuse_linear_add(program)
         self.dtype = next(op.weight_VC.dtype for op in ops if isinstance(op, Embed))
         if self.dtype not in native_abi.DTYPES:
             raise NotNative(f"dtype {self.dtype}")
         self.heads = _heads(ops)
         self.num_positions = min(len(table.cos_PR) for table in _tables(ops))
-        self._channels: dict[Value, int] = {}  # of the values that there are
-        self._summed: Value | None = None  # by all ranks, into `PARTIAL`
+        self._channels: dict[Value, int] = {}  # of the values computed so far
+        self._summed: Value | None = None  # the value that is all-reduced in `PARTIAL`
         for before, op, after in zip((None, *ops), ops, (*ops[1:], None), strict=False):
             self._add(op, before, after)
         _check_end(ops)
@@ -146,7 +145,7 @@ class NativeOps:
                 )
                 self._append(logits)
             case Gather():
-                pass  # The norm behind it says so.
+                pass  # The norm after it handles this.
             case _:
                 raise NotNative(f"operation {type(op).__name__}")
 
@@ -205,7 +204,7 @@ class NativeOps:
         else:
             mode = packed.mode
             out = self._put(op.out, packed.num_out)
-        # The sum over the ranks comes next.
+        # The sum over the ranks follows.
         kinds = ("linear", "round_partial") if is_partial else ("linear",)
         self.adapted[op.name] = AdaptedLayer(
             layer=packed,
@@ -224,8 +223,8 @@ class NativeOps:
         )
 
     def _quantize(self, packed: NativeLinear, x: Value) -> bool:
-        """Has the norm before a layer make its input in int8; returns whether it must do so
-        itself."""
+        """Makes the norm before a layer output int8; returns whether the layer must quantise its
+        input itself instead."""
         if not isinstance(packed, Int8Linear):
             return False
         self.quantized.append(packed)
@@ -236,7 +235,7 @@ class NativeOps:
         return True
 
     def _mix_experts(self, op: MixExperts) -> None:
-        """The router's product, the choice, the experts, and the sum of their results."""
+        """Adds the operations of a mixture: router, choice, experts and the sum of results."""
         router, x = op.router, self._read(op, op.x)
         channels = self._channels[op.x]
         scores = self._packed("router", router.layer, x=op.x, is_gated=False)
@@ -273,7 +272,7 @@ class NativeOps:
         self._append(mix)
 
     def _adapt_shared(self, op: MixExperts, shared: Expert) -> None:
-        """Behind the experts' operation, and before that of their sum."""
+        """Adds the shared expert's adapters, between the experts' operation and their sum."""
         place = len(self.ops) - 1
         ends = [(place, "experts", "down_adapters", "down_rank")]
         ends += [(place + 1, "mix", "adapters", "rank")] if op.is_split else []
@@ -329,7 +328,7 @@ class NativeOps:
 
 
 def _check_end(ops: Program) -> None:
-    """Only the last norm and the LM head take the rows that are sampled."""
+    """Checks that only the last norm and the LM head work on the sampled rows."""
     kinds = [type(op) for op in ops]
     same = getattr(ops[-3], "x", None) == getattr(ops[-2], "x", None)
     if kinds[-3:] != [Gather, Norm, Logits] or not same or kinds.count(Gather) != 1:
@@ -337,7 +336,7 @@ def _check_end(ops: Program) -> None:
 
 
 def _heads(ops: Program) -> HeadShape:
-    """Raises NotNative where layers differ."""
+    """The heads of all layers. Raises NotNative: layers differ."""
     shapes = {
         HeadShape(num_heads=op.num_heads, num_kv_heads=op.num_kv_heads, head_size=op.head_size)
         for op in ops

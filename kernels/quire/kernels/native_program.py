@@ -1,4 +1,4 @@
-"""A program in one call of the native library, or one call between sums over the ranks."""
+"""Runs a program in one call of the native library, or one call per section between all-reduces."""
 
 import ctypes
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from quire.kernels.ops import KvCache, Program
 
 
 class NativeProgram:
-    """A `quire.kernels.ops.ProgramRunner`. Not for two threads at once: it works in memory of its
-    own, kept from call to call."""
+    """A `quire.kernels.ops.ProgramRunner`. Not thread-safe: it reuses its working memory from call
+    to call."""
 
     chooses = True
 
@@ -29,14 +29,14 @@ class NativeProgram:
         """All weights are contiguous and of one dtype.
 
         Raises:
-            NotNative: The library does not run this program.
+            NotNative: The library does not support this program.
             ValueError: Its weights do not fit each other.
         """
         self._library = library
         native = self._native = NativeOps(program)  # the library holds pointers into its weights
         self._ops = (native_abi.Op * len(native.ops))(*map(native_abi.op_of, native.ops))
         self.adapters = NativeAdapters(library, native.adapted, self._ops, native.dtype)
-        self._rank = 0  # of the adapters that there is room for
+        self._rank = 0  # of the adapters for which there is memory
         self._sums = [(0, 0, 0), *native.ends]
         self._ends = [*(place for place, _, _ in native.ends), len(native.ops)]
         self._kv: KvCache | None = None
@@ -129,7 +129,7 @@ class NativeProgram:
         self._kv = kv
 
     def _rank_behind(self, place: int) -> int:
-        """Values that a token has behind those of a sum over the ranks: adapters' A x."""
+        """Values per token of adapters' A x, which follow those of a sum over the ranks."""
         if not self._arguments.adapter_slots:
             return 0
         op = self._ops[place]
@@ -161,7 +161,7 @@ class NativeProgram:
         self._num_tokens, self._rank = num_tokens, rank
 
     def _use_batch(self, batch: Batch) -> None:
-        """The library checks the indices, when it is called."""
+        """Sets the pointers to the batch, whose indices the library checks when it runs."""
         arguments = self._arguments
         num_tokens, num_rows = len(batch.token_ids_T), len(batch.seq_lens_B)
         tables_BM = batch.block_tables_BM

@@ -1,7 +1,7 @@
-"""Sums and gathers among processes of one machine that map the same memory.
+"""All-reduce and gather over shared memory, between processes of one machine.
 
-See ``native/shared_sum.cpp``. A sum adds the ranks as a binary tree, in float32, so its bits are
-those that one rank with all the parts would get.
+See ``native/shared_sum.cpp``. A sum adds the ranks as a binary tree, in float32, so it has the same
+bits as one rank with all the parts.
 """
 
 import ctypes
@@ -15,22 +15,22 @@ from quire.kernels import native_abi
 from quire.kernels.native_check import pointer
 
 _SLOT_BYTES = 1 << 20
-"""What one round carries of each rank; larger tensors take several."""
+"""Bytes per rank and round; larger tensors take several rounds."""
 
 
 def shared_bytes(size: int) -> int:
-    """Bytes that ``size`` ranks have to share."""
+    """Bytes of shared memory that ``size`` ranks need."""
     return size * (64 + 2 * _SLOT_BYTES)
 
 
 class SharedGroup:
-    """One rank's end. All ranks must make the same calls in the same order."""
+    """One rank's communicator. All ranks must make the same calls in the same order."""
 
     def __init__(self, library: ctypes.CDLL, fd: int, *, rank: int, size: int) -> None:
         """``fd`` is a file of at least `shared_bytes` zeros, the same one for every rank.
 
         Raises:
-            ValueError: The file is smaller, or ``rank`` is none of ``size``.
+            ValueError: The file is too small, or ``rank`` is not below ``size``.
         """
         if not 0 <= rank < size:
             raise ValueError(f"{rank=}: must be below {size}")
@@ -40,14 +40,14 @@ class SharedGroup:
         self._group = native_abi.SharedGroup(base, _SLOT_BYTES, rank, size, 0)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in ``x`` itself; formed in float32 whatever its dtype."""
+        """Sums ``x`` over all ranks, in place; the sum is computed in float32."""
         values = x.float().contiguous()
         at = pointer("what is summed", values, torch.float32, *x.shape)
         self._sum(byref(self._group), at, values.numel())
         return x if values is x else x.copy_(values)
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
-        """Every rank's ``x``, of one shape and dtype, on rank 0; ``None`` elsewhere."""
+        """Every rank's ``x``, of the same shape and dtype, on rank 0; ``None`` elsewhere."""
         x = x.contiguous()
         at = pointer("what is gathered", x, x.dtype, *x.shape)
         size = self._group.size

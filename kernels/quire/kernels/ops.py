@@ -1,9 +1,9 @@
 """The operations of a forward pass. A program is a list of them, with their weights.
 
-They compute on values that have names. A value is ``[T, channels]``; once it was gathered it is
-``[S, channels]``. `quire.kernels.loop` says in plain Python what each operation does; a backend
-may run a program in another way, with the same meaning, and may first put several operations
-together (`quire.kernels.rewrites`).
+Operations read and write named values. A value is ``[T, channels]``, and after `Gather`
+``[S, channels]``. `quire.kernels.loop` defines each operation in plain Python. A backend may run a
+program in another way with the same results, and may first fuse operations
+(`quire.kernels.rewrites`).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.batch import Batch, GreedyEdits, WantedColumns
 
-if TYPE_CHECKING:  # They are made of what is here.
+if TYPE_CHECKING:  # They import this module.
     from quire.kernels.experts import Expert, Router
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   S rows that are sampled
@@ -25,19 +25,19 @@ if TYPE_CHECKING:  # They are made of what is here.
 # R an adapter's rank (of `LowRank`)
 
 KvCache = list[tuple[Tensor, Tensor]]
-"""K and V of each layer: ``[num_blocks, block_size, K, D]``, in int8 with `SCALE_BYTES` more behind
-the D. What stands where within a block is the backend's affair."""
+"""K and V of each layer: ``[num_blocks, block_size, K, D]``; an int8 cache has `SCALE_BYTES` more
+after the D. The layout within a block is up to the backend."""
 
 Value = Literal["residual", "normed", "qkv", "queries", "attended", "hidden", "branch"]
 NormKind = Literal["rms", "wide", "layer"]
-""""wide" is an RMS norm that is rounded after its product with the weights, which are float32,
-rather than before; "layer" subtracts the mean, and is rounded like it."""
+""""wide" is an RMS norm with float32 weights that is rounded after the product with the weights
+rather than before it; "layer" is a layer norm, rounded like "wide"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Clamped:
-    """gpt-oss' ``(up + 1) * gate * sigmoid(alpha * gate)``, of gates up to ``limit`` and ups within
-    it on both sides."""
+    """gpt-oss' ``(up + 1) * gate * sigmoid(alpha * gate)``, with gates clamped to at most ``limit``
+    and ups to ``-limit`` … ``limit``."""
 
     alpha: float
     limit: float
@@ -45,16 +45,16 @@ class Clamped:
 
 GateActivation = Literal["silu", "gelu_tanh"] | Clamped
 SharedExpert = Literal["none", "plain", "gated"]
-"""Whether all tokens go to one more expert, and whether its share is the sigmoid of a score."""
+"""Whether there is a shared expert, and whether its weight is the sigmoid of a score."""
 
 
 class LinearLayer(Protocol):
-    """Weights, laid out as a backend likes them: ``[T, I]`` to ``[T, O]``. A row's bits do not
-    depend on the other rows."""
+    """A linear layer from ``[T, I]`` to ``[T, O]``, with weights in a backend's layout. A row's
+    bits do not depend on the other rows."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the matrix: outputs (a gated layer's gates and ups) and inputs."""
+        """The matrix's outputs (for a gated layer: gates and ups) and inputs."""
 
     def __call__(self, x_TI: Tensor) -> Tensor: ...
 
@@ -69,7 +69,7 @@ class RotaryTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Embed:
-    """``out``: the tokens' rows of the embedding."""
+    """Sets ``out`` to the tokens' rows of the embedding."""
 
     weight_VC: Tensor
     out: Value
@@ -77,7 +77,7 @@ class Embed:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Norm:
-    """``out``: the norm of ``x``."""
+    """Sets ``out`` to the norm of ``x``."""
 
     weight_C: Tensor
     eps: float
@@ -90,83 +90,83 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Linear:
-    """``out``: the layer's product with ``x``. The batch says which adapters its rows use."""
+    """Sets ``out`` to the layer's output for ``x``, with the adapters that the batch selects."""
 
     name: str
-    """The layer's place in the model, such as "layers.3.qkv"."""
+    """The layer's name in the model, such as "layers.3.qkv"."""
     layer: LinearLayer
     x: Value
     out: Value
     adds: bool = False
-    """Onto what ``out`` was."""
+    """Whether the output is added to ``out`` rather than replacing it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GatedLinear:
-    """``activation(gate) * up``, or as `Clamped` says, where the layer's product with ``x`` is
-    gates, then ups."""
+    """Sets ``out`` to ``activation(gate) * up``, or to the formula of `Clamped`. The layer's
+    product with ``x`` is gates, then ups."""
 
     name: str
     layer: LinearLayer
-    """From `pack_gated_linear`: it does all of that."""
+    """From `pack_gated_linear`, so it includes the activation."""
     x: Value
     out: Value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Activate:
-    """``x``: its GELU, by the formula with tanh."""
+    """Applies GELU, in the approximation with tanh, to ``x``."""
 
     x: Value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LowRank:
-    """An adapter's addition to some outputs of one linear layer: ``scale * B (A x)``.
+    """A LoRA adapter's update of some outputs of one linear layer: ``scale * B (A x)``.
 
-    `quire.kernels.low_rank` says what is rounded where.
+    `quire.kernels.low_rank` defines where values are rounded.
     """
 
     a_RI: Tensor
     """The columns of this rank's inputs. A and B have the model's type."""
     b_OR: Tensor
-    """This rank's outputs, in the layer's order: heads of Q and K are reordered as the layer's
-    are."""
+    """This rank's outputs, in the layer's order: the channels of Q and K are reordered as in the
+    layer."""
     first_row: int
-    """The first of the layer's outputs on this rank that it adds to: qkv is Q, K and V; gate_up is
-    gates, then ups."""
+    """The first of the layer's outputs on this rank that it changes. The outputs of qkv are Q, K
+    and V; those of gate_up are gates, then ups."""
     scale: float
 
 
 AdapterLayers = Mapping[str, tuple[LowRank, ...]]
-"""What an adapter adds, by the layers' names: those of `Linear` and `GatedLinear`, and of a
-mixture's shared expert the mixture's name with ".shared.gate_up" or ".shared.down" behind it."""
+"""An adapter's updates by layer name: the name of a `Linear` or `GatedLinear`, or for a shared
+expert the mixture's name with ".shared.gate_up" or ".shared.down" appended."""
 MAX_RANK = 256
-"""The greatest rank of one `LowRank`."""
+"""The largest rank of a `LowRank`."""
 
 
 class PackedAdapter:
-    """What `AdapterSlots.pack` makes, for the same program only."""
+    """The result of `AdapterSlots.pack`, valid for the same program only."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MixExperts:
-    """``out``: the weighted sum of what the experts of each token, and the shared one, make of
-    ``x``.
+    """Sets ``out`` to the weighted sum of the outputs of each token's experts and of the shared
+    expert.
 
-    Where they are ``is_split``, by their inner channels, each of the terms is summed over all ranks
-    before it is weighted, so that the result does not depend on their number.
+    If the experts are split over ranks by their inner channels (``is_split``), each output is
+    summed over the ranks before it is weighted, so that the result does not depend on their number.
     """
 
     name: str
-    """The mixture's place in the model, such as "layers.3"."""
+    """The mixture's name in the model, such as "layers.3"."""
     router: "Router"
     experts: tuple["Expert", ...]
     shared: "Expert | None"
     bias_EC: Tensor | None
-    """The bias of each expert's last product, float32, added once the ranks' shares are summed."""
+    """Bias of each expert's last product, float32, added after the sum over the ranks."""
     is_split: bool
     x: Value
     out: Value
@@ -174,14 +174,15 @@ class MixExperts:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RotateAndWrite:
-    """``out``: Q, rotated, of ``x``, the heads of Q, K and V. K, rotated, and V go to the cache.
+    """Sets ``out`` to the rotated Q of ``x``, the heads of Q, K and V. The rotated K and V are
+    written to the cache.
 
-    Where there are ``q_norm`` and ``k_norm``, each head of Q and K gets its norm before it is
-    rotated; where they are longer than a head, all heads of Q get one norm, and so do those of K.
+    If there are ``q_norm`` and ``k_norm``, each head of Q and K is normalised before it is rotated.
+    If they are longer than a head, there is one norm over all heads of Q, and one over those of K.
     """
 
     kv: int
-    """Which of the caches."""
+    """The index of the cache."""
     num_heads: int
     """The query heads of this rank."""
     num_kv_heads: int
@@ -193,15 +194,15 @@ class RotateAndWrite:
     q_norm_D: Tensor | None = None
     k_norm_D: Tensor | None = None
     eps: float = 0.0
-    """Both norms have this ``eps`` and this ``kind``."""
+    """The ``eps`` of both norms, which also share ``kind``."""
     kind: NormKind = "rms"
     q_scale_P: Tensor | None = None
-    """By which Q is multiplied, at each position."""
+    """A factor on Q for each position."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Attend:
-    """``out``: causal attention of the heads ``x`` over the cache."""
+    """Sets ``out`` to the causal attention of the heads ``x`` over the cache."""
 
     kv: int
     scale: float
@@ -212,16 +213,16 @@ class Attend:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AllReduce:
-    """``x``: its sum over all ranks, and the bias of the layer that it is a product of."""
+    """Sums ``x`` over all ranks and adds the bias of the layer whose product it is."""
 
     x: Value
     bias_C: Tensor | None = None
-    """Added before the sum is rounded, so that a bias changes no bits with the number of ranks."""
+    """Added before the sum is rounded, so that bits do not depend on the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Add:
-    """``to``: itself and ``scale`` times ``x``."""
+    """Adds ``scale`` times ``x`` to ``to``."""
 
     x: Value
     to: Value
@@ -230,7 +231,7 @@ class Add:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AddNorm:
-    """`Add`, and then ``out``: the RMS norm of the sum."""
+    """`Add`, then sets ``out`` to the RMS norm of the sum."""
 
     weight_C: Tensor
     eps: float
@@ -241,14 +242,14 @@ class AddNorm:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Gather:
-    """``x``: its rows that are sampled."""
+    """Reduces ``x`` to its sampled rows."""
 
     x: Value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Logits:
-    """The program's result: this rank's part of the vocabulary, of the rows ``x``."""
+    """The program's result: the logits of ``x`` for this rank's part of the vocabulary."""
 
     name: str
     layer: LinearLayer
@@ -278,29 +279,28 @@ Program = tuple[Op, ...]
 
 
 class AdapterSlots(Protocol):
-    """The adapters that a program's batches may name, by the numbers of their slots."""
+    """The slots of a program's adapters, which batches select by number."""
 
     def open(self, *, num_slots: int, max_rank: int) -> None:
-        """Makes room, once, before the first step; all slots are empty, and add nothing.
+        """Allocates the slots, once, before the first step. Empty slots have no effect.
 
-        ``max_rank``: of any one `LowRank`, up to `MAX_RANK`.
+        ``max_rank``: the largest rank of any `LowRank`, up to `MAX_RANK`.
         """
 
     def pack(self, layers: AdapterLayers) -> PackedAdapter:
-        """An adapter as `set` needs it, which does the rest in no time: to be kept, and set in any
-        slots.
+        """Prepares an adapter so that `set` is fast. The result can be kept and set in any slot.
 
         Raises:
-            ValueError: There is no such layer, or a layer cannot have the adapter (its rank, type
-                or shape).
+            ValueError: There is no such layer, or the adapter's rank, type or shape does not fit
+                its layer.
         """
 
     def set(self, slot: int, adapter: AdapterLayers | PackedAdapter | None) -> None:
-        """Puts an adapter into a slot, packs it first if need be, or empties the slot. Not while a
-        step runs.
+        """Puts an adapter into a slot, packing it if necessary, or empties the slot. Must not be
+        called while a step runs.
 
         Raises:
-            ValueError: There is no such slot, or as `pack`. The slot is as it was.
+            ValueError: There is no such slot, or as `pack`. The slot is unchanged.
         """
 
 
@@ -309,11 +309,11 @@ class ProgramRunner(Protocol):
 
     @property
     def chooses(self) -> bool:
-        """Whether it takes ``greatest_G2`` and ``wanted``."""
+        """Whether `forward` supports ``greatest_G2`` and ``wanted``."""
 
     @property
     def adapters(self) -> "AdapterSlots | None":
-        """``None`` where it cannot have any."""
+        """The adapter slots; ``None`` if adapters are not supported."""
 
     def forward(
         self,
@@ -325,11 +325,11 @@ class ProgramRunner(Protocol):
         edits: GreedyEdits | None = None,
         wanted: WantedColumns | None = None,
     ) -> Tensor:
-        """Computes the step's tokens and writes their KV. Fills in ``batch.hidden``.
+        """Computes the step's tokens, writes their KV, and sets ``batch.hidden``.
 
         ``all_reduce`` sums a tensor over the ranks, in place. Returns this rank's part of the
-        logits ``[S, V]``: float32 on a CPU, else of the model's type. But of the last G rows the
-        logits are not kept: the greatest one and its column, the first of equals, are put into
-        ``greatest_G2`` (float32). ``edits`` change these rows' logits first. Of columns that are
-        not ``wanted`` nothing is kept, or anything.
+        logits ``[S, V]``: float32 on a CPU, else of the model's type. Logits of the last G rows are
+        not returned: their greatest one and its column, the first among equals, are stored in
+        ``greatest_G2`` (float32), after ``edits`` were applied. Columns that are not ``wanted`` are
+        undefined.
         """

@@ -1,10 +1,10 @@
-"""Matrix products of a GPU's library in which a row's bits do not depend on the other rows.
+"""Makes cuBLAS products batch-invariant: a row's bits do not depend on the other rows.
 
-cuBLAS chooses among its kernels by the shape of a product. On Hopper the one choice that changes
-how a row is summed is to cut K into parts that several blocks add up (split-K), which it does where
-there are few rows. It needs a workspace for that: without one, and with its reductions kept in
-float32, the order of a row's sum stays the same. `bench.gpu` measures both, whether rows keep
-their bits at 1 to 2,048 rows and what that costs.
+cuBLAS chooses among its kernels by the shape of a product. On Hopper the only choice that changes
+how a row is summed is split-K, in which several blocks add parts of K; it is used for few rows. It
+needs a workspace: without one, and with reductions in float32, the order of a row's sum stays the
+same. `bench.gpu` measures both, whether rows keep their bits at 1 to 2,048 rows and what that
+costs.
 """
 
 import os
@@ -16,13 +16,13 @@ ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":16:8",
     "CUBLASLT_WORKSPACE_SIZE": "1",
 }
-"""Read by PyTorch when it first calls the library: KiB of workspace."""
+"""Sizes of the workspace in KiB, which PyTorch reads when it first calls the library."""
 
 
 def make_batch_invariant() -> None:
-    """Sets this process up, before its first product on a GPU.
+    """Configures this process. Call it before the first product on a GPU.
 
-    Warns where the process has used a GPU already, since the library may have its workspace then.
+    Warns if the process has used a GPU already, since the library may have its workspace by then.
     """
     missing = {name: value for name, value in ENVIRONMENT.items() if os.environ.get(name) != value}
     if missing and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -34,7 +34,7 @@ def make_batch_invariant() -> None:
         )
     os.environ.update(ENVIRONMENT)
     matmul = torch.backends.cuda.matmul
-    # No reduction in 16 bits, no split of K.
+    # No reductions in 16 bits, no split-K.
     matmul.allow_bf16_reduced_precision_reduction = (False, False)
     matmul.allow_fp16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.preferred_blas_library("cublaslt")

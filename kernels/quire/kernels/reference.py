@@ -1,9 +1,8 @@
-"""What kernels must compute, in plain PyTorch, written to be read: operations that run without a
-kernel too, on any device. `tools.kernels.twins` has those of the paged KV cache.
+"""The definition of what kernels compute, in readable plain PyTorch, for any device.
 
-Nothing else defines the results: a kernel that disagrees with its twin is wrong. Sums are taken in
-float32 whatever the inputs are. Beside it, `reference_sampling` is the same for what comes after
-the logits.
+A kernel that disagrees with its twin here is wrong. Sums are taken in float32 whatever the type of
+the inputs. These functions also run where there is no kernel. `tools.kernels.twins` has those of
+the paged KV cache, and `reference_sampling` those of sampling.
 """
 
 import math
@@ -20,15 +19,15 @@ from quire.kernels.quantization import SCALE_BYTES
 
 
 def to_int8(x_TKD: Tensor) -> Tensor:
-    """Tokens as an int8 cache keeps them, ``[T, K, D + SCALE_BYTES]``; see `quantize`."""
+    """Quantises tokens for an int8 cache, ``[T, K, D + SCALE_BYTES]``; see `quantize`."""
     values_N1D, scale_N1 = quantize(x_TKD.flatten(0, 1))
     joined = torch.cat([values_N1D[:, 0], scale_N1.view(torch.int8)], dim=1)
     return joined.view(*x_TKD.shape[:2], -1)
 
 
 def from_int8(stored: Tensor) -> Tensor:
-    """`to_int8` undone, in float32, whatever the leading dimensions."""
-    # A copy, as float32 must be aligned.
+    """The inverse of `to_int8`, in float32, for any leading dimensions."""
+    # A copy, because float32 must be aligned.
     scale = stored[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)
     return stored[..., :-SCALE_BYTES] * scale.view(torch.float32)
 
@@ -50,8 +49,8 @@ def rms_norm(
 def wide_norm(
     x_TC: Tensor, weight_C: Tensor, bias_C: Tensor | None, *, eps: float, is_centred: bool
 ) -> Tensor:
-    """A norm whose weights are float32, and which is rounded to x's dtype at its end: an RMS norm,
-    as in Gemma and OLMo 2, or a layer norm, which is centred."""
+    """A norm with float32 weights that is rounded to x's dtype at the end: an RMS norm, as in Gemma
+    and OLMo 2, or a layer norm if ``is_centred``."""
     wide_TC = x_TC.float()
     if is_centred:
         wide_TC = wide_TC - wide_TC.mean(-1, keepdim=True)
@@ -77,7 +76,8 @@ def rotary_embedding(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
 def silu_and_mul(gate_up_TG: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[T, 2 F]``, gate first; ``[T, F]`` in the same dtype.
 
-    Step by step, as the bits of PyTorch's own depend on where a value stands in its tensor.
+    Computed step by step, because the bits of PyTorch's own depend on a value's place in its
+    tensor.
     """
     gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
     wide_TF = gate_TF.float()
@@ -85,8 +85,8 @@ def silu_and_mul(gate_up_TG: Tensor) -> Tensor:
 
 
 def clamped_silu_and_mul(gate_up_TG: Tensor, *, alpha: float, limit: float) -> Tensor:
-    """gpt-oss' ``(up + 1) * gate * sigmoid(alpha * gate)`` of gates up to ``limit`` and ups within
-    it on both sides; shapes and steps are as in `silu_and_mul`."""
+    """gpt-oss' ``(up + 1) * gate * sigmoid(alpha * gate)``, with gates clamped to at most ``limit``
+    and ups to ``-limit`` … ``limit``; shapes and steps are as in `silu_and_mul`."""
     gate_TF, up_TF = gate_up_TG.float().chunk(2, dim=-1)
     gate_TF, up_TF = gate_TF.clamp(max=limit), up_TF.clamp(-limit, limit)
     glu_TF = gate_TF / (1 + torch.exp(-alpha * gate_TF))
@@ -94,35 +94,35 @@ def clamped_silu_and_mul(gate_up_TG: Tensor, *, alpha: float, limit: float) -> T
 
 
 def gelu(x_TF: Tensor) -> Tensor:
-    """GELU by the formula with tanh; the steps are as in `silu_and_mul`."""
+    """GELU in the approximation with tanh; the steps are as in `silu_and_mul`."""
     wide_TF = x_TF.float()
     inner_TF = math.sqrt(2 / math.pi) * (wide_TF + 0.044715 * (wide_TF * wide_TF * wide_TF))
     return (0.5 * wide_TF * (1 + torch.tanh(inner_TF))).to(x_TF.dtype)
 
 
 def gelu_and_mul(gate_up_TG: Tensor) -> Tensor:
-    """``gelu(gate) * up``, as `silu_and_mul`."""
+    """``gelu(gate) * up``; shapes and steps are as in `silu_and_mul`."""
     gate_TF, up_TF = gate_up_TG.chunk(2, dim=-1)
     return gelu(gate_TF) * up_TF
 
 
 def quantize(x_TI: Tensor, *, num_parts: int = 1) -> tuple[Tensor, Tensor]:
-    """Rows as int8 ``[T, P, I / P]`` and float32 scales ``[T, P]``, of which x is the product.
+    """Quantises rows to int8 ``[T, P, I / P]`` and float32 scales ``[T, P]``; x is their product.
 
-    Each of the row's parts by itself, its greatest magnitude as 127; halves round to even.
+    Each part of a row is scaled on its own, its greatest magnitude to 127. Halves round to even.
     """
     x_TPI = x_TI.float().reshape(len(x_TI), num_parts, x_TI.shape[1] // num_parts)
     most_TP = x_TPI.abs().amax(-1)
-    # Not `127 / most`, which PyTorch rounds twice: `127 * (1 / most)`.
+    # Not `127 / most`, which PyTorch computes as `127 * (1 / most)` and so rounds twice.
     inverse_TP = torch.where(most_TP > 1e-30, torch.tensor(127.0) / most_TP, 0)
     return (x_TPI * inverse_TP[..., None]).round().to(torch.int8), most_TP / 127
 
 
 def int8_linear(x_TI: Tensor, weight_OPI: Tensor, scale_OP: Tensor) -> Tensor:
-    """A linear layer of quantised weights and inputs, in float32: `quantize` says how.
+    """A linear layer whose weights and inputs were quantised by `quantize`; the result is float32.
 
-    A part's sum is exact, then rounded, then multiplied with the weights' scale, then with the
-    input's; the parts, a power of two of them, are added as a binary tree.
+    A part's sum is exact, then rounded, then multiplied by the weights' scale, then by the input's.
+    The parts, whose number is a power of two, are added as a binary tree.
     """
     x_TPI, x_scale_TP = quantize(x_TI, num_parts=weight_OPI.shape[1])
     parts = [

@@ -1,7 +1,7 @@
-"""What the kernels behind the logits must compute, in plain PyTorch: the oracle, as `reference` is.
+"""The definition of sampling and logits processing, in plain PyTorch: the oracle of their kernels.
 
-Runs on any device. Weights are integers and their exponential is one of our own, since sums and
-exponentials of devices differ in their last bits, which a token would show.
+It runs on any device. Weights are integers, and the exponential is computed by a fixed polynomial,
+because sums and exponentials of devices differ in their last bits, which could change a token.
 """
 
 import math
@@ -13,9 +13,9 @@ from torch import Tensor
 # W words of 32 tokens
 
 _SPREAD = -(torch.arange(256, dtype=torch.int32)[:, None] >> torch.arange(8) & 1).int()
-"""For each byte, -1 or 0 for each of its bits."""
+"""For each byte, its 8 bits as -1 (set) or 0."""
 _MINUS_INFINITY = -(1 << 23)
-"""The bits of it in float32, as an int32."""
+"""The bits of float32's minus infinity, as an int32."""
 
 
 def adjust_logits(
@@ -36,11 +36,11 @@ def adjust_logits(
     """Changes float32 logits in place: bias, then penalties, then masks.
 
     ``bias`` is added to the logits of its pairs; minus infinity bans a token. A seen pair's token
-    is in the row's prompt or output, ``seen_counts`` times in its output: the repetition penalty
-    (Keskar et al. 2019) divides positive logits and multiplies negative ones of all of them, the
-    other two are subtracted from those of the output. Bit ``t % 32`` of word ``t // 32`` of a mask
-    allows token ``t``; a token behind the last word is not allowed. The pairs of each kind are
-    distinct; rows, ids, counts and masks are int32, bias and penalties float32.
+    occurs in the row's prompt or output, ``seen_counts`` times in its output. The repetition
+    penalty (Keskar et al. 2019) divides positive logits of seen tokens and multiplies negative
+    ones. The other two penalties are subtracted from logits of output tokens. Bit ``t % 32`` of
+    word ``t // 32`` of a mask allows token ``t``; tokens beyond the last word are not allowed. The
+    pairs of each kind are distinct. Rows, ids, counts and masks are int32, the others float32.
     """
     logits_SV[biased_rows_A, biased_ids_A] += bias_A
     values_E = logits_SV[seen_rows_E, seen_ids_E]
@@ -50,7 +50,7 @@ def adjust_logits(
     values_E = torch.where(seen_counts_E > 0, values_E - lowered_E, values_E)
     logits_SV[seen_rows_E, seen_ids_E] = values_E
     for row, mask_W in zip(masked_rows_K.tolist(), mask_KW, strict=True):
-        # On the numbers' bits: choosing between two floats by a mask is eight times as slow.
+        # Works on the bits: selecting between two floats by a mask is eight times as slow.
         spread = _SPREAD.to(mask_W.device).index_select(0, mask_W.view(torch.uint8).int())
         allowed = spread.flatten()[: logits_SV.shape[1]]
         bits = logits_SV[row, : len(allowed)].view(torch.int32)
@@ -71,9 +71,9 @@ def sample(
     """Draws a token of each row of logits, in float32; int64 ids, the lowest among equals.
 
     ``temperature``, ``top_p`` and ``min_p`` are float32, ``top_k`` is int32, 0 for no limit,
-    ``seed`` and ``position`` are int64. Temperature 0 takes the greatest logit. Else top-k and
-    min-p limit the row, then top-p what they have left; the row's one random number, a hash of
-    (seed, position), picks among the rest in the order of their ids, by integer weights.
+    ``seed`` and ``position`` are int64. Temperature 0 takes the greatest logit. Otherwise top-k and
+    min-p filter the row, then top-p filters the rest. The row's one random number, a hash of
+    (seed, position), picks among the remaining tokens, in order of id, by integer weights.
     """
     logits_SV = logits_SV.float()
     token_ids_S = logits_SV.argmax(dim=-1)
@@ -107,7 +107,7 @@ def draw_token(
     before_V = weights_V.cumsum(0) - weights_V
     if top_p < 1:
         wanted = top_p * int(weights_V.sum())
-        weights_V = weights_V[before_V.double() < wanted]  # An int64 beside a float is a float32.
+        weights_V = weights_V[before_V.double() < wanted]  # int64 with a float gives float32
     kept_V = torch.zeros_like(logits_V, dtype=torch.int64)
     kept_V[ids_V[: len(weights_V)]] = weights_V
     total = int(kept_V.sum())
@@ -116,12 +116,12 @@ def draw_token(
 
 
 def sampling_weights(logits_V: Tensor, *, temperature: Tensor) -> Tensor:
-    """``floor(2**32 * exp((logit - greatest) / temperature))`` as int64, the same everywhere.
+    """``floor(2**32 * exp((logit - greatest) / temperature))`` as int64, equal on all devices.
 
-    The exponential is a polynomial of its own, each operation rounded to float32: the ones that
-    devices bring differ in their last bits.
+    The exponential is a fixed polynomial, each operation rounded to float32, because the built-in
+    ones of devices differ in their last bits.
     """
-    # A product takes a tenth of a quotient's time. Zero times infinity would be NaN.
+    # Multiplying takes a tenth of the time of dividing. Zero times infinity would be NaN.
     factor = (1 / (temperature * math.log(2))).clamp_max(torch.finfo(torch.float32).max)
     exponents_V = (logits_V - logits_V.max()) * factor
     exponents_V = exponents_V.clamp_min(-40.0)
@@ -136,12 +136,12 @@ def sampling_weights(logits_V: Tensor, *, temperature: Tensor) -> Tensor:
 
 
 _EXP2 = (1.32647261e-03, 9.67151299e-03, 5.55073358e-02, 2.40222424e-01, 6.93147004e-01, 1.0)
-"""``2**x`` from -1/2 to 1/2 by the polynomial of degree 5 that is least wrong: by 9e-8 of it, and
-twice that with the roundings."""
+"""Minimax polynomial of degree 5 for ``2**x`` from -1/2 to 1/2. Its relative error is 9e-8, and
+twice that with rounding."""
 
 
 def random_uniform(seed: int, position: int) -> float:
-    """A number in [0, 1): SplitMix64 (Steele, Lea, Flood 2014), begun from the hashed seed."""
+    """A number in [0, 1), by SplitMix64 (Steele, Lea, Flood 2014) from the hashed seed."""
     golden, mask = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
     def mix(z: int) -> int:

@@ -1,4 +1,4 @@
-"""Programs with operations put together, or in another order. None changes a bit of the logits."""
+"""Rewrites that fuse or reorder a program's operations. None changes a bit of the logits."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -6,11 +6,12 @@ from dataclasses import replace
 from quire.kernels.ops import Add, AddNorm, Gather, Linear, Norm, Op, Program, Value
 
 _Rule = Callable[[Op, Op, Program], tuple[Op, ...] | None]
-"""What two neighbours become, with what follows them; ``None`` leaves them."""
+"""Takes two adjacent operations and the rest of the program; returns their replacement, or ``None``
+to keep them."""
 
 
 def fuse_linear_add(program: Program) -> Program:
-    """A product that is only added to a value goes there at once."""
+    """Fuses a product with the `Add` that is its only use."""
 
     def rule(op: Op, after: Op, rest: Program) -> tuple[Op, ...] | None:
         if not isinstance(op, Linear) or not isinstance(after, Add) or op.adds:
@@ -23,7 +24,7 @@ def fuse_linear_add(program: Program) -> Program:
 
 
 def fuse_add_norm(program: Program) -> Program:
-    """A sum and its RMS norm become one operation."""
+    """Fuses an `Add` with the RMS norm of its sum."""
 
     def rule(op: Op, after: Op, rest: Program) -> tuple[Op, ...] | None:
         del rest
@@ -37,7 +38,7 @@ def fuse_add_norm(program: Program) -> Program:
 
 
 def gather_before_add(program: Program) -> Program:
-    """Rows that are not sampled need no last sum."""
+    """Moves `Gather` before the last `Add`, which only sampled rows need."""
 
     def rule(op: Op, after: Op, rest: Program) -> tuple[Op, ...] | None:
         del rest
@@ -49,7 +50,7 @@ def gather_before_add(program: Program) -> Program:
 
 
 def _rewrite(program: Program, rule: _Rule) -> Program:
-    """Every pair that ``rule`` takes, from the first on."""
+    """Applies ``rule`` to each adjacent pair, from the first on."""
     ops: list[Op] = []
     at = 0
     while at < len(program):
@@ -61,7 +62,7 @@ def _rewrite(program: Program, rule: _Rule) -> Program:
 
 
 def _is_read(value: Value, ops: Iterable[Op]) -> bool:
-    """Whether one of ``ops`` needs what the value is now."""
+    """Whether one of ``ops`` reads the value before it is overwritten."""
     for op in ops:
         needs = {getattr(op, "x", None), getattr(op, "to", None)}
         if value in needs or (isinstance(op, Linear) and op.adds and op.out == value):

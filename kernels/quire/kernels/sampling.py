@@ -1,6 +1,6 @@
-"""From logits to tokens and log-probabilities on a CPU; each row by itself.
+"""Sampling on a CPU: from logits to tokens and log-probabilities, row by row.
 
-`quire.kernels.reference_sampling` says what is drawn, and draws where there is no native library.
+`quire.kernels.reference_sampling` defines the results, and computes them without a native library.
 """
 
 from ctypes import byref
@@ -55,10 +55,10 @@ def draw(
     min_p_R: Doubles,
     uniform_R: Doubles,
 ) -> Longs:
-    """A token of each of these rows of float32 logits, at temperatures above 0.
+    """Draws a token from each of the rows ``rows_R`` of float32 logits, at temperatures above 0.
 
-    ``top_k`` 0 and ``min_p`` 0 are no limits; ``uniform`` is in [0, 1). -1 where the greatest logit
-    is infinite or NaN.
+    ``top_k`` 0 and ``min_p`` 0 set no limit; ``uniform`` is in [0, 1). The result is -1 for a row
+    whose greatest logit is infinite or NaN.
     """
     native = library()
     if native is None:
@@ -120,18 +120,18 @@ class Scores(NamedTuple):
     logprobs_R: Doubles
     ranks_R: Longs
     top_ids_RK: Longs
-    """Ids of the best tokens; of equal ones the lower id comes first."""
+    """Ids of the best tokens; among equal logits the lower id comes first."""
     top_RK: Doubles
-    """Their log-probabilities."""
+    """Log-probabilities of the best tokens."""
     log_totals_R: Doubles
-    """A log-probability is a logit less this."""
+    """Log of the sum of exponentials: a log-probability is a logit minus this."""
 
 
 def score(logits_SV: Tensor, *, rows_R: Longs, token_ids_R: Longs, num_top_R: Longs) -> Scores:
-    """Scores a token of each of these rows of float32 logits, and the row's best tokens.
+    """Scores a token of each of the rows ``rows_R`` of float32 logits, and the row's best tokens.
 
-    The first ``num_top`` of a row's lists count. A rank is 1 more than the number of tokens that
-    are more probable. Log-probabilities are NaN where the greatest logit is infinite or NaN.
+    Only the first ``num_top`` entries of a row's lists are valid. A rank is 1 more than the number
+    of more probable tokens. Log-probabilities are NaN if the greatest logit is infinite or NaN.
     """
     num_rows = len(rows_R)
     max_top = min(int(num_top_R.max(initial=0)), logits_SV.shape[1])
@@ -147,7 +147,7 @@ def score(logits_SV: Tensor, *, rows_R: Longs, token_ids_R: Longs, num_top_R: Lo
         ):
             logits_V = logits_SV[row].double()
             log_totals_R[index] = float(logits_V.logsumexp(dim=0))
-            # By logits, as log-probabilities of different ones can round to one number.
+            # Ranked by logits, since different logits can round to one log-probability.
             values_V = logits_V.numpy()
             logprobs_V = values_V - log_totals_R[index]
             logprobs_R[index] = logprobs_V[token_id]

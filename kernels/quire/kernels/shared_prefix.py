@@ -1,8 +1,8 @@
-"""Which decodes of a step read the same blocks, found from their block tables on the host.
+"""Finds the decodes of a step that read the same KV blocks, from their block tables on the host.
 
-Sharing is found split by split, as decode attention takes them (`launch.SPLIT_TOKENS` tokens,
-counted from token 0): rows whose tables name the same blocks up to the end of a split read it
-together. Groups may part and go on sharing, as the branches of a tree do.
+Sharing is found per split of decode attention (`launch.SPLIT_TOKENS` tokens, counted from token
+0): rows whose tables have the same blocks up to the end of a split read it together. A group may
+divide into smaller groups that share further splits, like the branches of a tree.
 """
 
 from collections.abc import Iterator
@@ -20,22 +20,22 @@ Ints = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.intp]
 
 MIN_SAVED_BYTES = 1 << 30
-"""KV of one layer on one rank that need not be read again, for a step to take this way: a quarter
-of a millisecond of an H200's memory, in each layer. Chosen, not measured: rows that run side by
-side find much of what they share in the level-2 cache anyway, and a step that shares forgoes its
-CUDA graph, which costs the host some 0.1 ms a layer."""
+"""KV bytes of one layer on one rank that sharing must save for a step to use it: a quarter of a
+millisecond of an H200's memory bandwidth per layer. Chosen, not measured: concurrent rows find much
+of their shared KV in the level-2 cache anyway, and a step that shares cannot use its CUDA graph,
+which costs the host some 0.1 ms a layer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedArrays:
-    """The shared work of a step; int32."""
+    """The shared work of a step; arrays are int32."""
 
     num_splits_B: Ints
-    """Splits of each row, from token 0, that are read together with other rows."""
+    """The number of each row's splits, from token 0, that are read together with other rows."""
     rows_XR: Ints
-    """The rows of a program, all of which share its split; -1 where there are fewer."""
+    """The rows of each program, all of which share its split; padded with -1."""
     splits_X: Ints
-    """The split of a program."""
+    """The split of each program."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class SharedSplits:
 
 
 def rows_per_program(group: int) -> int:
-    """Rows whose ``group`` query heads of one KV head fit one program together."""
+    """How many rows, with ``group`` query heads per KV head each, fit one program."""
     return SHARED_PAIRS // group
 
 
@@ -60,10 +60,10 @@ def find_shared(
     group: int,
     min_saved_tokens: int,
 ) -> SharedArrays | None:
-    """The shared work of decodes, or ``None`` where it saves less than ``min_saved_tokens``.
+    """The shared work of decodes, or ``None`` if it saves less than ``min_saved_tokens``.
 
-    ``group`` is the number of query heads of a KV head. Above 8 a program has no room for two
-    rows, and nothing is shared.
+    ``group`` is the number of query heads per KV head. Above 8, two rows do not fit a program, and
+    nothing is shared.
     """
     per_program = rows_per_program(group)
     if per_program < 2 or len(seq_lens_B) < 2:
@@ -82,7 +82,7 @@ def find_shared(
         padded = np.full(-(-len(members) // per_program) * per_program, -1, np.int32)
         padded[: len(members)] = members
         programs = padded.reshape(-1, per_program)
-        # Programs of one split side by side: those after the first find its KV in the cache.
+        # Programs of one split are adjacent, so those after the first find its KV in the cache.
         rows.append(np.tile(programs, (end - begin, 1)))
         splits.append(np.repeat(np.arange(begin, end, dtype=np.int32), len(programs)))
     if saved == 0 or saved < min_saved_tokens:
@@ -93,9 +93,9 @@ def find_shared(
 
 
 def most_saved(tables_BM: Ints, seq_lens_B: Ints, *, block_size: int) -> int:
-    """A bound on the tokens of KV that sharing can save, in microseconds instead of the exact
-    search's milliseconds: rows that share anything share their first split, and of each such
-    group the longest row reads its own KV in any case."""
+    """An upper bound on the tokens of KV that sharing can save. It takes microseconds, the exact
+    search milliseconds. Rows that share anything share their first split, and the longest row of
+    each such group reads its own KV in any case."""
     full_B = seq_lens_B // SPLIT_TOKENS
     long_B = np.flatnonzero(full_B)
     if len(long_B) < 2:
@@ -109,13 +109,13 @@ def most_saved(tables_BM: Ints, seq_lens_B: Ints, *, block_size: int) -> int:
 
 
 def most_saved_by_split(tables_BM: Ints, seq_lens_B: Ints, *, block_size: int) -> int:
-    """A closer bound, in tens of microseconds: of each split, rows that share it end it with the
-    same block, and all but one of them need not read it."""
+    """A tighter upper bound, in tens of microseconds: rows that share a split have the same last
+    block in it, and all but one of them need not read it."""
     full_B = seq_lens_B // SPLIT_TOKENS
     num_splits = int(full_B.max(initial=0))
     per_split = SPLIT_TOKENS // block_size
     ends_BS = tables_BM[:, per_split - 1 : num_splits * per_split : per_split]
-    # What a row does not have in full is like no other row's.
+    # A split that a row does not have in full is never shared.
     own_B1 = -1 - np.arange(len(full_B), dtype=ends_BS.dtype)[:, None]
     has_BS = np.arange(ends_BS.shape[1]) < full_B[:, None]
     ordered_BS = np.sort(np.where(has_BS, ends_BS, own_B1), axis=0)
@@ -123,7 +123,7 @@ def most_saved_by_split(tables_BM: Ints, seq_lens_B: Ints, *, block_size: int) -
 
 
 def _groups(tables_BM: Ints, seq_lens_B: Ints, per_split: int) -> Iterator[tuple[Rows, int, int]]:
-    """Rows and the splits, from the first to before the second, that all of them share."""
+    """Groups of rows, and the range ``(first, end)`` of splits that all rows of a group share."""
     full_B = seq_lens_B // SPLIT_TOKENS
     todo = [(np.arange(len(seq_lens_B)), 0)]
     while todo:

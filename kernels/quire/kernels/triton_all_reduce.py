@@ -1,24 +1,24 @@
-"""Triton all-reduce: GPUs read each other's tensors, and add them in the order of the ranks.
+"""Triton all-reduce: GPUs read each other's tensors and add them in the order of the ranks.
 
-Small tensors in one shot: every GPU reads the tensors of all the others at once.
+**One shot**, for small tensors: every GPU reads the tensors of all the others at once.
 
-Each rank has a buffer that the others have mapped. A program writes its piece of the tensor to
-its own rank's buffer, tells the same program of each other rank, waits for their word, and adds
-the pieces of all ranks in float32, rank 0's first: every rank gets the same bits.
+Each rank has a buffer that the others have mapped. A program writes its piece of the tensor to its
+own rank's buffer, signals the same program of each other rank, waits for their signals (a barrier),
+and adds the pieces of all ranks in float32, rank 0's first. So every rank gets the same bits.
 
-One meeting a call is enough, as a program takes the two halves of the buffer in turns: who writes
-to a half again has met, in between, all who read it. What a program has met so far it counts in
-memory of its own, so that a call can be part of a CUDA graph.
+One barrier per call is enough, because a program alternates between the two halves of the buffer:
+before it writes to a half again, it has passed a barrier with all readers of it. A program counts
+its barriers in its own memory, so that a call can be part of a CUDA graph.
 
 Traffic of a rank with ``n`` bytes among R ranks: ``n`` written and read of its own, and
 ``(R - 1) * n`` read over the links between GPUs. That is for small tensors, which wait for the
 slowest link and not for its bytes.
 
-Large ones in two shots: of a block, each rank adds a part, in the same order and with the same
-bits, and a second meeting later all read the parts of all. The links carry ``2 * (R - 1) / R * n``
-bytes to each rank. A program takes block after block, so the buffer does not grow with the tensor.
-What was written before a meeting lies in the half of the meeting's number, and is read before the
-next meeting; so two meetings later it may be written again.
+**Two shots**, for large tensors: each rank adds one part of a block, in the same order and with the
+same bits; after a second barrier all ranks read the parts of all. The links carry
+``2 * (R - 1) / R * n`` bytes to each rank. A program loops over blocks, so the buffer does not grow
+with the tensor. Data written before barrier i is in half ``i % 2`` and is read before barrier
+i + 1, so the data of barrier i + 2 may overwrite it.
 """
 
 from dataclasses import dataclass
@@ -37,12 +37,12 @@ TWO_SHOT_BYTES = 8 << 20
 """Half of a rank's buffer for tensors of more than `MAX_BYTES`, of any size."""
 TWO_SHOT_PROGRAMS = 128
 PIECE = tl.constexpr(8)
-"""Values that are there all or not at all, so that a thread may load them at once."""
+"""Values that are either all in the tensor or none, so that a thread may load them at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peers:
-    """What one rank knows of its group. All ranks call with tensors of one shape and dtype."""
+    """One rank's view of its group. All ranks must pass tensors of the same shape and dtype."""
 
     rank: int
     size: int
@@ -53,23 +53,23 @@ class Peers:
     flags_R: Tensor
     """Addresses of each rank's ``P * size`` int32, all 0 before the first call."""
     epochs_P: Tensor
-    """int32 of `MAX_PROGRAMS`, in two shots `TWO_SHOT_PROGRAMS`: how often each program has met
-    the others. Begins as 0."""
+    """int32 of `MAX_PROGRAMS` (two shots: `TWO_SHOT_PROGRAMS`): the number of barriers that each
+    program has passed; 0 at first."""
 
 
 def fits(x: Tensor) -> bool:
-    """Whether `all_reduce` takes a tensor."""
+    """Whether `all_reduce` supports a tensor."""
     return x.nbytes <= MAX_BYTES and fits_two_shots(x)
 
 
 def fits_two_shots(x: Tensor) -> bool:
-    """Whether `all_reduce_in_two_shots` takes a tensor."""
+    """Whether `all_reduce_in_two_shots` supports a tensor."""
     is_whole = x.is_contiguous() and x.numel() % PIECE.value == 0
     return is_whole and x.numel() < 1 << 30 and x.dtype.itemsize in (2, 4)
 
 
 def all_reduce(x: Tensor, peers: Peers) -> Tensor:
-    """The sum over all ranks, in ``x`` itself."""
+    """Sums ``x`` over all ranks, in place, in one shot."""
     if x.numel() == 0:
         return x
     all_reduce_kernel[(triton.cdiv(x.numel(), ALL_REDUCE_BLOCK),)](
@@ -88,7 +88,7 @@ def all_reduce(x: Tensor, peers: Peers) -> Tensor:
 
 
 def all_reduce_in_two_shots(x: Tensor, peers: Peers) -> Tensor:
-    """The sum over all ranks, in ``x`` itself: the bits of `all_reduce`, for large tensors."""
+    """Sums a large ``x`` over all ranks, in place, with the bits of `all_reduce`."""
     if x.numel() == 0:
         return x
     num_blocks = triton.cdiv(x.numel(), ALL_REDUCE_BLOCK * peers.size)
@@ -97,8 +97,8 @@ def all_reduce_in_two_shots(x: Tensor, peers: Peers) -> Tensor:
 
 
 def launch_two_shots(grid: tuple[int, int], x: Tensor, peers: Peers) -> None:
-    """``grid[1]`` ranks from ``peers.rank`` on, one after the other in ``x``: 1, or all in a test
-    that runs them in one launch."""
+    """Launches the kernel for ``grid[1]`` ranks from ``peers.rank`` on, whose tensors follow each
+    other in ``x``: for 1 rank, or in a test for all ranks at once."""
     all_reduce_two_shot_kernel[grid](
         x,
         peers.buffers_R,
@@ -197,14 +197,14 @@ def all_reduce_two_shot_kernel(
 
 @triton.jit
 def _meet(flags_ptr, program, rank, epoch, RANKS: tl.constexpr):
-    """Tells the same program of every rank that this one has come, and waits for all of them."""
-    tl.debug_barrier()  # what one thread then tells the others is true of all threads
+    """The barrier: signals the same program of every rank, and waits for all their signals."""
+    tl.debug_barrier()  # all threads' writes precede the signal of one thread
 
     ranks = tl.arange(0, RANKS)
     theirs = tl.load(flags_ptr + ranks).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(theirs + program * RANKS + rank, epoch, sem="release", scope="sys")
     own = tl.load(flags_ptr + rank).to(tl.pointer_type(tl.int32)) + program * RANKS + ranks
-    # Differences, as the count may pass 2^31. Adding 0 is a load that later loads wait for.
+    # Compared by difference, since the count may pass 2^31. Adding 0 is an acquire load.
     behind = tl.min(tl.atomic_add(own, 0, sem="acquire", scope="sys") - epoch, 0)
     while behind < 0:
         behind = tl.min(tl.atomic_add(own, 0, sem="acquire", scope="sys") - epoch, 0)

@@ -1,7 +1,7 @@
-"""The GPU backend: Triton for all but the matrix products.
+"""The GPU backend: Triton kernels for everything except matrix products.
 
-Decodes go to the split-context kernel, everything else to the prefill kernel. No call waits for
-the device.
+Decodes use the split-context kernel, all other rows the prefill kernel. No call waits for the
+device.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ class TritonBackend:
 
     def __init__(self) -> None:
         self._experts: dict[int, tuple[ExpertWeights, ExpertWeights]] = {}
-        """What the experts multiply with, first and last, by their operation's id."""
+        """The weights of the experts' first and last products, by their operation's id."""
 
     def is_head_major(self, dtype: torch.dtype, head_size: int) -> bool:
         return False
@@ -192,7 +192,7 @@ class GatedLinear(PlainGatedLinear):
 
 
 def _weights(layers: Sequence[LinearLayer]) -> ExpertWeights:
-    """Those of layers that this backend packed."""
+    """The weights of experts' layers, which this backend packed."""
     plain: list[PlainLinear] = []
     for layer in layers:
         product = layer.gate_up if isinstance(layer, PlainGatedLinear) else layer

@@ -1,7 +1,7 @@
-"""Triton decode attention: one query of each sequence over its paged KV, the context split.
+"""Triton decode attention: one query per sequence over its paged KV, with the context split.
 
-A program takes `SPLIT_TOKENS` tokens of one sequence and up to 16 query heads of one KV head (one
-tile, so their KV is read once), and leaves a partial result; a second kernel merges a head's
+A program handles `SPLIT_TOKENS` tokens of one sequence and up to 16 query heads of one KV head (one
+tile, so their KV is read once), and stores a partial result; a second kernel merges a head's
 partial results, `MERGE_BLOCK` at a time. Splits are counted from token 0 and their size is fixed,
 so a row's bits depend on the row alone: not on the batch, not on the longest sequence, not on
 whether rows that share a split read it together (`triton_shared`).
@@ -49,8 +49,8 @@ def decode_attention(
     """Writes each row's attention of one query over ``seq_len`` tokens.
 
     ``max_seq_len`` is at least the longest length; a row of length 0 gets zeros. ``out`` is
-    contiguous; ``block_tables`` and ``seq_lens`` may hold further rows. ``shared`` says which
-    rows read the same blocks; no window may be between them and these blocks.
+    contiguous; ``block_tables`` and ``seq_lens`` may hold further rows. ``shared`` has the rows
+    that read the same blocks, none of which a window may exclude.
     """
     num_rows, num_heads, head_size = q_BHD.shape
     if num_rows == 0:
@@ -149,8 +149,8 @@ def merge(
     v_scale: float,
     window: int = 0,
 ) -> None:
-    """Writes each head's result from its partial ones: float32 sums of V, and beside each the
-    maximum of its scores (in powers of 2) and the sum of its weights."""
+    """Merges each head's partial results: float32 sums of V, each with the maximum of its scores
+    (in powers of 2) and the sum of its weights."""
     num_rows, num_heads, max_splits, head_size = parts_BHPD.shape
     merge_kernel[(num_rows, num_heads)](
         parts_BHPD,
@@ -169,8 +169,8 @@ def merge(
     )
 
 
-# What changes from step to step is not specialised: a new value must not compile a kernel while
-# requests wait. The strides of q are the model's, and that they are aligned speeds its loads.
+# Arguments that change between steps are not specialised, so that no new value compiles a kernel
+# while requests wait. The strides of q are fixed by the model, and their alignment speeds loads.
 @triton.jit(
     do_not_specialize=["window", "table_stride", "num_kv_heads", "block_shift"],
     do_not_specialize_on_alignment=["table_ptr", "seq_lens_ptr", "shared_ptr"],
@@ -208,8 +208,8 @@ def decode_kernel(
     seq_len = tl.load(seq_lens_ptr + row)
     if split * SPLIT >= seq_len:
         return
-    if SHARED:  # noqa: SIM102 (a constant beside what is not one would be computed)
-        # Read for this row together with others, by `triton_shared`.
+    if SHARED:  # noqa: SIM102 (a constant combined with a variable would be computed)
+        # `triton_shared` reads this split for the row, together with others.
         if split < tl.load(shared_ptr + row):
             return
     begin = split * SPLIT

@@ -1,12 +1,12 @@
-"""Triton norms and gated activation: what a layer does between its matrix products.
+"""Triton norms and gated activation: the element-wise steps between a layer's matrix products.
 
-Both round where their twins do, so that only the order of the norm's sum and the last bit of an
-exponential tell them apart. A row's sum is taken by one program over the whole row, in an order
-that depends on the number of channels alone.
+Both round where their twins do, so they differ only by the order of the norm's sum and the last bit
+of an exponential. One program sums a whole row, in an order that depends on the number of channels
+alone.
 
-Traffic: the norm reads ``x``, and ``residual`` where there is one, and writes as much; the
-activation reads two elements for each that it writes. A torch expression for either moves three
-to five times as much, and starts as many kernels.
+Traffic: the norm reads ``x``, and ``residual`` if there is one, and writes as much; the activation
+reads two elements for each that it writes. A torch expression for either moves three to five times
+as much, and launches as many kernels.
 """
 
 import torch
@@ -22,7 +22,7 @@ from quire.kernels.launch import ACTIVATION_BLOCK, ELEMENTWISE_OPTIONS, MAX_CHAN
 def rms_norm(
     x_TC: Tensor, weight_C: Tensor, *, eps: float, residual_TC: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`reference.rms_norm`. Rows of ``x`` and ``residual`` may lie apart, their values may not."""
+    """`reference.rms_norm`. Each row of ``x`` and ``residual`` must be contiguous."""
     num_tokens, num_channels = x_TC.shape
     out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     has_residual = residual_TC is not None
@@ -50,7 +50,7 @@ def rms_norm(
 def wide_norm(
     x_TC: Tensor, weight_C: Tensor, bias_C: Tensor | None, *, eps: float, is_centred: bool
 ) -> Tensor:
-    """`reference.wide_norm`. Rows of ``x`` may lie apart, their values may not."""
+    """`reference.wide_norm`. Each row of ``x`` must be contiguous."""
     num_tokens, num_channels = x_TC.shape
     out_TC = torch.empty_like(x_TC, memory_format=torch.contiguous_format)
     if num_tokens == 0:
@@ -66,7 +66,7 @@ def wide_norm(
         BLOCK=triton.next_power_of_2(num_channels),
         HAS_BIAS=bias_C is not None,
         IS_CENTRED=is_centred,
-        # Twice the warps, as weights and biases in float32 do not fit the registers of sm_80.
+        # Twice the warps, since weights and biases in float32 do not fit the registers of sm_80.
         **norm_options(max(num_channels, min(2 * num_channels, MAX_CHANNELS))),
     )
     return out_TC

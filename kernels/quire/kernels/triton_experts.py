@@ -1,13 +1,13 @@
-"""Triton products of mixtures of experts: every token's experts in two launches, without a copy to
-the host.
+"""Triton products of mixtures of experts: all experts of all tokens in two launches, without a copy
+to the host.
 
-Tokens are sorted by expert, stably; a program takes a tile of one expert's rows and of its outputs.
-Where an expert's weights are is read from a table of addresses, so that they stay where they were
-loaded. A row's sums run over the inputs in steps of one length, in one tile shape: its bits depend
-neither on the other rows nor on how many an expert has.
+Tokens are sorted by expert, stably; a program computes a tile of one expert's rows and outputs. The
+addresses of the experts' weights are read from a table, so that weights stay where they were
+loaded. A row's sums run over the inputs in steps of a fixed length, in a fixed tile shape. So its
+bits depend neither on the other rows nor on how many rows an expert has.
 
-Traffic: the weights of every expert that a token goes to, once for each 64 of its rows; with few
-rows that is all there is.
+Traffic: the weights of every expert that has tokens, once for each 64 of its rows; with few rows
+this dominates.
 """
 
 from dataclasses import dataclass
@@ -24,16 +24,16 @@ from quire.kernels.launch import EXPERTS_BLOCK, experts_options
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertWeights:
-    """One product of each expert."""
+    """The weights of one product, of all experts."""
 
     weight_OIs: tuple[Tensor, ...]
     bias_Os: tuple[Tensor, ...] | None
     table_2E: Tensor
-    """Addresses of the weights, then those of the biases; int64."""
+    """Addresses of the weights, then of the biases; int64."""
 
     @classmethod
     def of(cls, weight_OIs: tuple[Tensor, ...], bias_Os: tuple[Tensor, ...]) -> "ExpertWeights":
-        """``bias_Os`` is empty where there are none. All weights have one shape and type."""
+        """All weights must have the same shape and type. ``bias_Os`` is empty for no biases."""
         weight_OIs = tuple(map(_aligned, weight_OIs))
         bias_Os = tuple(map(_aligned, bias_Os))
         addresses = [each.data_ptr() for each in (*weight_OIs, *(bias_Os or weight_OIs))]
@@ -46,12 +46,12 @@ class ExpertWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class SortedPairs:
-    """Pairs of a token and an expert, by expert."""
+    """Pairs of a token and an expert, sorted by expert."""
 
     order_N: Tensor
-    """Each one's place in ``[T * k]``."""
+    """Each pair's index in ``[T * k]``."""
     starts_E1: Tensor
-    """Where each expert's begin, and the end."""
+    """The index at which each expert's pairs begin, and the end."""
     top_k: int
 
     @classmethod
@@ -63,7 +63,7 @@ class SortedPairs:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """``x``, contiguous, from an address that is a multiple of 16 on, as the kernel is told."""
+    """``x``, contiguous and aligned to 16 bytes, which the kernel assumes."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
@@ -92,7 +92,7 @@ def _launch(
     if not num_pairs:
         return
     num_experts = len(weights.weight_OIs)
-    # At most: each expert's last tile may hold few rows.
+    # An upper bound, since each expert's last tile may have few rows.
     num_tiles = triton.cdiv(num_pairs, EXPERTS_BLOCK) + min(num_experts, num_pairs)
     experts_kernel[(num_tiles, triton.cdiv(num_out, EXPERTS_BLOCK))](
         x,
@@ -126,7 +126,7 @@ def find_rows(starts, tile, NUM: tl.constexpr, POWER: tl.constexpr, BLOCK_M: tl.
     counts = tl.load(starts + groups + 1, mask=is_one, other=0) - begins
     num_tiles = (counts + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(num_tiles, 0)
-    # The rows of the groups before it are in earlier tiles.
+    # The rows of earlier groups are in earlier tiles.
     group = tl.sum((ends <= tile).to(tl.int32), 0)
     is_it = groups == group
     first_tile = tl.sum(tl.where(is_it, ends - num_tiles, 0), 0)
@@ -155,7 +155,7 @@ def experts_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``any_weight`` tells the weights' type."""
+    """Computes a tile of one expert. ``any_weight`` has the type of the weights."""
     expert, begin, end = find_rows(starts, tl.program_id(0), NUM_EXPERTS, EXPERTS, BLOCK_M)
     if begin < end:
         places = begin + tl.arange(0, BLOCK_M)

@@ -1,9 +1,9 @@
 """float8_e4m3fn in Triton, for GPUs with and without such a type.
 
-NVIDIA's from Ada Lovelace (89) on convert it with an instruction: kernels load its values from
-the cache as it is. For the others caches are passed as bytes, and `from_e4m3` gives float16 that
-is 256 times too small, as moving bits to their place costs next to nothing; launchers put the
-factor into the scales of K and V. Powers of 2 round nothing, so both ways have the same bits.
+NVIDIA GPUs from Ada Lovelace (89) on have an instruction to convert it, so kernels load its values
+directly. For other GPUs caches are passed as bytes, and `from_e4m3` shifts their bits to float16
+values that are 256 times too small, which costs almost nothing. Launchers put the factor into the
+scales of K and V. Powers of 2 do not round, so both ways have the same bits.
 """
 
 import torch
@@ -14,11 +14,11 @@ from torch import Tensor
 from quire.kernels.launch import AMD_CAPABILITY, device_capability
 
 LOADED_SCALE = 256.0
-"""What a value of `from_e4m3` is multiplied with to be the one that was stored."""
+"""The factor from a value of `from_e4m3` to the one that was stored."""
 
 
 def cache_view(cache: Tensor) -> Tensor:
-    """The cache as kernels write it: bytes where it is float8_e4m3fn, else itself.
+    """The cache as kernels write it: bytes if it is float8_e4m3fn, else unchanged.
 
     Raises:
         ValueError: The cache is of another 8-bit type.
@@ -31,7 +31,7 @@ def cache_view(cache: Tensor) -> Tensor:
 
 
 def loaded_view(cache: Tensor) -> Tensor:
-    """The cache as kernels read it: as `cache_view`'s, but itself where the GPU converts it.
+    """The cache as kernels read it: unchanged if the GPU converts float8, else as `cache_view`.
 
     Raises:
         ValueError: The cache is of another 8-bit type.
@@ -40,14 +40,14 @@ def loaded_view(cache: Tensor) -> Tensor:
 
 
 def loaded_scale(cache: Tensor, scale: float) -> float:
-    """The factor from what a kernel loads of `loaded_view` to what was written to the cache."""
+    """The factor from values that a kernel loads from `loaded_view` to those that were stored."""
     if cache.dtype != torch.float8_e4m3fn:
         return 1.0
     return scale if _is_converted(cache) else scale * LOADED_SCALE
 
 
 def converts_float8(capability: int) -> bool:
-    """Whether a GPU has an instruction from float8_e4m3fn; MI300's float8 has another bias."""
+    """Whether a GPU can convert float8_e4m3fn; MI300's float8 has another exponent bias."""
     return capability >= 89 and capability != AMD_CAPABILITY
 
 
@@ -65,7 +65,7 @@ def from_e4m3(bits):
 
 @triton.jit
 def to_e4m3(values):
-    """Bytes of float32 values, rounded to nearest even, past 448 to 448."""
+    """float32 values as float8 bytes, rounded to nearest even; values beyond 448 become 448."""
     bits = values.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     size = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), 448.0)

@@ -1,8 +1,8 @@
-"""A Triton product with weights of 4 bits, which stay packed in the GPU's memory.
+"""A Triton product with 4-bit weights, which stay packed in the GPU's memory.
 
-A program takes a tile of rows and of outputs, and decodes the weights of a step of inputs before it
-multiplies them: each value is what `GroupedWeight.decode` makes of it. A row's sum runs over the
-inputs in steps of one length, in one tile shape, so that its bits do not depend on the other rows.
+A program computes a tile of rows and outputs, and decodes the weights of a step of inputs before it
+multiplies them, to the values of `GroupedWeight.decode`. A row's sum runs over the inputs in steps
+of a fixed length, in a fixed tile shape, so its bits do not depend on the other rows.
 
 Traffic: half a byte for each weight and 4 bytes for each scale, once for each 64 rows.
 """
@@ -25,7 +25,7 @@ _STEP = GROUPED_TILE["BLOCK_K"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupedLinear:
-    """A layer of 4 bits."""
+    """A linear layer with 4-bit weights."""
 
     packed_OJ: Tensor
     scale_OG: Tensor
@@ -54,7 +54,7 @@ class GroupedLinear:
         return len(self.packed_OJ), self.num_in
 
     def decode(self) -> Tensor:
-        """The matrix."""
+        """The dequantised matrix."""
         packed = self.packed_OJ.view(len(self.packed_OJ), -1, 1, _STEP // 2)
         code_OI = torch.cat([packed & 15, packed >> 4], dim=2).flatten(1)[:, : self.num_in]
         weight = GroupedWeight(

@@ -24,10 +24,10 @@ def write_kv(
     *,
     options: AttentionOptions = PLAIN,
 ) -> None:
-    """Stores ``k[t]`` and ``v[t]`` in slot ``slot_mapping[t]``. Slots are distinct and valid.
+    """Stores ``k[t]`` and ``v[t]`` in slot ``slot_mapping[t]``. Slots must be distinct and valid.
 
-    A float8 cache gets them divided by their scales, and limited to its range. ``k`` and ``v``
-    may be views into a fused QKV product: only a token's own values are one piece.
+    For a float8 cache, values are divided by their scales and clamped to its range. ``k`` and ``v``
+    may be views into a fused QKV product: only each token's values must be contiguous.
     """
     num_tokens, num_kv_heads, head_size = k_TKD.shape
     if num_tokens == 0:

@@ -1,10 +1,10 @@
-"""Triton logits processing: bias, penalties and masks, in place, of some rows' logits.
+"""Triton logits processing: applies bias, penalties and masks to some rows' logits, in place.
 
-Bias and penalties: a lane takes one (row, token) pair; the pairs of a kind are distinct, so none
-waits for another. Masks: a program takes a tile of one row. Each operation is rounded as its twin
-rounds it.
+Bias and penalties: a lane handles one (row, token) pair; the pairs of a kind are distinct, so none
+waits for another. Masks: a program handles a tile of one row. Each operation rounds as its twin
+does.
 
-Traffic: 12 bytes a pair, and a read and a write of 4 bytes that lie anywhere: a step with 64 rows
+Traffic: 12 bytes a pair, and a random read and write of 4 bytes: a step with 64 rows
 and 2,000 seen tokens each moves some 10 MB, most of it in sectors of 32 bytes for 4. A masked row
 costs 1 bit and a write of 4 bytes for each token that it bans.
 """
@@ -34,7 +34,7 @@ def adjust_logits(
     masked_rows_K: Tensor,
     mask_KW: Tensor,
 ) -> None:
-    """`reference_sampling.adjust_logits`; rows of logits may lie apart."""
+    """`reference_sampling.adjust_logits`; only each row of logits must be contiguous."""
     stride = logits_SV.stride(0)
     if num_biased := len(biased_rows_A):
         bias_kernel[(triton.cdiv(num_biased, ADJUST_BLOCK),)](
@@ -75,7 +75,7 @@ def adjust_logits(
         )
 
 
-# The number of pairs and where they lie change in every step.
+# The number of pairs and their addresses change in every step.
 @triton.jit(
     do_not_specialize=["num_pairs", "logits_stride"],
     do_not_specialize_on_alignment=["rows_ptr", "token_ids_ptr", "bias_ptr"],

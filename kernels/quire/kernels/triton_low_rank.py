@@ -1,10 +1,10 @@
-"""What adapters of low rank add to linear layers on a GPU: two launches for a layer, and none that
-waits for the device.
+"""Triton LoRA: applies adapters to linear layers on a GPU in two launches per layer, without
+waiting for the device.
 
-Tokens are sorted by slot once a step, stably; a program takes a tile of one adapter's tokens and of
-its ranks, or of the layer's outputs. The slots' memory is taken once, so that a CUDA graph finds
-each adapter that comes later where the last one was. A token's sums run over the inputs, and then
-over the ranks, in steps of one length in one tile shape: its bits depend neither on the other
+Tokens are sorted by slot once a step, stably. A program computes a tile of one adapter's tokens and
+ranks, or of its tokens and the layer's outputs. The slots' memory is allocated once, so that a CUDA
+graph finds a later adapter at the same address. A token's sums run over the inputs, and then over
+the ranks, in steps of a fixed length in a fixed tile shape. So its bits depend neither on the other
 tokens nor on the slot.
 
 Traffic: A and B of each adapter in the batch, once for each `LOW_RANK_TOKENS` of its tokens, and
@@ -34,7 +34,7 @@ from quire.kernels.triton_experts import SortedPairs, find_rows
 # R their ranks   N values of B
 
 MAX_PARTS = 4
-"""What an adapter may add to one layer: Q, K and V have one each."""
+"""The most updates of an adapter to one layer: Q, K and V have one each."""
 _FIELDS = 5
 """A part's first output, number of outputs, first rank, number of ranks, and where its B begins."""
 _USUAL_PARTS = {"qkv": 3, "gate_up": 2}
@@ -42,13 +42,13 @@ _USUAL_PARTS = {"qkv": 3, "gate_up": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSlots:
-    """One layer's adapters, at addresses that stay."""
+    """One layer's adapters, at fixed addresses."""
 
     a_SRI: Tensor
     b_SN: Tensor
-    """A part's B after the other: its outputs, each with the ranks of whole steps."""
+    """The parts' B one after the other: each output with its ranks, padded to whole steps."""
     ranks_S: Tensor
-    """int32: the ranks that are in use; a step's beyond those of a part are zeros."""
+    """int32: the ranks in use; ranks that pad a part to whole steps are zeros."""
     parts_SPF: Tensor
     """int32; see `_FIELDS`."""
     scales_SP: Tensor
@@ -69,7 +69,8 @@ class LayerSlots:
         )
 
     def check(self, name: str, parts: Sequence[LowRank]) -> None:
-        """
+        """Checks that an adapter's parts fit a slot.
+
         Raises:
             ValueError: There is no room for ``parts``.
         """
@@ -171,7 +172,7 @@ class TritonLowRank:
         return ax_TR
 
     def expand(self, name: str, product_TO: Tensor, ax_TR: Tensor, groups: SortedPairs) -> Tensor:
-        """In ``product`` itself, each of whose values is rounded once more."""
+        """Adds to ``product`` in place, which rounds each value once more."""
         if not len(product_TO):
             return product_TO
         layer = self._layers[name]
@@ -205,7 +206,7 @@ def _whole_steps(rank: int) -> int:
 
 
 def _num_tiles(num_tokens: int, num_slots: int) -> int:
-    """At most: each adapter's last tile may hold few tokens."""
+    """An upper bound, since each adapter's last tile may have few tokens."""
     return int(triton.cdiv(num_tokens, LOW_RANK_TILE["BLOCK_M"])) + min(num_slots, num_tokens)
 
 
@@ -226,7 +227,7 @@ def shrink_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A x of a tile's tokens, and of a step of their adapter's ranks."""
+    """Computes A x for a tile of tokens and a step of their adapter's ranks."""
     slot, begin, end = find_rows(starts, tl.program_id(0), NUM_SLOTS, SLOTS, BLOCK_M)
     first = tl.program_id(1) * BLOCK_R
     used = tl.load(ranks + slot, mask=begin < end, other=0)
@@ -269,7 +270,7 @@ def expand_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Adds the parts of a tile's adapter that reach into its outputs, in their order."""
+    """Adds the parts of a tile's adapter that overlap its outputs, in order."""
     slot, begin, end = find_rows(starts, tl.program_id(0), NUM_SLOTS, SLOTS, BLOCK_M)
     first_column = tl.program_id(1) * BLOCK_N
     if begin < end:

@@ -1,14 +1,14 @@
 """Triton prefill attention: many queries of each sequence over its paged KV, cached context first.
 
-A program takes `block_m` consecutive rows of one sequence and one KV head, where a row is a
-(query, head of the group) pair: all heads that share KV share its loads, whatever their number.
+A program handles `block_m` consecutive rows of one sequence and one KV head. A row is a (query,
+head of the group) pair, so all heads that share KV share its loads, whatever their number.
 
 The context is cut into splits of `PREFILL_SPLIT_TOKENS`, counted from token 0. Each split is
-reduced from an empty state and the splits' results are merged in their order, so a row's bits
-depend on its position alone: not on the batch, not on how its prompt was cut into chunks, and not
-on who reduced the splits. That is one program for all of them where there are enough programs to
-fill a GPU; few new tokens behind a long cached prefix get a program for each split, and a second
-kernel merges. Both merge with `merge_part`.
+reduced from an empty state, and the splits' results are merged in their order. So a row's bits
+depend on its position alone: not on the batch, not on how its prompt was chunked, and not on which
+program reduced a split. If there are enough programs to fill a GPU, one program reduces all splits.
+A few new tokens after a long cached prefix get one program per split, and a second kernel merges.
+Both merge with `merge_part`.
 
 Traffic of a sequence with Q queries and context L: q and the output once, K and V
 ``ceil(Q * G / block_m)`` times (from L2, as the tiles of one head run side by side); flops
@@ -66,8 +66,8 @@ def prefill_attention(
     """Writes the attention of rows ``first_row`` to B; see `tools.kernels.twins.paged_attention`.
 
     ``max_query_len`` and ``max_seq_len`` are at least the longest row's number of queries and of
-    tokens. Rows before ``first_row`` have a query at least; their tokens are left alone in
-    ``out``, which is contiguous.
+    tokens. Rows before ``first_row`` have at least one query; their tokens in ``out``, which is
+    contiguous, are not written.
     """
     num_rows = len(seq_lens_B) - first_row
     if num_rows == 0 or max_query_len == 0:
@@ -92,9 +92,9 @@ def prefill_attention(
     num_tiles = triton.cdiv(max_query_len * group, config.block_m)
     num_splits = triton.cdiv(max_seq_len, split)
     num_parts = prefill_parts(num_tiles * num_kv_heads * num_rows, num_splits=num_splits)
-    # Each tile of each row has a place of its own, whose rows are those of the tile.
+    # Each tile of each row has a slot of its own, with the rows of the tile.
     num_slots = (len(q_THD) - first_row) * group // config.block_m + num_rows
-    # One program for all splits keeps what it has merged, and what it is to merge next.
+    # A program for all splits keeps two states: the merged one, and the one to merge next.
     num_kept = max(num_parts, 2) * num_kv_heads * num_slots if num_splits > 1 else 0
     block_d = triton.next_power_of_2(head_size)
     device = q_THD.device
@@ -160,8 +160,8 @@ def prefill_attention(
         )
 
 
-# What changes from step to step is not specialised: a new value must not compile a kernel while
-# requests wait. The strides of q are the model's, and that they are aligned speeds its loads.
+# Arguments that change between steps are not specialised, so that no new value compiles a kernel
+# while requests wait. The strides of q are fixed by the model, and their alignment speeds loads.
 @triton.jit(
     do_not_specialize=[
         *("window", "lookahead", "table_stride", "first_row", "num_kv_heads", "block_shift"),
@@ -202,7 +202,7 @@ def prefill_kernel(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    # The last tiles of a prompt see most tokens: start them first, or they are the tail.
+    # The last tiles of a prompt attend to most tokens; started last, they would be the tail.
     tile = (tl.num_programs(0) - 1 - tl.program_id(0)) // num_parts
     kv_head = tl.program_id(1)
     row = first_row + tl.program_id(2)
@@ -225,7 +225,7 @@ def prefill_kernel(
 
     positions = context + queries
     ends = tl.minimum(positions + lookahead, seq_len - 1) + 1
-    # Every query of the tile sees all tokens before `full`, none sees `end` or later.
+    # Every query of the tile attends to all tokens before `full`, none to `end` or later.
     first_query = tile * BLOCK_M // GROUP
     last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_queries - 1)
     begin = 0
@@ -323,7 +323,7 @@ def attend_split(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """The state of rows after the tokens from ``begin`` to before ``end``, from an empty one."""
+    """The state of rows over the tokens ``begin`` to ``end`` (exclusive), from an empty state."""
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -358,7 +358,7 @@ def attend_split(
         visible = kv_tokens < ends[:, None]
         if WINDOWED:
             visible &= kv_tokens > positions[:, None] - window
-        # A tile's first queries may see nothing of its last split.
+        # A tile's first queries may not attend to its last split.
         acc, row_max, row_sum = attend_tile(
             q, k, v, acc, row_max, row_sum, visible, scale_log2, cap_scale,
             MASKED=True, WINDOWED=WINDOWED or KEPT, CAPPED=CAPPED,

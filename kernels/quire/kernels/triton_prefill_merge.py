@@ -1,4 +1,4 @@
-"""What prefill attention keeps of the splits of a context, and how it merges them.
+"""The partial results of prefill attention over splits of a context, and how they are merged.
 
 The state of a row after some tokens is the greatest score (in powers of 2), the sum of the weights
 and their sum of V, all float32. Each tile of rows has a slot of its own, so that states are stored
@@ -53,7 +53,7 @@ def prefill_merge_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     for split in tl.range(tl.min(first, 0), tl.max(last, 0) + 1):
-        # A split that no query of this row's tile sees is not there at all.
+        # A split to which no query of this row's tile attends was not stored.
         part_acc, part_max, part_sum = load_part(
             parts_ptr, stats_ptr, kept + split * num_kept, BLOCK_M, BLOCK_D
         )
@@ -70,14 +70,14 @@ def prefill_merge_kernel(
 
 @triton.jit
 def first_slot(num_tokens, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The place of a row's first tile, behind rows of ``num_tokens`` tokens: the sum of rows'
-    tiles is at most the tiles of their sum and one more for each."""
+    """The slot of a row's first tile, after rows of ``num_tokens`` tokens in total. The rows' tiles
+    are at most the tiles of that total plus one per row."""
     return num_tokens * GROUP // BLOCK_M + tl.program_id(2)
 
 
 @triton.jit
 def load_part(parts_ptr, stats_ptr, first, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The state that was kept in the rows from ``first`` on."""
+    """Loads the state that was stored in the rows from ``first`` on."""
     rows = tl.arange(0, BLOCK_M)
     offsets = rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     acc = tl.load(parts_ptr + first * BLOCK_D + offsets)
@@ -106,8 +106,8 @@ def store_part(
 
 @triton.jit
 def merge_part(acc, row_max, row_sum, part_acc, part_max, part_sum):
-    """The state of rows after one more split. A split of which a row sees nothing leaves its
-    state as it is, to the bit, and the first that it sees replaces an empty state."""
+    """Merges one more split into the state of rows. A split to which a row does not attend leaves
+    its state unchanged, to the bit; the first one to which it attends replaces an empty state."""
     new_max = tl.maximum(row_max, part_max)
     base = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf - -inf is NaN
     decay = tl.exp2(row_max - base)

@@ -1,11 +1,10 @@
 """Triton rotary embedding, and the KV write that follows it, as one kernel.
 
-The kernel takes the fused QKV product as it comes from its matrix product: queries are
-rotated into a tensor of their own, keys are rotated into the cache, values are copied to it. A
-program takes a few heads of one token.
+The kernel reads the fused QKV product: queries are rotated into a new tensor, keys are rotated into
+the cache, and values are copied to it. A program handles a few heads of one token.
 
 Traffic: Q, K and V are read once and written once, and ``8 R`` bytes of cosines and sines a token.
-Apart, the two steps would write the rotated keys, and read them again.
+As two kernels, they would also write the rotated keys and read them again.
 """
 
 import triton
@@ -30,7 +29,7 @@ def rotate_and_write_kv(
     *,
     options: AttentionOptions = PLAIN,
 ) -> Tensor:
-    """`tools.kernels.twins.rotate_and_write_kv`; only the tokens of ``qkv`` may lie apart."""
+    """`tools.kernels.twins.rotate_and_write_kv`. Each token of ``qkv`` must be contiguous."""
     num_tokens, num_all_heads, head_size = qkv_TAD.shape
     num_kv_heads = k_cache.shape[2]
     num_heads = num_all_heads - 2 * num_kv_heads
@@ -86,7 +85,7 @@ def rotary_kernel(
     x_heads = x_ptr + token * x_stride + heads * HEAD_SIZE
     x = tl.load(x_heads + channels, mask=inside, other=0.0)
 
-    # Channel i meets channel i + HALF; values, and channels past both halves, stay as they are.
+    # Channel i pairs with channel i + HALF; V, and channels past both halves, are unchanged.
     is_first = channels < HALF
     angles = tl.where(is_first, channels, channels - HALF)
     is_angle = channels < 2 * HALF

@@ -1,10 +1,10 @@
 """Triton sampling: from logits to tokens on the device, without a sort and without a copy to the
 host.
 
-Several programs share a row where there are few rows; each takes a range of ids. Top-k, min-p and
-top-p each keep the best tokens of a row in the order (logit, then lowest id), so what is kept is a
-prefix of that order: a least logit and, among the tokens of just that logit, the first ones. The
-least logit is found four bits at a time over the logits' bit patterns: a pass sums what lies above
+If there are few rows, several programs share a row, each with a range of ids. Top-k, min-p and
+top-p each keep the best tokens of a row in the order (logit, then lowest id). So the kept tokens
+are a prefix of that order: all above a least logit, and the first ones with exactly that logit. The
+least logit is found four bits at a time over the logits' bit patterns: a pass sums what is above
 each of 16 thresholds, and the programs of a row exchange their sums.
 
 Sums are of integer weights, so that neither the order of summation nor the number of programs can
@@ -39,7 +39,7 @@ LN_2 = tl.constexpr(math.log(2))
 MOST = tl.constexpr(torch.finfo(torch.float32).max)
 PARTS = tl.constexpr(SAMPLE_PARTS)
 SLOTS = tl.constexpr(16)
-"""Numbers that a program tells the others of its row at a time: a sum for each threshold."""
+"""Numbers that a program sends to the others of its row at once: one sum per threshold."""
 
 
 def sample(
@@ -52,15 +52,15 @@ def sample(
     seed_S: Tensor,
     position_S: Tensor,
 ) -> Tensor:
-    """`reference_sampling.sample`: logits of any float type, parameters on their device; int64 ids
-    there."""
+    """`reference_sampling.sample`, for logits of any float type. Parameters and the int64 result
+    are on the device of the logits."""
     num_rows, vocab_size = logits_SV.shape
     device = logits_SV.device
     token_ids_S = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
         return token_ids_S
     num_parts = parts_of_a_row(num_rows, vocab_size, device=device)
-    # What programs of a row tell each other, twice over, and how often each has.
+    # The double-buffered messages between programs of a row, and how often each has sent one.
     told = torch.empty(
         (num_rows, 2, SAMPLE_PARTS, SLOTS.value) if num_parts > 1 else 1,
         dtype=torch.int64,
@@ -88,8 +88,8 @@ def sample(
 
 
 def parts_of_a_row(num_rows: int, vocab_size: int, *, device: torch.device) -> int:
-    """Programs that share a row. All programs must run at the same time, as those of a row wait
-    for each other: no more than there are multiprocessors. In Triton's interpreter, one."""
+    """The number of programs that share a row. Programs of a row wait for each other, so all must
+    run at the same time: at most as many as multiprocessors. In Triton's interpreter, one."""
     if device.type != "cuda":
         return 1
     num_processors: int = torch.cuda.get_device_properties(device).multi_processor_count
@@ -131,7 +131,7 @@ def sample_kernel(
     stop = tl.minimum(begin + size, vocab_size)
     meeting = tl.zeros([], dtype=tl.int32)
 
-    # A key in the upper half, in the lower one the lower of two ids has the greater number.
+    # The upper half is a key; in the lower half a lower id has a greater number.
     slots = tl.arange(0, SLOTS)
     mine = tl.zeros([SLOTS], dtype=tl.int64) + best_of(logits, begin, stop, BLOCK)
     table, meeting = exchange(mine, -0x8000000000000000, told, meetings, meeting, part, num_parts)
@@ -144,8 +144,8 @@ def sample_kernel(
         best_value = value_of(best)
         factor = tl.minimum(tl.div_rn(1.0, temperature * LN_2), MOST)
         floor = best_value.to(tl.float64) + tl.load(drop_ptr + row)
-        # Kept are the tokens of a key above `last`, and of this part's with that key the ones
-        # with an id below `end`.
+        # Tokens are kept if their key is above `last`, or if it is `last` and their id is below
+        # `end` of this part.
         last = tl.full([], -0x80000000, dtype=tl.int32)
         end = stop
         top_k = tl.load(top_k_ptr + row)
@@ -172,7 +172,7 @@ def sample_kernel(
                 logits, begin, stop, wanted, last, end, floor, best_value, factor,
                 told, meetings, meeting, part, num_parts, False, BLOCK,
             )  # fmt: skip
-            # At least 1 but where the logits are NaN.
+            # At least 1 unless the logits are NaN.
             weight = tl.maximum(weights_of(value_of(cut), best_value, factor), 1)
             num_ties = (wanted - above + weight - 1) // weight
             end, meeting = end_of_ties(
@@ -187,7 +187,7 @@ def sample_kernel(
         uniform = random_uniform(tl.load(seed_ptr + row), tl.load(position_ptr + row))
         target = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
         own = tl.sum(tl.where(slots == 0, sums, 0), 0)
-        # Where nothing has a weight, as among NaN, the first part answers for the row.
+        # If no token has a weight, as with NaN, the first part writes the row's result.
         is_mine = ((before <= target) & (target < before + own)) | ((part == 0) & (total <= 0))
         token = tl.minimum(token, vocab_size - 1)
         if is_mine & (total > 0):
@@ -199,20 +199,20 @@ def sample_kernel(
 
 @triton.jit
 def exchange(mine, absent, told, meetings, meeting, part, num_parts):
-    """Every part's 16 numbers, ``[16, PARTS]`` with ``absent`` where no part is.
+    """Exchanges 16 numbers between all parts: ``[16, PARTS]``, with ``absent`` for missing parts.
 
-    A program that writes again to what others read has met them in between: they take two places
-    in turns.
+    Messages alternate between two buffers, so a program has passed a barrier with all readers of a
+    buffer before it writes to it again.
     """
     slots = tl.arange(0, SLOTS)
     parts = tl.arange(0, PARTS)
     if num_parts > 1:
         place = told + (meeting & 1) * PARTS * SLOTS
         tl.store(place + part * SLOTS + slots, mine)
-        tl.debug_barrier()  # What one thread then tells the others is true of all threads.
+        tl.debug_barrier()  # All threads' writes precede the signal of one thread.
         meeting += 1
         tl.atomic_add(meetings, 1, sem="release", scope="gpu")
-        # Adding 0 is a load that later loads wait for.
+        # Adding 0 is an acquire load.
         while tl.atomic_add(meetings, 0, sem="acquire", scope="gpu") < meeting * num_parts:
             pass
         tl.debug_barrier()
@@ -225,7 +225,7 @@ def exchange(mine, absent, told, meetings, meeting, part, num_parts):
 
 @triton.jit
 def share_out(sums, told, meetings, meeting, part, num_parts):
-    """The first slot's sum over the parts before this one, and over all."""
+    """The sum of the first slot over the parts before this one, and over all parts."""
     table, meeting = exchange(sums, 0, told, meetings, meeting, part, num_parts)
     first = tl.where((tl.arange(0, SLOTS) == 0)[:, None], table, 0)
     before = tl.sum(tl.sum(tl.where((tl.arange(0, PARTS) < part)[None, :], first, 0), 1), 0)
@@ -234,7 +234,7 @@ def share_out(sums, told, meetings, meeting, part, num_parts):
 
 @triton.jit
 def key_thresholds(prefix, shift):
-    """16 keys, as numbers from 0: those that begin as ``prefix`` and go on with each digit."""
+    """The 16 keys, counted from 0, that continue ``prefix`` with each digit of four bits."""
     return prefix + (tl.arange(0, SLOTS).to(tl.int64) << shift)
 
 
@@ -257,7 +257,7 @@ def search(
     COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The greatest key from which up the tokens amount to ``wanted``, and what lies above it."""
+    """The greatest key for which tokens from it up sum to ``wanted``, and the sum above it."""
     prefix = tl.zeros([], dtype=tl.int64)
     above = tl.zeros([], dtype=tl.int64)
     for step in tl.range(0, 8):
@@ -280,7 +280,7 @@ def search(
 def end_of_ties(
     logits, begin, stop, key, wanted, told, meetings, meeting, part, num_parts, BLOCK: tl.constexpr
 ):
-    """The id of this part up to which its tokens of this key are among the row's first ``wanted``
+    """The end of this part's ids whose tokens with this key are among the row's first ``wanted``
     ones."""
     count = tl.zeros([], dtype=tl.int64)
     for start in tl.range(begin, stop, BLOCK):

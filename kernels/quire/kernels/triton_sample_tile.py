@@ -1,8 +1,8 @@
-"""What the sampling kernel does with one tile of a row's logits: keys, weights and the hash.
+"""The sampling kernel's functions for one tile of a row's logits: keys, weights and the hash.
 
-A key is a logit's bit pattern, made an int32 of the same order; the two zeros share one. A weight
-is ``floor(2**32 * 2**x)`` by arithmetic that every device rounds alike, so that weights are the
-same integers everywhere: an own polynomial, as devices differ in the last bits of theirs.
+A key is a logit's bit pattern as an int32 of the same order; both zeros have the same key. A weight
+is ``floor(2**32 * 2**x)``. It is computed by a fixed polynomial, each operation of which every
+device rounds alike, because the built-in exponentials of devices differ in their last bits.
 """
 
 import triton
@@ -18,8 +18,8 @@ def load_tile(logits, start, stop, BLOCK: tl.constexpr):
 
 @triton.jit
 def best_of(logits, begin, stop, BLOCK: tl.constexpr):
-    """The greatest key of some ids and, in the lower half, the first id of it: the lower an id,
-    the greater its number."""
+    """The greatest key of the ids ``begin`` to ``stop`` and, in the lower half, the first id with
+    that key, encoded so that a lower id has a greater number."""
     best = tl.full([], -0x8000000000000000, dtype=tl.int64)
     for start in tl.range(begin, stop, BLOCK):
         ids, inside, values = load_tile(logits, start, stop, BLOCK)
@@ -42,8 +42,8 @@ def sums_from(
     COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """For each threshold, how many of some ids have a key from it up, or what the kept ones among
-    these weigh. Thresholds are keys counted from 0."""
+    """For each threshold, the number of ids with a key from it up (``COUNTS``), or the weight of
+    the kept ones among them. Thresholds are keys counted from 0."""
     sums = tl.zeros([thresholds.shape[0]], dtype=tl.int64)
     for start in tl.range(begin, stop, BLOCK):
         ids, inside, values = load_tile(logits, start, stop, BLOCK)

@@ -1,9 +1,9 @@
-"""Triton decode attention over context that rows share: their KV is read once for all of them.
+"""Triton decode attention over context that several rows share, whose KV is read once for all.
 
-A program takes one split of the context and as many rows as fit a tile with their query heads of
-one KV head. It does for each of these (row, head) pairs what `triton_decode.decode_kernel` does,
-in a tile of the same shape and in the same order, and leaves the same partial result: sharing
-changes no bit. What rows do not share, and the merge, is left to that module.
+A program handles one split of the context and as many rows as fit a tile with their query heads of
+one KV head. For each (row, head) pair it computes the same as `triton_decode.decode_kernel`, in a
+tile of the same shape and in the same order, and stores the same partial result. So sharing does
+not change a bit. `triton_decode` handles unshared splits and the merge.
 
 Traffic: K and V of a split once per program, ``2 * SPLIT * D`` elements, from memory for the
 first program of the split and from the level-2 cache for the others.

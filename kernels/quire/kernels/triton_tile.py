@@ -1,13 +1,13 @@
-"""One step of attention in Triton: a tile of queries meets a tile of paged KV.
+"""One step of attention in Triton: a tile of queries with a tile of paged KV.
 
-Shared by the decode and the prefill kernel, and the only place where KV is read. Rules that make
-a row's bits depend on the row alone:
+The decode and the prefill kernel share it, and KV is read nowhere else. These rules make a row's
+bits depend on the row alone:
 
-- tiles of KV are counted from token 0 and taken in order;
-- a token that a row must not see adds exact zeros (weight 2^-inf), so a tile in which a row sees
-  nothing leaves it as it was;
-- where a product meets a sum, `fma` says so: the compiler could otherwise fuse the two in one
-  loop and not in another.
+- tiles of KV are counted from token 0 and processed in order;
+- a masked token adds exact zeros (weight 2^-inf), so a tile without a visible token leaves a row
+  unchanged;
+- a product that is added to a sum uses `fma` explicitly: the compiler could otherwise fuse the two
+  in one loop and not in another.
 
 Tokens past the sequence's end are never loaded: such slots may hold NaN, and 0 * NaN is NaN.
 """
@@ -31,8 +31,8 @@ def load_kv_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Tokens ``start`` to ``start + BLOCK_N`` of one KV head, ``[BLOCK_N, BLOCK_D]``, 0 past the
-    sequence's end and the head's. Bytes are float8, see `triton_fp8`."""
+    """Loads tokens ``start`` to ``start + BLOCK_N`` of one KV head, ``[BLOCK_N, BLOCK_D]``, 0 past
+    the sequence's end and the head's. Bytes are float8, see `triton_fp8`."""
     tokens = start + tl.arange(0, BLOCK_N)
     present = tokens < seq_len
     blocks = tl.load(block_table + (tokens >> block_shift), mask=present, other=0).to(tl.int64)
@@ -66,10 +66,10 @@ def attend_tile(
     """Online softmax over one tile of KV, in powers of 2.
 
     ``q`` is ``[BLOCK_M, BLOCK_D]``, ``k`` and ``v`` ``[BLOCK_N, BLOCK_D]``; ``acc``, ``row_max``
-    and ``row_sum`` are the float32 state of the rows, returned renewed. ``visible`` is read only
-    where ``MASKED``. Each row has seen a token by the end of its first tile, unless ``WINDOWED``.
-    Where ``CAPPED``, scores become tanh of half of ``cap_scale`` (in powers of 2) times
-    themselves, and ``scale_log2`` holds the cap.
+    and ``row_sum`` are the float32 state of the rows, and the updated state is returned.
+    ``visible`` is read only if ``MASKED``. Each row has a visible token in its first tile, unless
+    ``WINDOWED``. If ``CAPPED``, scores become tanh of half of ``cap_scale`` (in powers of 2) times
+    themselves, and ``scale_log2`` includes the cap.
     """
     k = k.to(q.dtype)
     v = v.to(q.dtype)

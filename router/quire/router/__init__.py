@@ -1,1 +1,1 @@
-"""The global block directory, the routing policy, and the request router that Ray Serve calls."""
+"""The global block directory, the routing policies, and the request router for Ray Serve."""

@@ -1,4 +1,7 @@
-"""Accuracy of routing's predictions, counted when a request's first token arrives."""
+"""Measures how accurate routing's predictions were, when a request's first token arrives.
+
+The predictions are the number of cached prompt tokens and the wait for the first token.
+"""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -10,7 +13,7 @@ ERROR_BUCKETS_RATIO = (0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0)
 
 _MIN_WAIT_S = 1e-3
 _GROUP_RATE = 0.05
-"""The share of a group's mean error that its latest request makes up: some twenty requests."""
+"""Weight of the latest sample in a moving mean: the mean covers about 20 samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,30 +21,30 @@ class AccuracyStats:
     """Accuracy of predictions, over requests whose first token has arrived."""
 
     num_predicted_tokens: int
-    """Prompt tokens predicted to be cached: compare the next."""
+    """Prompt tokens predicted to be cached."""
     num_cached_tokens: int
-    """Really found in the cache."""
+    """Prompt tokens actually found in the cache."""
     num_wrong_tokens: int
-    """Predicted but not found, or found but not predicted."""
+    """Prompt tokens predicted but not found, or found but not predicted."""
     num_forecasts: int
-    """Requests with a forecast: the group was known well enough."""
+    """Requests that had a forecast of their wait: the group had enough observations."""
     forecast_s: float
-    """The sum of the forecasts; compare the next."""
+    """Sum of the forecasts."""
     waited_s: float
-    """The sum of what the same requests waited."""
+    """Sum of the actual waits of the requests that had a forecast."""
     errors_s: "HistogramStats"
-    """Forecast and wait apart, in seconds."""
+    """Absolute difference of forecast and wait, in seconds."""
     errors_ratio: "HistogramStats"
-    """The same as a share of the wait."""
+    """Absolute difference of forecast and wait, as a share of the wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistogramStats:
     bounds: Sequence[float]
     counts: Sequence[int]
-    """The number in each bucket, of which the last has no bound."""
+    """Number of values in each bucket; the last bucket has no upper bound."""
     total: float
-    """The sum of what was counted."""
+    """Sum of all values."""
 
 
 class Accuracy:
@@ -61,7 +64,7 @@ class Accuracy:
         self._num_wrong_tokens += abs(num_predicted_tokens - num_cached_tokens)
 
     def count_wait(self, *, forecast_s: float, waited_s: float) -> float:
-        """Returns the error as a share of the wait."""
+        """Counts a forecast against the actual wait; returns the error as a share of the wait."""
         error_s = abs(forecast_s - waited_s)
         ratio = error_s / max(waited_s, _MIN_WAIT_S)
         self._num_forecasts += 1
@@ -93,7 +96,7 @@ class ComputedShare:
     """The share of prompt tokens that no cache has, over about the last 20,000 of them."""
 
     _PRIOR_TOKENS = 100.0
-    """Counted before any prompt was seen, none of them cached."""
+    """Uncached tokens assumed to have been seen at the start."""
     _MEMORY_TOKENS = 20_000.0
 
     def __init__(self) -> None:
@@ -104,7 +107,7 @@ class ComputedShare:
         return self._num_computed / self._num_tokens
 
     def add(self, num_tokens: int, num_cached: int) -> None:
-        """A prompt of ``num_tokens``, of which ``num_cached`` are computed already."""
+        """Counts a prompt of ``num_tokens``, of which ``num_cached`` were cached."""
         kept = exp(-num_tokens / self._MEMORY_TOKENS)
         self._num_tokens = self._num_tokens * kept + num_tokens
         self._num_computed = self._num_computed * kept + num_tokens - num_cached

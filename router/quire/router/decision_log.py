@@ -1,9 +1,9 @@
-"""The last routing decisions: the reason for each, and its result.
+"""Keeps the last routing decisions, for explanations: the reason for each, and its result.
 
-A decision is kept as it was taken, without copying, so that recording costs next to nothing; the
-reader pays. Numbers of decisions and of candidates are both bounded: the oldest decisions go.
+A decision is kept without copying it, so recording is almost free; reading copies. The numbers of
+decisions and of candidates are both bounded, and the oldest decisions are dropped first.
 
-A request that was sent on to another group has one decision for each *attempt*.
+A request that was rerouted to another group has one decision for each *attempt*.
 """
 
 from collections import deque
@@ -21,37 +21,37 @@ class Explanation:
     """One decision, and its result as far as it is known."""
 
     request_id: str
-    """The completion's id: a client's request has one for each of its completions."""
+    """The completion's id. A client's request with several completions has several ids."""
     client_id: str
-    """The client's name for the request, if it has one."""
+    """The id that the client gave the request, or empty."""
     tenant: str
-    """Whose request it is; empty where tenants are not told apart."""
+    """The tenant that sent the request; empty if tenants are not distinguished."""
     attempt: int
-    """Counted from 1."""
+    """Number of the attempt, from 1."""
     decided_at_s: float
-    """Since 1970."""
+    """Unix time of the decision."""
     policy: str
     pressure: float | None
     """See `quire.router.policies.policy.Policy`."""
     decision: Decision
     num_cached_tokens: int | None = None
-    """Found by the group in its cache or fetched; None until its first token, as are the next."""
+    """Prompt tokens that the group found in its cache or fetched; None until the first token."""
     waited_s: float | None = None
-    """From the decision to the first token."""
+    """Seconds from the decision to the first token; None until the first token."""
     fetched: Fetched | None = None
-    """What it fetched; also None where nothing was or was to be."""
+    """The group's fetch and its result; None until the first token, or if it fetched nothing."""
     outcome: str = ""
-    """How the attempt ended; empty while it goes on, or the request waits for another group."""
+    """How the attempt ended; empty while it runs, or while the request waits to be rerouted."""
 
 
 class DecisionLog:
-    """Not safe for threads. What it hands out is the caller's own."""
+    """A bounded log of decisions. Not thread-safe. Returned entries are copies."""
 
     def __init__(self, *, max_decisions: int, max_candidates: int) -> None:
         self.max_decisions = max_decisions
         self._max_candidates = max_candidates
         self._entries: deque[Explanation] = deque()
-        self._latest: dict[str, Explanation] = {}  # By request: its last attempt.
+        self._latest: dict[str, Explanation] = {}  # The last attempt of each request, by id.
         self._num_candidates = 0
 
     @property
@@ -74,11 +74,12 @@ class DecisionLog:
         tenant: str = "",
         moved_because: str = "",
     ) -> None:
-        """``moved_because``: why the attempt before this one ended, where there was one."""
+        """Records a decision. ``moved_because``: why the previous attempt ended, if any did."""
         if not self.max_decisions:
             return
         former = self._latest.get(request_id)
-        if former is not None:  # Not before: a request that finds no other group has not moved.
+        # Recorded only now: a request that finds no other group has not moved.
+        if former is not None:
             outcome = f"moved: {moved_because}" if moved_because else "moved"
             self.ended(request_id, outcome)
         entry = Explanation(
@@ -113,15 +114,15 @@ class DecisionLog:
             entry.fetched = fetched
 
     def ended(self, request_id: str, outcome: str) -> None:
-        """The request's last attempt ended so, if that is not known yet."""
+        """Sets the outcome of the request's last attempt, unless it has one."""
         entry = self._latest.get(request_id)
         if entry is not None and not entry.outcome:
             entry.outcome = outcome[:MAX_OUTCOME_CHARS]
 
     def find(self, name: str, *, tenant: str | None = None) -> list[Explanation]:
-        """Every attempt that is kept, oldest first, of the completion ``name``, or of all
-        completions of the request that Quire or its client calls so. Looks at all that is kept, as
-        the next does for a ``tenant``, to whose requests both then keep."""
+        """Every logged attempt of the completion ``name``, or of all completions of the request to
+        which Quire or its client gave that id, oldest first. Only the requests of ``tenant``, if it
+        is given. Scans the whole log."""
         return [
             replace(entry)
             for entry in self._entries
@@ -133,7 +134,7 @@ class DecisionLog:
         ]
 
     def recent(self, limit: int, *, tenant: str | None = None) -> list[Explanation]:
-        """The last ones, newest first."""
+        """The last ``limit`` attempts, newest first; of ``tenant`` only, if it is given."""
         newest = (entry for entry in reversed(self._entries) if tenant in (None, entry.tenant))
         return [replace(entry) for entry in islice(newest, limit)]
 

@@ -2,14 +2,14 @@
 
 QuireError
 ├── NoGroupAvailable   no replica group may take the request; nothing was reserved
-└── UnknownDecision    what is asked for was not routed here, or is forgotten
+└── UnknownDecision    the request was not routed here, or its decision was dropped from the log
 """
 
 from quire.worker.api.errors import QuireError
 
 
 class NoGroupAvailable(QuireError):
-    """Every group is gone or excluded. Nothing was reserved."""
+    """Every replica group is gone or excluded. Nothing was reserved."""
 
     def __init__(self, *, num_groups: int) -> None:
         super().__init__(
@@ -18,8 +18,8 @@ class NoGroupAvailable(QuireError):
 
 
 class UnknownDecision(QuireError):
-    """The request was not routed here, or its decision is forgotten. ``incomplete``: who else may
-    know it, and did not say."""
+    """The request was not routed here, or its decision was dropped from the log. ``incomplete``:
+    names gateways that may know it but did not answer."""
 
     def __init__(self, name: str, *, incomplete: str = "") -> None:
         super().__init__(

@@ -6,11 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 _MAX_KINDS = 64
-"""Kinds of failures that are remembered."""
+"""The number of kinds of failures remembered."""
 
 
 class FailureLog:
-    """Belongs to one thread or event loop. A kind is a type of exception and what it stopped."""
+    """Logs failures of each kind at most once per interval. A kind is a type of exception and the
+    action that failed. Not thread-safe."""
 
     def __init__(
         self,

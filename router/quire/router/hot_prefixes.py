@@ -1,8 +1,8 @@
-"""Which prefixes requests share, as far as a bounded sketch of them tells.
+"""Finds the most shared prefixes with a bounded sketch.
 
-A prompt is seen at the depths 1, 2, 4, … of its chain of blocks, so that it costs a few entries
-whatever its length, and the entries form a tree. When the sketch is full, the half with the fewest
-hits is dropped and the other half's hits are halved: what was popular long ago fades.
+A prompt is counted at the depths 1, 2, 4, … of its chain of blocks, so that a long one too takes
+only a few entries; the entries form a tree. When the sketch is full, the half with the fewest hits
+is dropped and the other half's hits are halved, so that old popularity decays.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -14,15 +14,15 @@ from quire.worker.api.hashing import HASH_BYTES, BlockHash, BlockHashes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HotPrefix:
-    """A prefix that several requests had."""
+    """A prefix that several requests share."""
 
     name: BlockHash
-    """The name of its last block."""
+    """The hash of the prefix's last block."""
     parent: BlockHash | None
-    """The prefix of half its length, where that is told of too."""
+    """The prefix of half its length, if that is in the same answer."""
     num_blocks: int
     num_hits: int
-    """Requests that had it; recent ones count more."""
+    """Requests that had the prefix; recent ones count more."""
     holders: Sequence[str]
     """The groups that have its last block in their KV cache."""
 
@@ -37,7 +37,7 @@ class _Entry:
 
 
 class HotPrefixes:
-    """Not safe for threads."""
+    """The sketch: hits per prefix. Not thread-safe."""
 
     def __init__(self, *, max_entries: int = 4096) -> None:
         self._max_entries = max_entries
@@ -61,8 +61,8 @@ class HotPrefixes:
             num_blocks *= 2
 
     def top(self, limit: int, holders: Callable[[BlockHash], Iterable[str]]) -> list[HotPrefix]:
-        """The ``limit`` prefixes of most blocks × hits that were hit twice or more, with all that
-        they begin with. ``holders``: the groups that have a block."""
+        """The ``limit`` prefixes with the most blocks × hits among those hit twice or more, along
+        with their own prefixes in the sketch. ``holders`` returns the groups that have a block."""
         shared = [
             (each.num_blocks * each.num_hits, name)
             for name, each in self._entries.items()

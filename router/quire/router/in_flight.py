@@ -1,7 +1,8 @@
-"""The blocks of prompts that groups work on now, which they will hold before a later request runs.
+"""Counts the blocks of prompts that groups are computing now (*in-flight prefixes*).
 
-There are two implementations with the same results: compiled, and in Python where there is no
-compiler. A group is a number that its next incarnation does not get again.
+A group will have these blocks before a request routed there later runs, so routing counts them as
+cached. There are two implementations with the same results: C++, and Python where there is no
+compiler. A group is identified by a number that is never reused, even if its name is.
 """
 
 import ctypes
@@ -18,26 +19,27 @@ from quire.worker.api.hashing import HASH_BYTES
 
 
 class PrefixCounts(Protocol):
-    """Requests by group and block. Hashes are the bytes of a `BlockHashes`."""
+    """How many requests in flight have each block, per group. Hashes are the bytes of a
+    `BlockHashes`."""
 
     def add(self, hashes: bytes, *, group: int) -> None: ...
 
     def remove(self, hashes: bytes, *, group: int) -> None:
-        """Takes back what was added."""
+        """Reverts an `add` of the same hashes to the same group."""
 
     def extend(self, hashes: bytes, groups: Sequence[int], lengths: Sequence[int]) -> "array[int]":
-        """The lengths of a prompt's prefixes at ``groups``, with what is in flight behind them:
-        an ``array("q")``. ``lengths`` are copied fastest from such a one."""
+        """The prompt's prefix length in blocks at each of ``groups``: its cached ``lengths``, plus
+        the in-flight blocks that follow. An ``array("q")``; ``lengths`` copies fastest as one."""
 
 
 def new_counts() -> PrefixCounts:
-    """The compiled ones where they can be had."""
+    """The compiled implementation if it is available, else the one in Python."""
     library = native_holders.library()
     return PythonCounts() if library is None else NativeCounts(library)
 
 
 class NativeCounts:
-    """`native/prefix_counts.cpp`."""
+    """The implementation in C++, `native/prefix_counts.cpp`."""
 
     def __init__(self, library: ctypes.PyDLL) -> None:
         self._add = library.quire_prefix_counts_add

@@ -1,4 +1,4 @@
-"""The groups that exchange blocks, and which of them is the best source of a prompt.
+"""Chooses the *source* of a prompt: the group from which others fetch its leading KV blocks.
 
 A source may be a group that takes no requests any more, such as a draining one.
 """
@@ -15,19 +15,21 @@ from quire.router.prefix_index.index import Lengths, Slot
 from quire.router.reservations import Group
 
 _SLOWEST_LENT_TIER = 1
-"""Host memory: a block on disk would have to be read first."""
+"""Index of host memory: blocks on disk are not sent, since they would have to be read first."""
 _SHUNNED_FOR_S = 30.0
-"""A source that failed a request is not named for so long."""
+"""Seconds for which a source is not chosen after a fetch from it failed."""
 
 
 class Source(NamedTuple):
-    """A group that has the first blocks of a request."""
+    """A group that has the leading ``num_blocks`` blocks of a request."""
 
     group: GroupId
     num_blocks: int
 
 
 class Lenders:
+    """The groups that exchange blocks, and how many requests fetch from each."""
+
     def __init__(self) -> None:
         self.names: list[GroupId] = []
         self.takes_G: Column = np.empty(0)
@@ -43,7 +45,8 @@ class Lenders:
         members: Mapping[GroupId, Group],
         slots: Callable[[GroupId], tuple[Slot, ...]],
     ) -> None:
-        """``slots``: those of a group's tiers in the directory."""
+        """Makes ``names`` the groups that exchange blocks. ``slots`` returns the directory's slots
+        of a group's tiers."""
         self.names = [name for name in names if slots(name)]
         lent = [slots(name)[: _SLOWEST_LENT_TIER + 1][-1] for name in self.names]
         self._slots = np.array(lent, dtype=np.intp)
@@ -54,9 +57,9 @@ class Lenders:
                 del kept[name]
 
     def best(self, lengths: Lengths, *, now_s: float) -> Source | None:
-        """The group with the most blocks of a prompt, and their number. Ties go to the group whose
-        step ends first, then to the one that the fewest requests fetch from, then to the least
-        loaded."""
+        """The group with the most leading blocks of a prompt; None if no group has any. Ties go to
+        the group whose step ends first, then to the one that the fewest requests fetch from, then
+        to the one with the fewest queued tokens."""
         if not self.names:
             return None
         lent = lengths.take(self._slots)
@@ -72,7 +75,7 @@ class Lenders:
         return Source(self.names[best], most)
 
     def asked(self, group_id: GroupId, num: int) -> None:
-        """So many requests more fetch from the group now, or fewer where it is below 0."""
+        """Adds ``num``, which may be negative, to the requests that fetch from the group."""
         left = self._num_asked.get(group_id, 0) + num
         if left > 0:
             self._num_asked[group_id] = left
@@ -80,13 +83,13 @@ class Lenders:
             self._num_asked.pop(group_id, None)
 
     def failed(self, group_id: GroupId, *, now_s: float) -> None:
-        """A request could not fetch from the group what it was to."""
+        """Avoids the group for `_SHUNNED_FOR_S` after a fetch from it failed."""
         if group_id in self.names:
             self._shunned_until_s[group_id] = now_s + _SHUNNED_FOR_S
 
     def _load(self, index: int, now_s: float) -> tuple[float, int, float]:
         member = self._members[index]
-        if member is None:  # A group that takes no requests is about to go.
+        if member is None:  # A group that takes no requests is about to leave.
             return inf, 0, 0
         num_asked = self._num_asked.get(self.names[index], 0)
         return member.state.step_rest_s(now_s), num_asked, member.state.num_queued_tokens

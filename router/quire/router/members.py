@@ -1,4 +1,4 @@
-"""The groups to route to, in one order, with their loads as arrays for decisions."""
+"""The groups to route to, in a fixed order, with their loads as arrays for decisions."""
 
 import itertools
 from array import array
@@ -17,16 +17,16 @@ from quire.router.reservations import Group
 class Members:
     def __init__(self) -> None:
         self.groups: dict[GroupId, Group] = {}
-        self.rates = Rates.new()  # Of all groups that ever were.
+        self.rates = Rates.new()  # Over all groups, past ones included.
         self.loads = Loads(())
         self.numbers = array("Q")
         self._new_numbers = itertools.count()
-        # By tier and position; a group with fewer tiers has its last one again.
+        # Slots by tier and position; a group with fewer tiers repeats its last slot.
         self._slots = np.empty((1, 0), dtype=np.intp)
         self._is_heard = np.empty(0, dtype=np.int64)
 
     def update(self, names: Iterable[GroupId]) -> set[GroupId]:
-        """Makes exactly these groups the members; returns who left."""
+        """Makes exactly these groups the members; returns the names of those that left."""
         groups, names = self.groups, set(names)
         if names == groups.keys():
             return set()
@@ -48,7 +48,7 @@ class Members:
         return left
 
     def heard(self, group_id: GroupId, slots: tuple[Slot, ...]) -> None:
-        """The directory knows the group's tiers as ``slots``, if it does."""
+        """Sets the directory's slots of the group's tiers; ignored if ``slots`` is empty."""
         group = self.groups.get(group_id)
         if group is None or not slots:
             return
@@ -60,18 +60,18 @@ class Members:
         self._slots[:, group.position], self._is_heard[group.position] = slots, 1
 
     def by_slot(self, lengths: Lengths) -> "array[int]":
-        """For each member, the length of the prefix in its KV cache."""
+        """For each member, how many leading blocks its KV cache holds. ``lengths`` is by slot."""
         if not len(lengths):
             return array("q", bytes(8 * len(self.groups)))
         return array("q", (lengths.take(self._slots[0]) * self._is_heard).tobytes())
 
     @property
     def num_tiers(self) -> int:
-        """The most that a group has."""
+        """The largest number of tiers that a member has, the KV cache included."""
         return len(self._slots)
 
     def slower_tiers(self, lengths: Lengths) -> Column:
-        """The same for each slower tier and those before it, by tier and member."""
+        """How many leading blocks each slower tier or a faster one holds: (tiers - 1, members)."""
         if not len(lengths):
             return np.zeros((len(self._slots) - 1, len(self.groups)))
         slower: Column = (lengths.take(self._slots[1:]) * self._is_heard).astype(np.float64)

@@ -1,15 +1,15 @@
 """Connects Ray Serve's request router with the gateway of the same process.
 
-Serve creates the request router itself, from a class that it pickled by value together with its
-module, so neither a constructor nor that module can carry anything between the two. This module is
-imported instead, once per process: the router publishes the running groups, the gateway subscribes
-to them and attaches its routing table.
+Serve creates the request router itself, from a class that it pickles by value together with its
+module. So neither a constructor nor that module can share an object with the gateway. This module
+is imported instead, once per process: the router publishes the running groups here, and the gateway
+subscribes to them and attaches its routing table.
 
-Serve runs request routers on an event loop and thread of their own (unless it is set to share the
-gateway's): every method may be called from any thread, and subscribers are called on theirs.
+Serve runs request routers on an event loop and thread of their own, unless it is set to share the
+gateway's. So every method is thread-safe, and each subscriber is called on its own event loop.
 
 Members are kept by *pool*, a name that the deployment's ``request_router_kwargs`` and its gateway
-agree on. Routers of two handles in one process publish the same membership; the last one counts.
+agree on. Routers of two handles in one process publish the same members; the last call wins.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from quire.worker.api.hashing import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A running replica group, as Serve knows it."""
+    """A running replica group, as Serve reports it."""
 
     group: GroupId
     metadata: Mapping[str, object] = field(repr=False)
-    """The result of the replica's ``record_replica_metadata`` when it became ready; not for logs,
-    since a group's token is in it."""
+    """The result of the replica's ``record_replica_metadata`` when it became ready. Keep it out of
+    logs, since it contains the group's token."""
 
 
 HashPrompt = Callable[[Sequence[int], str], Sequence[BlockHash]]
-"""Hashes the full blocks of a prompt's token ids, with the cache salt."""
+"""Takes a prompt's token ids and the cache salt; returns the hashes of its full blocks."""
 
 OnChange = Callable[[tuple[Member, ...]], None]
 
@@ -54,7 +54,7 @@ class Registry:
         self._pools: dict[str, _Pool] = {}
 
     def publish(self, pool: str, members: Iterable[Member]) -> None:
-        """Says who runs now, and tells subscribers if that differs from before."""
+        """Sets the running groups of the pool, and calls its subscribers if they changed."""
         now = tuple(sorted(members, key=lambda member: member.group))
         with self._lock:
             state = self._pool(pool)
@@ -69,8 +69,8 @@ class Registry:
             return self._pool(pool).members
 
     def subscribe(self, pool: str, on_change: OnChange) -> Callable[[], None]:
-        """Calls ``on_change`` on the running loop, soon with the members of now and then with
-        those of each change, in order; returns how to stop that."""
+        """Calls ``on_change`` on the running loop: first with the current members, then after each
+        change, in order. Returns a function that unsubscribes."""
         entry = (asyncio.get_running_loop(), on_change)
         with self._lock:
             state = self._pool(pool)
@@ -86,7 +86,7 @@ class Registry:
     def attach(
         self, pool: str, table: RoutingTable, *, hash_prompt: HashPrompt
     ) -> Callable[[], None]:
-        """Lets the pool's request router route by ``table``; returns how to stop that."""
+        """Makes the pool's request router route by ``table``; returns a function that ends it."""
         routing = (table, hash_prompt)
         with self._lock:
             self._pool(pool).routing = routing
@@ -110,7 +110,7 @@ class Registry:
 def _call(
     loop: asyncio.AbstractEventLoop, on_change: OnChange, members: tuple[Member, ...]
 ) -> None:
-    # A gateway whose loop ended without unsubscribing must not stop the router for the others.
+    # A gateway whose loop closed without unsubscribing must not break the router for others.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(on_change, members)
 

@@ -1,8 +1,8 @@
 """The requests under way at each group: its *reservations* and *in-flight prefixes*.
 
-A reservation counts as load from the moment of routing until the group's own frames show it. An
-in-flight prefix counts as cached until the request ends. `quire.router.table` says why. Not safe
-for threads.
+A reservation counts as load from routing until the group's own frames include the request. An
+in-flight prefix counts as cached until the request ends. `quire.router.table` says why. Nothing
+here is thread-safe.
 """
 
 from array import array
@@ -22,51 +22,51 @@ from quire.router.prefix_index.index import Slot
 from quire.worker.api.hashing import BlockHashes
 
 _FRAMES_UNTIL_SHOWN = 2
-"""Frames after which a request counts as shown, if frames do not say which requests they count. The
-first frame after a submit may have left the group before the submit arrived; the second follows a
-step with it. An idle group's first frame has the first token, which `RoutingTable.started` takes as
-proof."""
+"""Frames after which a request counts as shown, if frames do not report which requests they
+include. The first frame after a submit may have left the group before the submit arrived; the
+second follows a step that had the request. An idle group's first frame brings the first token, on
+which `RoutingTable.started` ends the reservation."""
 _WAITS_KEPT = 20
-"""First tokens that a forecast is learned from."""
+"""First tokens over which forecasts of the wait are fitted; see `Line`."""
 _MIN_WAIT_S = 1e-3
 """Differences of less than a millisecond are noise."""
 
 
 @dataclass(slots=True)
 class Group:
-    """One group, as long as it is a member."""
+    """The state of one group while it is a member."""
 
     group_id: GroupId
     number: int
-    """Tells its in-flight prefixes from those of any other, or of an earlier one of its name."""
+    """Identifies its in-flight prefixes. Unique, also among groups that had the same name."""
     speeds: Speeds
     fetch_costs: FetchCosts = field(default_factory=FetchCosts)
     load: GroupLoad | None = None
     num_blocks: int | None = None
-    """The most that were ever available."""
+    """The most blocks that were ever available; None before the first frame."""
     num_frames: int = 0
     num_submitted: int = 0
-    """Requests routed there so far that the gateway submits."""
+    """Requests routed to the group so far that the gateway itself submits."""
     num_reserved_requests: int = 0
     num_reserved_tokens: int = 0
     adapters: Counter[str] = field(default_factory=Counter)
-    """How many requests under way there use each adapter."""
+    """How many requests under way use each adapter."""
     reserved: deque["InFlight"] = field(default_factory=deque)
-    """Requests in the order of routing; those that a frame has shown since are passed over."""
+    """Reserved requests in the order of routing; entries already unreserved are skipped."""
     waits: Line = field(default_factory=lambda: Line(window=_WAITS_KEPT))
     wait: tuple[float, float] | None = None
     """See `GroupState.wait`."""
     clock: StepClock = field(default_factory=StepClock)
     forecast_error: float | None = None
-    """Mean of its recent forecasts' errors, as shares of the waits."""
+    """Mean error of recent forecasts, as a share of the wait; None before the first."""
     position: int = 0
-    """Its place among the members."""
+    """The group's index among the members."""
     slots: tuple[Slot, ...] = ()
-    """The slots of its tiers in the directory, once it has some."""
+    """The directory's slots of the group's tiers; empty before its first events."""
     loads: Loads | None = None
-    """The arrays that hold its state while it is a member."""
+    """The arrays that hold the group's state while it is a member."""
     state: GroupState = field(init=False)
-    """Its load now. Never changed but replaced: decisions keep it."""
+    """The current load. It is replaced and never modified, because decisions keep it."""
 
     def __post_init__(self) -> None:
         self._changed()
@@ -110,10 +110,10 @@ class Group:
             self.reserved.popleft().unreserve()
 
     def learn(self, request: "InFlight", *, num_cached_tokens: int, waited_s: float) -> None:
-        """From the first token of a request sent here."""
+        """Learns forecasts from the wait for a request's first token."""
         num_missing = max(request.request.num_prompt_tokens - num_cached_tokens, 0)
         num_before = num_missing + request.fetch_cost + request.state.num_queued_tokens
-        # Relative errors count, so that short waits teach as much as long ones.
+        # Weighted by relative error, so that short waits count as much as long ones.
         weight = 1 / max(waited_s, _MIN_WAIT_S) ** 2
         self.waits.add(num_before, waited_s, weight=weight)
         self.wait = self.waits.parts
@@ -131,7 +131,7 @@ class Group:
         self._changed()
 
     def ended(self, adapter: str) -> None:
-        """A request of ``adapter`` is under way here no more."""
+        """Stops counting a request of ``adapter`` as under way."""
         self.adapters[adapter] -= 1
         if not self.adapters[adapter]:
             del self.adapters[adapter]
@@ -172,12 +172,13 @@ class Group:
 
 @dataclass(slots=True)
 class InFlight:
-    """A routed request; ``group`` is the incarnation of the membership that it was routed to."""
+    """A routed request that has not ended."""
 
     request: RouteRequest
     group: Group
+    """The group that it was routed to, also after that has left or its name was reused."""
     state: GroupState
-    """The group's, before this request."""
+    """The group's load before this request."""
     forecast_s: float | None
     num_predicted_tokens: int
     num_prefill_tokens: int
@@ -185,11 +186,11 @@ class InFlight:
     """The cost of fetching, in tokens."""
     source: GroupId | None
     blocks: BlockHashes
-    """Those that the directory lacked when it was routed, counted as in flight."""
+    """Blocks that the directory did not list at the group at routing; counted as in flight."""
     shown_at_frame: int
     routed_at_s: float
     number: int | None = None
-    """Among those submitted to ``group``, from 1; None of one that the gateway does not submit."""
+    """Number among the requests submitted to ``group``, from 1; None if Serve submits it."""
     is_reserved: bool = True
 
     def unreserve(self) -> None:
@@ -199,15 +200,15 @@ class InFlight:
 
 
 class Reservations:
-    """The requests under way. Past ``max_requests`` the oldest is to be forgotten; past
-    ``max_blocks`` a prefix is not counted."""
+    """The requests under way. Past ``max_requests`` the caller must remove the oldest; past
+    ``max_blocks`` a request's prefix is not counted."""
 
     def __init__(self, *, max_requests: int, max_blocks: int) -> None:
         self.num_blocks = 0
         self._max_requests = max_requests
         self._max_blocks = max_blocks
         self._requests: dict[str, InFlight] = {}
-        self._calls: dict[str, InFlight] = {}  # Those among them that nobody submits.
+        self._calls: dict[str, InFlight] = {}  # Those of them that Serve submits.
         self._prefixes = new_counts()
 
     def __len__(self) -> int:
@@ -217,20 +218,21 @@ class Reservations:
         return self._requests.get(request_id)
 
     def oldest_in_excess(self) -> str | None:
-        """The request to forget before another is added, if there must be one."""
+        """The request to remove before another is added; None if there is room."""
         if len(self._requests) < self._max_requests:
             return None
         return next(iter(self._requests))
 
     def overdue_calls(self, *, routed_before_s: float) -> list[str]:
-        """Overdue calls that no gateway submits, whose end may never be reported."""
+        """Calls through a Serve handle that were routed before the given time. Their end may never
+        be reported."""
         overdue = takewhile(lambda r: r[1].routed_at_s < routed_before_s, self._calls.items())
         return [request_id for request_id, _ in overdue]
 
     def extend(
         self, hashes: BlockHashes, numbers: Sequence[int], lengths: Sequence[int]
     ) -> "array[int]":
-        """How long a prefix each group will hold, which now holds the first ``lengths`` blocks."""
+        """The prefix length in blocks that each group will have, given its cached ``lengths``."""
         return self._prefixes.extend(hashes.data, numbers, lengths)
 
     def add(
@@ -244,8 +246,8 @@ class Reservations:
         now_s: float,
         is_submitted: bool = True,
     ) -> None:
-        """``blocks`` are all that the directory does not vouch for, also where another request
-        in flight does: that one may end first."""
+        """Adds a routed request. ``blocks``: all blocks that the directory does not list at the
+        group. Blocks of other requests in flight are included, since those may end first."""
         if self.num_blocks + len(blocks) > self._max_blocks:
             blocks = BlockHashes()
         in_flight = InFlight(

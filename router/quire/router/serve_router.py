@@ -1,12 +1,13 @@
-"""The request router that Ray Serve asks for a replica group.
+"""The request router that Ray Serve calls to choose a replica group.
 
-It has two uses. It publishes the running groups to this process's registry, from which a gateway
+It does two things. It publishes the running groups to this process's registry, from which a gateway
 learns of them. And it routes calls through a deployment handle: by the gateway's routing table if
 one is attached and the request carries token ids, else by the shorter of two random queues, as
 Serve does by default.
 
-Serve pickles this module by value, with whatever its functions name. So what is shared is reached
-through its module, ``registry.REGISTRY``: the object itself would be copied, and its lock cannot.
+Serve pickles this module by value, with every object that its functions name. So the registry is
+accessed as an attribute of its module, ``registry.REGISTRY``: named directly, it would be pickled,
+and its lock cannot be.
 """
 
 import logging
@@ -30,9 +31,9 @@ _log = logging.getLogger(__name__)
 
 
 class PrefixAwareRouter(RequestRouter):
-    """Routes by cached prefix and load, and publishes the membership.
+    """Routes by cached prefix and load, and publishes the running groups.
 
-    Its ``request_router_kwargs`` are those of `initialize_state`.
+    Its ``request_router_kwargs`` are the arguments of `initialize_state`.
     """
 
     _pool: str
@@ -56,14 +57,15 @@ class PrefixAwareRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Ranks: the table's choice, then two random others, of which the shorter queue wins.
+        """Ranks the replicas: the table's choice, then two random others, of which Serve takes the
+        one with the shorter queue.
 
-        A call that is cancelled before it was sent is never reported as completed; what is counted
-        of it runs out by time.
+        Serve never reports a call as completed that was cancelled before it was sent; its
+        reservation expires.
         """
         if pending_request is None:
             return [_two_of(candidate_replicas)]
-        # Without this, Serve would ask again at once when all are full, and never sleep.
+        # Without this, Serve would retry in a busy loop while all replicas are full.
         pending_request.routing_context.should_backoff = True
         first = self._by_prefix(candidate_replicas, pending_request)
         others = [replica for replica in candidate_replicas if replica not in first]
@@ -73,7 +75,7 @@ class PrefixAwareRouter(RequestRouter):
         routing = registry.REGISTRY.routing(self._pool)
         if routing is not None:
             table, _ = routing
-            # Which may be another than the table's choice, where that one's queue was full.
+            # This may not be the table's choice, if that replica's queue was full.
             served_by = _group_of_id(replica_id)
             table.completed(_request_key(internal_request_id), outcome=f"ended on {served_by}")
 
@@ -101,8 +103,8 @@ class PrefixAwareRouter(RequestRouter):
         except NoGroupAvailable:
             return []
         except Exception as error:
-            # No list of token ids, perhaps, which is for the replica to refuse. Serve only logs
-            # what is raised here, and the call would wait for ever.
+            # The token ids may be malformed, for example; the replica refuses those. Serve only
+            # logs an exception raised here, and the call would wait forever.
             self._failures.report(error, "routing a call by its prefix")
             return []
         return [by_group[decision.group]] if decision.group in by_group else []
@@ -122,17 +124,18 @@ def _group_of(replica: RunningReplica) -> GroupId:
 
 
 def _group_of_id(replica_id: ReplicaID) -> GroupId:
-    """Serve gives each start of a replica an id of its own, so a group's id never comes back."""
+    """Serve gives each start of a replica a new id, so a group's id is never reused."""
     return GroupId(replica_id.unique_id)
 
 
 def _request_key(internal_request_id: str) -> str:
-    """Apart from the ids that the gateway gives to the requests it routes itself."""
+    """A key that differs from the ids that the gateway gives to the requests it routes itself."""
     return f"serve:{internal_request_id}"
 
 
 def _prompt_of(pending_request: PendingRequest) -> tuple[Sequence[int], str] | None:
-    """The token ids and cache salt of a call: keywords, or of its first argument."""
+    """The token ids and cache salt of a call, from its keywords or its first argument's fields;
+    None if it has no token ids."""
     first = pending_request.args[0] if pending_request.args else None
     for holder in (pending_request.kwargs, first):
         token_ids = _field(holder, "token_ids")

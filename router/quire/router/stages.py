@@ -1,9 +1,9 @@
-"""Groups that only compute prompts, beside those that decode.
+"""Disaggregated prefill: chooses which groups only compute prompts and which decode.
 
-All groups of a model are alike. Which of them compute prompts follows from their names, so that all
-gateways agree, and another one takes the place of a group that leaves. Such a group hands each
-stream over, with its KV, after its first token. A prompt whose rest is short is computed where it
-decodes: handing it over would cost more.
+All groups of a model are alike. A hash of their names decides which ones only prefill, so that all
+gateways agree, and another group takes over when one leaves. A prefill group hands each stream
+over, with its KV, after the first token. A prompt with a short uncached part is computed by the
+group that decodes it, since handing it over would cost more.
 """
 
 import hashlib
@@ -12,16 +12,18 @@ from collections.abc import Iterable, Sequence
 from quire.router.prefix_index.directory import GroupId
 
 MIN_APART_TOKENS = 256
-"""Prompts of which the decoding groups lack fewer tokens are not computed apart."""
+"""A prompt with fewer uncached tokens at a decode group is not sent to a prefill group."""
 
 
 class Stages:
+    """The division of the groups into prefill and decode groups."""
+
     def __init__(self, *, num_prefill_groups: int) -> None:
         self._num_prefill_groups = num_prefill_groups
         self.prefill: frozenset[GroupId] = frozenset()
         """Groups that only compute prompts."""
         self.decode: frozenset[GroupId] = frozenset()
-        """The others; empty where all groups do both."""
+        """The others; empty if all groups do both."""
 
     def update(self, members: Iterable[GroupId]) -> None:
         names = sorted(members, key=_place)
@@ -39,8 +41,8 @@ class Stages:
         members: Iterable[GroupId],
         block_size: int,
     ) -> frozenset[GroupId]:
-        """The groups that do not take a request, of which there may already be output
-        (``has_tokens``). ``held``: blocks of its prompt that each of ``members`` has."""
+        """The groups that must not take a request. ``has_tokens``: the request already has output.
+        ``held``: leading blocks of its prompt that each of ``members`` has."""
         if not self.prefill or has_tokens:
             return self.prefill
         most = max(

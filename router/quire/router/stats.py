@@ -9,17 +9,17 @@ from quire.router.prefix_index.directory import DirectoryStats, GroupId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupForecasts:
-    """The learned speed of one group, and its accuracy."""
+    """One group's learned forecast of waits, and its accuracy."""
 
     wait: tuple[float, float] | None
     """See `GroupState.wait`."""
     mean_error: float | None
-    """Mean error of its recent forecasts, as a share of the wait; None before the first."""
+    """Mean error of recent forecasts, as a share of the wait; None before the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingStats:
-    """Counters since the start, and how full what has a limit is."""
+    """Counters since the start, and the fill of each bounded structure with its limit."""
 
     num_routed: Mapping[str, int]
     """Requests routed so far, by reason."""

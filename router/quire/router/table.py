@@ -1,17 +1,17 @@
-"""One process's view of the replica groups, and its routing decisions.
+"""The routing table: one process's view of the replica groups, and its routing decisions.
 
 It holds the groups and their load as of the last frame, the requests sent to each since then
 (*reservations*), the prompts that run there now (*in-flight prefixes*), the block directory, each
 group's speed, and the last decisions with their results. Admission reads loads and speeds here,
 too.
 
-A reservation counts as load from the moment of routing until the group's own frames show it, so
-that a burst, which arrives faster than frames do, does not fall on one group. An in-flight prefix
-counts as cached from routing until the request ends, since the group will hold those blocks before
-it gets to a request routed there later.
+A reservation counts as load from routing until the group's own frames include the request. So a
+burst, which arrives faster than frames do, is spread over the groups. An in-flight prefix counts as
+cached from routing until the request ends, since the group will hold those blocks before it runs
+any request that is routed there later.
 
-Any thread may call: a gateway does on its event loop, Serve's request router on another. The lock
-is held for microseconds, but for a snapshot of a whole cache.
+All methods are thread-safe: a gateway calls them on its event loop, Serve's request router on
+another. The lock is held for microseconds, except while a snapshot of a whole cache is applied.
 """
 
 import threading
@@ -54,7 +54,7 @@ from quire.worker.api.outputs import Fetched
 
 
 class RoutingTable:
-    """Routes requests whose blocks have ``block_size`` tokens, for one deployment."""
+    """Routes the requests of one deployment, whose blocks have ``block_size`` tokens."""
 
     def __init__(
         self,
@@ -66,11 +66,11 @@ class RoutingTable:
         policy: Policy | None = None,
         first_ordinal: int = 0,
     ) -> None:
-        """``wall_clock`` dates explanations; all else goes by ``clock``.
+        """``wall_clock`` gives the time of explanations; everything else uses ``clock``.
 
-        ``policy`` decides in place of the one that ``config`` names. ``first_ordinal`` numbers the
-        first decision: gateways that begin with the same one draw the same groups, one request
-        after the other.
+        ``policy`` replaces the one that ``config`` names. ``first_ordinal`` is the number of the
+        first decision: gateways that start with the same number draw the same groups for their
+        first request, second request, and so on.
         """
         self._config = config = config or RoutingConfig()
         self._policy = policy or POLICIES[config.policy]()
@@ -83,7 +83,7 @@ class RoutingTable:
         self._stages = Stages(num_prefill_groups=config.num_prefill_groups)
         self._exchanging: frozenset[GroupId] = frozenset()
         self._are_lenders_stale = False
-        self._known: frozenset[GroupId] = frozenset()  # Members and those that exchange.
+        self._known: frozenset[GroupId] = frozenset()  # Members and groups that exchange blocks.
         self._in_flight = Reservations(
             max_requests=config.max_in_flight, max_blocks=config.max_in_flight_blocks
         )
@@ -119,12 +119,12 @@ class RoutingTable:
     ) -> Decision:
         """Chooses a group and counts the request as its load until `completed`.
 
-        Routing a request again, after its group failed, first takes it back from that group;
-        ``moved_because`` says why for its explanation, in which ``client_id`` is the name that the
-        client gave the request, and which only ``tenant`` may see. ``former``: the group that ran
-        it until now, and the blocks that it has of it, output's too. ``has_tokens``: there is
-        output, so that groups which only compute prompts do not take it. ``is_submitted``: it is
-        one of those that `GroupLoad.num_shown` counts, as all are that gateways send.
+        Routing a request again, after its group failed, first removes it from that group's load.
+        ``moved_because``, ``client_id`` (the id that the client gave the request) and ``tenant``
+        (who may see it) are for its explanation. ``former``: the group that ran the request until
+        now and how many of its blocks that has, output included. ``has_tokens``: the request has
+        output, so prefill groups cannot take it. ``is_submitted``: a gateway submits the request,
+        so `GroupLoad.num_shown` counts it; False for a call through a Serve handle.
 
         Raises:
             NoGroupAvailable: Every group is excluded, or there is none. Nothing is counted.
@@ -203,17 +203,17 @@ class RoutingTable:
             return decision
 
     def only_prefills(self, group_id: GroupId) -> bool:
-        """Whether the group only computes prompts."""
+        """Whether the group is a prefill group, which only computes prompts."""
         return group_id in self._stages.prefill
 
     def started(
         self, request_id: str, *, num_cached_tokens: int, fetched: Fetched | None = None
     ) -> None:
-        """The group's first frame for the request came: its load is in the group's own numbers.
+        """Takes in the request's first frame: from now on the group's own load includes it.
 
-        ``num_cached_tokens`` is what the group found in its cache or fetched, the truth behind the
-        hint; ``fetched`` says what it fetched, or could not. How
-        long it took since `route` is the truth behind the forecast, and teaches the next ones.
+        ``num_cached_tokens``: prompt tokens that the group found in its cache or fetched, to check
+        the prediction. ``fetched``: the group's fetch and its result. The time since `route` checks
+        the forecast of the wait and improves the next ones.
         """
         with self._lock:
             request = self._in_flight.get(request_id)
@@ -230,7 +230,7 @@ class RoutingTable:
                 group.count_error(ratio)
             if not self._config.use_directory:
                 self._computed.add(request.request.num_prompt_tokens, num_cached_tokens)
-            # Without a directory a forecast takes nothing to be cached, and learns so too.
+            # Without a directory, forecasts assume that nothing is cached; so must learning.
             known = num_cached_tokens if self._config.use_directory else 0
             group.learn(request, num_cached_tokens=known, waited_s=waited_s)
             request.unreserve()
@@ -244,18 +244,18 @@ class RoutingTable:
             )
 
     def completed(self, request_id: str, *, outcome: str = "ended") -> None:
-        """The request ended, with ``outcome``. May be called again, or for an unknown one."""
+        """Ends the request with ``outcome``. Ignored if it has ended already or is unknown."""
         with self._lock:
             self._forget(request_id)
             self._log.ended(request_id, outcome)
 
     def explain(self, name: str, *, tenant: str | None = None) -> list[Explanation]:
         """The decisions on a completion, oldest attempt first; or, for the id of a whole request,
-        Quire's or the client's own, on all of its completions. ``tenant``: whose requests it may
-        be; ``None`` is anyone's.
+        Quire's or the client's own, on all of its completions. ``tenant``: finds only that tenant's
+        requests; ``None`` finds all. The list is never empty.
 
         Raises:
-            UnknownDecision: It was not routed here, or is forgotten; there is one at least.
+            UnknownDecision: It was not routed here, or its decisions were dropped from the log.
         """
         with self._lock:
             found = self._log.find(name, tenant=tenant) if name else []
@@ -264,7 +264,7 @@ class RoutingTable:
         return found
 
     def recent(self, limit: int, *, tenant: str | None = None) -> list[Explanation]:
-        """The last decisions, newest first; ``tenant`` as for `explain`."""
+        """The last ``limit`` decisions, newest first; ``tenant`` as for `explain`."""
         with self._lock:
             return self._log.recent(limit, tenant=tenant)
 
@@ -274,8 +274,8 @@ class RoutingTable:
             return self._hot.top(limit, lambda name: self._directory.longest_prefix([name]))
 
     def update_members(self, groups: Iterable[GroupId], *, lenders: Iterable[GroupId] = ()) -> None:
-        """Makes exactly these groups the ones to route to; drops all state of others. ``lenders``
-        are those that exchange blocks, of which some may not be routed to."""
+        """Makes exactly these groups the ones to route to; drops all state of others. ``lenders``:
+        the groups that exchange blocks, which may include groups that are not routed to."""
         with self._lock:
             former = self._known
             for group_id in self._members.update(groups):
@@ -288,15 +288,15 @@ class RoutingTable:
             self._are_lenders_stale = True
 
     def update_load(self, group_id: GroupId, load: GroupLoad, *, is_awaited: bool = False) -> None:
-        """Takes in the load of a group's frame; one of a group that left is ignored.
-        ``is_awaited``: requests wait for a group."""
+        """Takes in the load of a group's frame; ignored if the group has left.
+        ``is_awaited``: requests wait at the gateway for a group."""
         with self._lock:
             group = self._members.groups.get(group_id)
             if group is not None:
                 group.take_frame(load, at_s=self._clock(), is_awaited=is_awaited)
 
     def apply_events(self, group_id: GroupId, batch: EventBatch) -> Applied | NeedsResync:
-        """Takes in block events; those of a group that left are ignored."""
+        """Applies a group's block events to the directory; ignored if the group has left."""
         with self._lock:
             if group_id not in self._known:
                 return Applied(0)
@@ -313,9 +313,9 @@ class RoutingTable:
             return self._directory.position(group_id)
 
     def expire(self) -> list[GroupId]:
-        """Drops expired reservations and events; call it about every second.
+        """Drops expired reservations, and the blocks of groups that stopped sending events.
 
-        Returns the groups whose events fell silent.
+        Call it about every second. Returns the groups whose events stopped.
         """
         with self._lock:
             now_s = self._clock()
@@ -323,26 +323,26 @@ class RoutingTable:
             for group in self._members.groups.values():
                 group.expire(routed_before_s=timely_s)
             for request_id in self._in_flight.overdue_calls(routed_before_s=timely_s):
-                self._forget(request_id)  # The log still hears of its end, should there be one.
+                self._forget(request_id)  # `completed` still updates the log if it is called later.
             return self._directory.expire(now_s=now_s)
 
     def states(self) -> list[GroupState]:
-        """Each group's load as the next decision will see it."""
+        """Each group's current load, which the next decision would use."""
         return self.loads().states
 
     def loads(self) -> Loads:
-        """The same with arrays of each number. The caller's own."""
+        """A copy of each group's current load, with the numbers also as arrays."""
         with self._lock:
             return self._members.loads.copy()
 
     @property
     def num_gateways(self) -> int:
-        """Those that send to the groups, this one among them, as the group says that knows most."""
+        """Gateways that send to the groups, this one included: the most that any group reports."""
         with self._lock:
             return self._members.loads.most_gateways
 
     def num_to_compute(self, num_prompt_tokens: float) -> float:
-        """How many of so many prompt tokens no group has cached, as recent decisions had it."""
+        """How many of ``num_prompt_tokens`` are uncached, by the share in recent decisions."""
         return self._computed.share * num_prompt_tokens
 
     def stats(self) -> RoutingStats:
@@ -369,10 +369,10 @@ class RoutingTable:
             )
 
     def _elsewhere(self, lengths: Lengths, former: Source | None, now_s: float) -> Elsewhere | None:
-        """Where blocks of a prompt lie besides the groups' KV caches."""
+        """Where blocks of a prompt are held, other than in the groups' KV caches."""
         members, lenders = self._members, self._lenders
         if self._are_lenders_stale:
-            # Not whenever a group is heard of, which hundreds are at about the same time.
+            # Updated here rather than at each change: hundreds of groups change at about one time.
             lenders.update(self._exchanging, members.groups, self._directory.slots)
             self._are_lenders_stale = False
         if former is not None and former.group in self._exchanging:

@@ -1,1 +1,1 @@
-"""Routing policies: ours, and three that know nothing of caches."""
+"""Routing policies: the prefix-aware default, and three that are unaware of caches."""

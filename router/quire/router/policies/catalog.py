@@ -1,6 +1,6 @@
-"""Every policy that serves, by the name under which it is configured.
+"""The policies that can be configured, by name.
 
-Those of other systems, for comparison, are in `quire.simulate.baselines`.
+Policies of other systems, for comparison, are in `quire.simulate.baselines`.
 """
 
 from collections.abc import Callable, Mapping

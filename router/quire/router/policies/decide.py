@@ -1,4 +1,4 @@
-"""Chooses the group for a request: the least cost, with ties decided alike by all gateways."""
+"""Chooses the group for a request: the least cost; all gateways break ties the same way."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ def decide(
     cached: Sequence[int] | None = None,
     elsewhere: Elsewhere | None = None,
 ) -> Decision:
-    """Chooses one of ``groups``. ``overlap`` counts the prompt's leading blocks that each group has
-    in its KV cache or is computing, ``cached`` those that it has there: by default all of them.
-    ``elsewhere``: where blocks lie besides; by default nowhere.
+    """Chooses one of ``groups``. ``overlap``: for each group, how many leading blocks of the prompt
+    are in its KV cache or being computed. ``cached``: how many of those are in the cache; by
+    default all. ``elsewhere``: other places that hold blocks of the prompt; by default none.
 
     Raises:
         NoGroupAvailable: Every group is excluded, or there is none.
@@ -73,7 +73,7 @@ def decide(
         reason=reason,
         predicted_cached_tokens=num_found,
         num_prompt_tokens=request.num_prompt_tokens,
-        groups=groups.states.copy(),  # The list goes on to change, the states in it do not.
+        groups=groups.states.copy(),  # The list changes later; the states in it do not.
         index=index,
         forecast_s=state.forecast_s(request.num_prompt_tokens - num_hit_tokens),
         cached=own,
@@ -86,15 +86,15 @@ def decide(
 
 
 def cheapest(request: RouteRequest, groups: Loads, hits: Column, costs: Column) -> int:
-    """The index of the least cost; among ties the longest hit decides, then the prefix's name.
+    """The index of the least cost. Ties go to the longest hit, then by rendezvous hashing.
 
-    So gateways that know nothing of each other send the same cold prefix to the same group.
+    So gateways send the same uncached prefix to the same group without talking to each other.
     """
     return nearest(request, groups, tied(hits, costs))
 
 
 def tied(hits: Column, costs: Column) -> list[int]:
-    """The indices of the longest hits among the least costs."""
+    """The indices with the longest hit among those within `TIE_TOKENS` of the least cost."""
     ties = (costs <= costs.min() + TIE_TOKENS).nonzero()[0]
     if len(ties) > 1:
         tied_hits = hits[ties]
@@ -104,7 +104,7 @@ def tied(hits: Column, costs: Column) -> list[int]:
 
 
 def nearest(request: RouteRequest, groups: Loads, indices: Sequence[int]) -> int:
-    """The one of ``indices`` whose group is nearest to the prefix's name, or the adapter's."""
+    """The index whose group is first by `distance_from` the request's prefix or adapter."""
     if len(indices) == 1:
         return indices[0]
     states = groups.states
@@ -114,10 +114,10 @@ def nearest(request: RouteRequest, groups: Loads, indices: Sequence[int]) -> int
 
 
 def distance_from(request: RouteRequest, *, is_cold: bool = False) -> Callable[[GroupId], bytes]:
-    """Rendezvous hashing (Thaler and Ravishankar, 1998): when a group joins or leaves, only the
-    prefixes that it gains or held move. Prompts shorter than a block have no prefix and spread.
-    ``is_cold``: no group has loaded the request's adapter, whose name then stands for the prefix's.
-    """
+    """A group's rank for the request by rendezvous hashing (Thaler and Ravishankar, 1998): when a
+    group joins or leaves, only the prefixes that it gains or held move. The key is the prompt's
+    first block; prompts shorter than a block spread. ``is_cold``: no group has loaded the request's
+    adapter, which is then the key. A ``cache_key`` replaces both."""
     name = request.hashes[0] if request.hashes else request.ordinal.to_bytes(8, "little")
     if request.cache_key:
         name = hashlib.blake2b(request.cache_key.encode()).digest()
@@ -126,7 +126,7 @@ def distance_from(request: RouteRequest, *, is_cold: bool = False) -> Callable[[
     begun = hashlib.blake2b(key=name, digest_size=8)
 
     def distance(group: GroupId) -> bytes:
-        hashed = begun.copy()  # Half the time of a new hash.
+        hashed = begun.copy()  # Takes half as long as hashing from the start.
         hashed.update(group.encode())
         return hashed.digest()
 

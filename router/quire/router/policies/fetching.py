@@ -1,13 +1,14 @@
-"""What groups can fetch of a prompt instead of computing it, and what that costs.
+"""Predicts which blocks of a prompt a group would fetch instead of compute, and at what cost.
 
-A prompt's blocks lie, from the first on: in a group's KV cache, then in its slower tiers, then at
-another group, the *source*; what is left is computed. Fetching costs tokens, the time in which a
-group prefills one, so that a group's *effective hits* are what it need not compute less the cost of
-fetching. Each kind of fetching counts only where it saves something.
+A group takes the leading blocks of a prompt from its KV cache, the next ones from its slower tiers
+(host memory, disk), the next from another group, the *source*, and computes the rest. The cost of
+fetching is counted in tokens, the time in which a group prefills one. A group's *effective hits*
+are the tokens that it need not compute, less the cost of fetching them. A kind of fetching counts
+only if it saves time.
 
     seconds = fixed + per_token * tokens
 
-of each kind are learned from the groups' counters. A guess stands for what has not been measured.
+is learned for each kind from the groups' counters. Until then a default estimate is used.
 """
 
 from collections.abc import Sequence
@@ -26,10 +27,10 @@ from quire.router.prefix_index.directory import GroupId
 
 KINDS = ("host", "disk", "peer")
 MIN_SAVED_TOKENS = 32.0
-"""A source is named only where that is forecast to save as much computing."""
+"""Fetching from a source must be forecast to save at least this much computing."""
 PATIENCE = 0.1
-"""How long an engine that could compute waits for the first block that it fetches, as a share of
-the time that computing would take."""
+"""How long an engine that could compute waits for the first fetched block, as a share of the time
+that computing would take."""
 _PEER = KINDS.index("peer")
 _ROWS = {
     (0, True): slice(_PEER, None),
@@ -38,26 +39,26 @@ _ROWS = {
     (2, False): slice(0, 2),
     (2, True): slice(0, None),
 }
-"""The kinds of so many slower tiers, and of a source."""
+"""Indices into `KINDS`, by the number of slower tiers and whether there is a source."""
 _LEAST_SAVED = {
     False: np.array([[1e-9], [1e-9]]),
     True: np.array([[1e-9], [1e-9], [MIN_SAVED_TOKENS]]),
 }
-"""Tokens for each row, the last of which may be a source's."""
+"""Tokens that each row must save, keyed by whether the last row is a source's."""
 _GUESSED_SHARES = (0.04, 0.08, 0.12)
-"""Shares of the time that computing takes, by kind."""
+"""Default cost per token, by kind, as a share of the time that computing takes."""
 _GUESSED_FIXED_S = (0.0005, 0.002, 0.004)
 _WAITS_KEPT = 50
 _FAILURES_KEPT_S = 60.0
-"""After which a failed pull counts for a third (1/e)."""
+"""Seconds after which a failed fetch from another group counts for a third (1/e)."""
 
 
 class FetchCosts:
-    """What fetching costs one group, learned from its counters."""
+    """One group's costs of fetching, learned from its counters."""
 
     def __init__(self) -> None:
         self._lines = [Line(window=_WAITS_KEPT) for _ in KINDS]
-        # Tokens and seconds that are counted but not learned from: one may be told after the other.
+        # Tokens and seconds not learned from yet: either counter may rise a frame before the other.
         self._unlearned = [(0, 0.0) for _ in KINDS]
         self._last: GroupLoad | None = None
         self._source_rest_s: float | None = None
@@ -65,7 +66,7 @@ class FetchCosts:
         self._failures_at_s = 0.0
 
     def observe(self, load: GroupLoad, *, at_s: float) -> bool:
-        """Takes in the group's load; says whether the costs may have changed."""
+        """Learns from the load of a frame; returns whether the costs may have changed."""
         last, self._last = self._last, load
         if last is None or sum(load.fetched) < sum(last.fetched):
             return False
@@ -92,12 +93,13 @@ class FetchCosts:
         return True
 
     def asked(self, *, source_rest_s: float) -> None:
-        """The group is to fetch from a source whose present step has so much left."""
+        """Records that the group will fetch from a source with this much of its step left."""
         self._source_rest_s = moved_mean(self._source_rest_s, source_rest_s)
 
     def tokens(self, prefill_per_s: float) -> Column:
-        """Fixed costs and those of a token, by kind, where computing is so fast: (2, K). Without
-        the rest of a source's step, which is known better at each decision."""
+        """Costs by kind, of shape (2, K), in tokens: fixed, and per token fetched, for a group that
+        computes ``prefill_per_s``. The rest of a source's step is left out, because each decision
+        knows it better."""
         costs_2K = np.empty((2, len(KINDS)))
         for kind, line in enumerate(self._lines):
             parts = line.parts
@@ -113,24 +115,24 @@ class FetchCosts:
 
 
 GUESSED_2K = FetchCosts().tokens(PRIOR_PREFILL_PER_S)
-"""Costs that are assumed for a group of which nothing is known."""
+"""Costs that are assumed for a group without observations."""
 
 
 class Fetches(NamedTuple):
-    """What each of some groups would fetch of a prompt, a row for each place that it comes from."""
+    """The tokens of a prompt that each group would fetch. R: rows, one per place fetched from."""
 
     hits: Column
-    """Effective hits in tokens: cached ones, and fetched ones less their cost."""
+    """Effective hits in tokens: cached tokens, plus fetched tokens less their cost."""
     num_RG: Column
-    """Tokens."""
+    """Tokens fetched."""
     costs_RG: Column
-    """Cost of fetching them, in tokens."""
+    """Cost of fetching, in tokens."""
     is_lent: bool
     """Whether the last row is the source's."""
 
     @property
     def num_tokens(self) -> Column:
-        """Tokens in all places together."""
+        """Tokens that each group would fetch, over all places."""
         num: Column = self.num_RG.sum(axis=0)
         return num
 
@@ -141,21 +143,21 @@ class Fetches(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """Where blocks of a prompt lie besides the groups' KV caches."""
+    """Where blocks of a prompt are held, other than in the groups' KV caches."""
 
     slower_TG: Column
-    """Blocks from the first on that each group has in each slower tier or in a faster one."""
+    """Leading blocks that each group has in each slower tier or a faster one."""
     source: GroupId | None
-    """The group that lends most of the prompt's beginning; ``None`` where nobody does."""
+    """The group that can send the most leading blocks; ``None`` if none can."""
     num_lent: int
-    """Blocks of it."""
+    """How many leading blocks the source has."""
     takes_G: Column
     """1 for each group that can fetch from others, else 0."""
     source_rest: float = 0.0
-    """What is left of the source's present step, in tokens: it lends from the next one on."""
+    """The rest of the source's current step, in tokens: it can send only from the next step on."""
 
     def only(self, positions: Sequence[int]) -> "Elsewhere":
-        """The part for the groups at these positions."""
+        """The same for the groups at these positions only."""
         return replace(
             self, slower_TG=self.slower_TG[:, positions], takes_G=self.takes_G[positions]
         )
@@ -170,13 +172,13 @@ class Elsewhere:
         usable_blocks: int,
         block_size: int,
     ) -> Fetches | None:
-        """``cached``: tokens in each group's KV cache; ``step_rest``: what is left of its present
-        step, meanwhile it fetches; ``next_step``: what the step after that takes without the
-        request. All in tokens. None where there is nothing to fetch."""
+        """The tokens that each group would fetch; None if there are none. ``cached``: tokens in
+        each group's KV cache. ``step_rest``: the rest of its current step, which fetching overlaps.
+        ``next_step``: the length of the step after that without the request. All in tokens."""
         is_lent, num_slower = self.source is not None, len(self.slower_TG)
         if not num_slower + is_lent:
             return None
-        # Few operations on whole arrays: each takes longer to call than to do.
+        # As few array operations as possible: the overhead of each call exceeds its work.
         ends_RG = np.empty((1 + num_slower + is_lent, len(cached)))
         ends_RG[0] = cached
         ends_RG[1 : 1 + num_slower] = self.slower_TG
@@ -197,7 +199,7 @@ class Elsewhere:
         costs_RG += fixed_RG
         np.maximum(costs_RG, 0.0, out=costs_RG)
         if is_lent:
-            # What comes in the middle of the next step waits for its end.
+            # KV that arrives in the middle of the next step waits for the end of that step.
             costs_RG[-1] += (costs_RG[-1] > 0.0) * next_step
         saved_RG = num_RG - costs_RG
         is_worth_RG = (saved_RG >= _LEAST_SAVED[is_lent][-len(saved_RG) :]) & (

@@ -1,7 +1,7 @@
-"""The groups' loads and speeds: `GroupState`, each number of which is an array over the groups.
+"""The groups' loads and speeds as arrays: one array over the groups per number of `GroupState`.
 
-With arrays, the costs of five hundred groups take as long as those of sixteen one by one.
-`RoutingTable` updates them as groups change, so that a decision does not visit every group.
+With arrays, computing the costs of 500 groups takes as long as a loop over 16. `RoutingTable`
+updates the arrays as groups change, so that a decision does not visit every group.
 """
 
 from collections.abc import Sequence
@@ -20,23 +20,23 @@ from quire.router.policies.speeds import (
 )
 
 _NUM_ROWS = 12
-"""Those of a `GroupState`; the terms of the rates follow them, then the costs of fetching."""
+"""Rows for the numbers of a `GroupState`. After them: the rates' terms, the costs of fetching."""
 
 
 class Loads:
     """The numbers of each group in ``states`` as arrays; arrays and states always agree."""
 
     _from_frames: tuple[int, Column] | None = None
-    """`most_gateways` and `speeds`, until the next frame."""
+    """Cache of `most_gateways` and `speeds`, valid until the next frame."""
     _over: tuple[float, Column] | None = None
-    """`step_over` of a time, until a group changes."""
+    """Cache of `step_over` and its time, valid until a group changes."""
 
     def __init__(self, states: Sequence[GroupState], *, common: Rates | None = None) -> None:
         """``common``: the rates of all groups, assumed for a group with few observations."""
         self.names = tuple(state.group for state in states)
         table = np.empty((_NUM_ROWS + 9 + GUESSED_2K.size, len(states)))
         self._set(list(states), table, common or Rates.new())
-        # A number is written through one of these in half the time that the array takes.
+        # Writing a number through a memoryview takes half as long as through the array.
         self._rows = [row.data for row in self._table[:_NUM_ROWS]]
         self._terms[:] = _terms(Rates.new())
         self.fetch_costs_2KG[:] = GUESSED_2K[:, :, np.newaxis]
@@ -47,7 +47,7 @@ class Loads:
         return len(self.states)
 
     def put(self, position: int, state: GroupState) -> None:
-        """The group at ``position`` is in this state now."""
+        """Sets the state of the group at ``position``."""
         self.states[position] = state
         self._over = None
         running, waiting, pending, requests, tokens, step_tokens = self._rows[:6]
@@ -62,17 +62,17 @@ class Loads:
         available[position] = state.num_available_blocks if is_known else inf
         blocks[position] = state.num_blocks or 0
         began_s[position] = state.step_began_s
-        # An unknown step counts as just begun.
+        # An unknown step counts as just begun: with an infinite length, no share of it is over.
         step_s[position] = state.step_s or inf
         slots[position] = state.max_num_seqs or inf
         gateways[position] = state.num_gateways
 
     def put_fetch_costs(self, position: int, costs_2K: Column) -> None:
-        """Fetching costs the group at ``position`` so much now."""
+        """Sets the costs of fetching of the group at ``position``; see `FetchCosts.tokens`."""
         self.fetch_costs_2KG[:, :, position] = costs_2K
 
     def put_speeds(self, position: int, speeds: Speeds) -> None:
-        """The group at ``position`` is as fast as this now."""
+        """Sets the rates of the group at ``position``."""
         self._terms[:, :, position] = _terms(speeds.own)[:, :, 0]
         self._from_frames = None
 
@@ -86,8 +86,8 @@ class Loads:
 
     @property
     def most_gateways(self) -> int:
-        """Gateways, this one included: as many as the group says that knows of most, because all
-        gateways attach within a moment to a group that has just started or lost some."""
+        """Number of gateways, this one included: the largest that any group reports. A group that
+        has just started, or lost connections, reports too few until all gateways have attached."""
         return self._of_frames()[0]
 
     @property
@@ -105,7 +105,7 @@ class Loads:
         return self._from_frames
 
     def step_over(self, now_s: float) -> Column:
-        """Which share of each group's present step is over; 0 where nothing is known."""
+        """The completed share of each group's current step, 0 to 1; 0 if unknown."""
         if self._over is None or self._over[0] != now_s:
             share = (now_s - self._step_began_s) / self._step_s
             over: Column = np.minimum(np.maximum(share, 0.0), 1.0) * (share < LATE_STEPS)
@@ -113,12 +113,12 @@ class Loads:
         return self._over[1]
 
     def step_rest(self, now_s: float) -> Column:
-        """Prompt tokens that each group's present step has yet to compute."""
+        """Prompt tokens that each group's current step has yet to compute."""
         rest: Column = self.num_step_tokens * (1.0 - self.step_over(now_s))
         return rest
 
     def only(self, positions: Sequence[int]) -> "Loads":
-        """The groups at these positions, as they are now; nothing is put into it."""
+        """A snapshot of the groups at these positions; do not call `put` on it."""
         few = Loads.__new__(Loads)
         few.names = tuple(self.names[position] for position in positions)
         states = [self.states[position] for position in positions]
@@ -126,7 +126,7 @@ class Loads:
         return few
 
     def copy(self) -> "Loads":
-        """All groups, as they are now; nothing is put into it."""
+        """A snapshot of all groups; do not call `put` on it."""
         same = Loads.__new__(Loads)
         same.names = self.names
         same._set(self.states.copy(), self._table.copy(), self._common)
@@ -148,9 +148,9 @@ class Loads:
         self.num_reserved_requests: Column
         self.num_reserved_tokens: Column
         self.num_step_tokens: Column
-        self.num_available_blocks: Column  # Infinite where it is not known.
+        self.num_available_blocks: Column  # Infinite if unknown.
         self.num_blocks: Column
-        self.max_num_seqs: Column  # Infinite where the group does not say.
+        self.max_num_seqs: Column  # Infinite if the group does not report it.
         self.num_gateways: Column
         (
             self.num_running,
@@ -169,13 +169,13 @@ class Loads:
 
 
 def _terms(rates: Rates) -> Column:
-    """`Rate.terms`, by term and rate."""
+    """`Rate.terms` of each rate, in the shape (3 terms, 3 rates, 1)."""
     prefill, full, short = rates
     return np.array((prefill.terms, full.terms, short.terms)).T[:, :, np.newaxis]
 
 
 def _per_s(terms: Column, prior: Column) -> Column:
-    """`Rate.per_s` of many."""
+    """`Rate.per_s`, vectorized."""
     amount, prior_s, time_s = terms
     per_s: Column = np.maximum((amount + prior * prior_s) / time_s, MIN_PER_S)
     return per_s

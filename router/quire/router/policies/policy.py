@@ -1,11 +1,12 @@
-"""A routing policy gives each group a cost for a request; the least cost wins.
+"""The interface of a routing policy, and the data that routing decisions are made of.
 
-A policy sees the request, each group's load, and how many tokens of the prompt each group is
-expected to find in its cache (*hits*). It reads no clock and no global: time and the number that
-stands in for randomness come with the request. The policies are in `quire.router.policies`.
+A policy computes a cost per replica group for a request; the group with the least cost wins. It
+sees the request, each group's load, and how many prompt tokens each group is expected to find in
+its cache (*hits*). It reads no clock and no global: the time, and a number that replaces
+randomness, are part of the request. The policies are in `quire.router.policies`.
 
-Costs are counted in *tokens*, the time in which a group prefills one prompt token, wherever that
-makes sense, so that a policy does not need to know how fast the hardware is.
+Wherever possible the unit of cost is the *token*: the time in which a group prefills one prompt
+token. So a policy does not need to know how fast the hardware is.
 """
 
 from collections.abc import Sequence
@@ -23,13 +24,13 @@ if TYPE_CHECKING:
     from quire.router.policies.loads import Loads
 
 Column: TypeAlias = npt.NDArray[np.float64]
-"""A number for each group. Every count that can occur is exact in it."""
+"""One number per group, as float64: exact for every count that can occur."""
 
 _DECODE_TOKENS = 24.0
-"""What a running sequence adds to a step, in tokens of prefill."""
+"""Time that a running sequence adds to a step, in tokens of prefill."""
 LATE_STEPS = 2.0
-"""A step that exceeds its expected time by this factor says nothing: the guess was wrong, or its
-frame went to other gateways only, or the group hangs."""
+"""The estimate of a step is ignored once the step exceeds its expected time by this factor: the
+estimate was wrong, or its frame went to other gateways only, or the group hangs."""
 
 Reason = Literal[
     "cached_prefix",
@@ -46,29 +47,29 @@ Reason = Literal[
 
 @dataclass(slots=True, kw_only=True)
 class RouteRequest:
-    """The facts of a request that a policy may use."""
+    """The properties of a request that a policy may use."""
 
     hashes: Sequence[BlockHash]
     """Hashes of the prompt's full blocks."""
     num_prompt_tokens: int
     block_size: int
     cache_key: str = ""
-    """Stands for the prefix's name where groups are chosen by it; empty is that name."""
+    """Replaces the first block's hash where groups are chosen by prefix; empty: not replaced."""
     adapter: str = ""
-    """The digest of the adapter that it wants; empty is the model alone."""
+    """The digest of the request's LoRA adapter; empty for the base model."""
     exclude: frozenset[GroupId] = frozenset()
-    """Groups that must not take it: they failed it before, or are draining."""
+    """Groups that must not take the request: they failed it before, or are draining."""
     ordinal: int = 0
-    """Number among its gateway's requests in the order of routing, from any start; replaces
-    randomness and memory."""
+    """The request's number in its gateway's order of routing, from any start. Policies use it in
+    place of randomness and state."""
     now_s: float = 0.0
 
     @property
     def usable_blocks(self) -> int:
-        """The most blocks that can be a hit.
+        """The largest number of prompt blocks that can be a cache hit.
 
-        The engine computes at least the last token, whose logits it samples from, so the block that
-        ends with it is never one.
+        The engine always computes the last prompt token, because it samples from that token's
+        logits. So a block that ends with that token is never a hit.
         """
         return max(self.num_prompt_tokens - 1, 0) // self.block_size
 
@@ -79,7 +80,7 @@ class RouteRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLoad:
-    """A group's load in its frame (``quire.v1.Load``)."""
+    """A group's load, as one frame of its stream reports it (``quire.v1.Load``)."""
 
     num_running: int
     num_waiting: int
@@ -87,39 +88,42 @@ class GroupLoad:
     num_available_blocks: int = 0
     """Free and cached blocks."""
     num_prompt_tokens: int = 0
-    """Counter, as are the next two: of requests that began to run."""
+    """Counter of prompt tokens of requests that began to run."""
     num_hit_tokens: int = 0
+    """Counter of those prompt tokens that were cached."""
     num_output_tokens: int = 0
+    """Counter of output tokens."""
     num_host_tokens: int = 0
-    """Counter, as are the next five: tokens whose KV came from host memory."""
+    """Counter of tokens whose KV was copied from host memory."""
     num_disk_tokens: int = 0
+    """Counter of tokens whose KV was read from disk."""
     disk_s: float = 0.0
-    """How long requests waited for them."""
+    """Counter of seconds that requests waited for KV from disk."""
     num_peer_tokens: int = 0
-    """Tokens whose KV came from other groups."""
+    """Counter of tokens whose KV was fetched from other groups."""
     peer_s: float = 0.0
+    """Counter of seconds that requests waited for KV from other groups."""
     num_failed_pulls: int = 0
+    """Counter of failed fetches from other groups."""
     max_num_seqs: int | None = None
-    """Sequences that it runs at a time; where the group does not say, the number of slots bounds
-    nothing."""
+    """Sequences that the group runs at a time; None: not reported, treated as unlimited."""
     num_gateways: int = 0
-    """Those that may send requests to it; 0: it does not say."""
+    """Gateways that may send requests to the group; 0: not reported."""
     num_shown: int | None = None
-    """How many of the requests that this gateway submitted there, in order, are in these numbers;
-    where the frame does not say, it is guessed from the number of frames."""
+    """How many of this gateway's requests, in the order of submission, these numbers include.
+    None: not reported, and estimated from the number of frames."""
     num_steps: int | None = None
-    """Steps that the group had ended; where the frame does not say, nothing is known of the one
-    under way."""
+    """Steps that the group has completed. None: not reported; its current step is unknown."""
     adapters: frozenset[str] = frozenset()
-    """Those that are loaded."""
+    """Adapters that are loaded."""
     num_adapters: int = 0
-    """Those that have requests."""
+    """Adapters that have requests."""
     max_adapters: int = 0
-    """How many can be loaded at a time; 0: it does not say."""
+    """How many adapters can be loaded at a time; 0: not reported."""
 
     @property
     def fetched(self) -> tuple[float, ...]:
-        """The counters of what was fetched."""
+        """The counters of fetched tokens and of the seconds spent waiting for them."""
         return (
             self.num_host_tokens,
             self.num_disk_tokens,
@@ -131,7 +135,7 @@ class GroupLoad:
 
 @dataclass(slots=True, kw_only=True)
 class GroupState:
-    """A group's load: the numbers of its last frame, and the requests sent to it since."""
+    """A group's load: the numbers of its last frame plus the requests sent to it since."""
 
     group: GroupId
     num_running: int = 0
@@ -139,28 +143,28 @@ class GroupState:
     num_pending_prefill_tokens: int = 0
     """Prompt tokens neither cached nor computed yet, of waiting and running requests."""
     num_available_blocks: int | None = None
-    """Free ones and cached ones that may be evicted; None before the group's first frame."""
+    """Free blocks and cached blocks that may be evicted; None before the group's first frame."""
     num_blocks: int | None = None
-    """The most blocks that were ever available: all of them, seen when the group was idle."""
+    """The most blocks ever available at once: the group's total, once it was seen idle."""
     num_reserved_requests: int = 0
-    """Requests sent to it that the numbers above do not count yet."""
+    """Requests sent to the group that the numbers above do not count yet."""
     num_reserved_tokens: int = 0
-    """Tokens that those have to prefill."""
+    """Prompt tokens that the reserved requests have to prefill."""
     max_num_seqs: int | None = None
     num_gateways: int = 0
     step_began_s: float = 0.0
-    """When its present step began, as `StepClock` estimates."""
+    """When the group's current step began, as `StepClock` estimates."""
     step_s: float = 0.0
-    """How long that step is expected to take; 0 where nothing is known."""
+    """How long the current step is expected to take; 0 if unknown."""
     num_step_tokens: int = 0
-    """Prompt tokens that it computes, of those pending."""
+    """Pending prompt tokens that the current step computes."""
     wait: tuple[float, float] | None = None
-    """A first token's seconds, fixed and for each token ahead of it, its own prompt's among them;
-    None while too little was seen."""
+    """Learned time to first token: fixed seconds, and seconds per prompt token to compute, queued
+    and the request's own. None before enough observations."""
     adapters: frozenset[str] = frozenset()
-    """Those that it has loaded, or will have for requests under way."""
+    """Adapters that are loaded, or that requests under way will load."""
     num_adapters: int = 0
-    """Those that have requests."""
+    """Adapters that have requests."""
     max_adapters: int = 0
 
     @property
@@ -179,18 +183,19 @@ class GroupState:
         return 1 - self.num_available_blocks / self.num_blocks
 
     def turns(self, adapter: str) -> float:
-        """How many turns of other adapters a request of ``adapter`` waits for: none where all
-        adapters that have requests can be loaded."""
+        """How many turns of other adapters a request for ``adapter`` waits for: 0 if all adapters
+        that have requests fit at once."""
         num = self.num_adapters + (adapter not in self.adapters)
         return max(num - self.max_adapters, 0) / self.max_adapters if self.max_adapters else 0.0
 
     def step_rest_s(self, now_s: float) -> float:
-        """How long its present step still takes; 0 where nothing is known, or it is long past."""
+        """Seconds left in the current step; 0 if unknown, or if the step is long overdue."""
         over_s = now_s - self.step_began_s
         return max(self.step_s - over_s, 0.0) if over_s < LATE_STEPS * self.step_s else 0.0
 
     def forecast_s(self, num_prefill_tokens: int) -> float | None:
-        """The seconds to the first token of a request that lacks ``num_prefill_tokens`` here."""
+        """Seconds to the first token of a request with ``num_prefill_tokens`` uncached tokens here;
+        None before enough observations."""
         if self.wait is None:
             return None
         fixed_s, per_token_s = self.wait
@@ -198,21 +203,21 @@ class GroupState:
 
 
 class Policy(Protocol):
-    """Chooses groups for one gateway, and may remember what it chose. By default it does not."""
+    """Chooses groups for one gateway. A policy may keep state through the last three methods."""
 
     reason: Reason
-    """Why a group was chosen if not for its prefix."""
+    """The reason that is reported when the prefix did not decide."""
     pressure: float | None = None
-    """Cost of a computed token for the requests behind it, as of the last `costs`; None if not
-    used."""
+    """Cost that each computed token imposes on later requests, as of the last `costs`; None if the
+    policy has no such term."""
     adapter_costs: Column | None = None
-    """Parts of the last `costs` that the request's adapter caused; None if there are none."""
+    """The part of the last `costs` that the request's adapter caused; None without an adapter."""
 
     def fetches(
         self, request: RouteRequest, groups: "Loads", cached: Column, elsewhere: "Elsewhere"
     ) -> "Fetches | None":
-        """What each of ``groups`` would fetch besides the ``cached`` tokens of its KV cache; None
-        where none would."""
+        """The tokens that each of ``groups`` would fetch besides the ``cached`` tokens of its KV
+        cache; None if no group would fetch any."""
         return elsewhere.fetches(
             groups.fetch_costs_2KG,
             cached,
@@ -223,40 +228,40 @@ class Policy(Protocol):
         )
 
     def costs(self, request: RouteRequest, groups: "Loads", hits: Column) -> Column:
-        """A cost for each of ``groups``, of which there is one at least; the least wins.
+        """A cost for each of ``groups``, which is not empty; the least wins.
 
-        ``hits`` has for each of them the prompt tokens that it is expected to have cached, or to
-        fetch, less what fetching costs. The order of the groups means nothing.
+        ``hits``: for each group, the prompt tokens that it is expected to find in its cache or to
+        fetch, less the cost of fetching. The order of the groups has no meaning.
         """
 
     def second_home(
         self, request: RouteRequest, groups: "Loads", hits: Column, home: int, num_coming: int
     ) -> int:
-        """The index of the group that takes the request in place of ``home``, the cheapest one, to
-        copy the prefix that this one has; ``home`` where none shall.
+        """The index of the group that takes the request instead of ``home``, the cheapest group, so
+        that it too gets the prefix; ``home`` if the prefix shall not be replicated.
 
-        Asked right after `costs`, of the same. The cache of ``home`` still lacks the last
-        ``num_coming`` tokens of its hit.
+        Called right after `costs`, with the same arguments. The last ``num_coming`` tokens of the
+        hit are not in the cache of ``home`` yet.
         """
         return home
 
     def routed(self, request: RouteRequest, group: GroupId) -> None:
-        """The request goes to ``group``."""
+        """Called when the request is routed to ``group``."""
         return
 
     def finished(self, request: RouteRequest, group: GroupId) -> None:
-        """The request ended there, however it did, or is about to be routed again."""
+        """Called when the request ended at ``group``, for any reason, or is to be routed again."""
         return
 
     def left(self, group: GroupId) -> None:
-        """The group is gone; one that comes under its name knows nothing of what was sent to it.
-        What is under way there may still end."""
+        """Called when the group is gone. A later group of the same name shares no state with it.
+        `finished` may still be called for its requests."""
         return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One group's part in a decision, for its explanation."""
+    """One group's numbers in a decision, as the decision's explanation shows them."""
 
     group: GroupId
     cost: float
@@ -269,51 +274,51 @@ class Candidate:
     num_queued_tokens: int
     num_sequences: int
     forecast_s: float | None
-    """Seconds to the first token there."""
+    """Forecast seconds to the first token at this group; None before enough observations."""
     adapter_cost: float | None
-    """The part of ``cost`` that the request's adapter causes; None where it has none."""
+    """The part of ``cost`` that the request's adapter causes; None without an adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Where a request goes, and all that led to it."""
+    """The group chosen for a request, and everything that the choice was based on."""
 
     group: GroupId
     reason: Reason
     predicted_cached_tokens: int
-    """Prompt tokens in the chosen group's KV cache, or fetched by it."""
+    """Prompt tokens in the chosen group's KV cache, or to be fetched by it."""
     num_prompt_tokens: int
     groups: Sequence[GroupState]
-    """The groups' states at the decision; nobody changes them."""
+    """The groups' states at the time of the decision; never modified."""
     index: int
-    """Which of ``groups`` was chosen."""
+    """Index of the chosen group in ``groups``."""
     forecast_s: float | None
-    """Seconds to the first token; None while too little was seen of the group."""
+    """Forecast seconds to the first token; None before enough observations of the group."""
     cached: Column
     """Prompt tokens in each group's KV cache."""
     costs: Column
     fetches: "Fetches | None" = None
-    """What each group would fetch; ``None`` where none would."""
+    """The tokens that each group would fetch; ``None`` if no group would fetch any."""
     source: GroupId | None = None
-    """The group from which the chosen one may fetch; ``None`` where it is to ask nobody."""
+    """The group from which the chosen group may fetch KV; ``None`` if from none."""
     num_source_blocks: int = 0
-    """How many of the prompt's blocks the source has, from the first on."""
+    """How many leading blocks of the prompt the source has."""
     adapter_costs: Column | None = None
-    """Parts of ``costs``; None where the request has no adapter."""
+    """The part of ``costs`` that the adapter causes; None if the request has no adapter."""
 
     @property
     def num_fetched_tokens(self) -> int:
-        """How many prompt tokens the group is to fetch."""
+        """How many prompt tokens the chosen group is expected to fetch."""
         return 0 if self.fetches is None else int(self.fetches.num_RG[:, self.index].sum())
 
     @property
     def fetch_cost(self) -> float:
-        """What fetching them costs, in tokens."""
+        """Cost of fetching those tokens, in tokens."""
         return 0.0 if self.fetches is None else float(self.fetches.costs_RG[:, self.index].sum())
 
     @property
     def fetch_s(self) -> float | None:
-        """The same in seconds, a part of ``forecast_s``; None where that is."""
+        """Seconds that fetching takes, a part of ``forecast_s``; None if ``forecast_s`` is None."""
         wait = self.groups[self.index].wait
         return None if wait is None else wait[1] * self.fetch_cost
 

@@ -1,36 +1,36 @@
-"""Our policy: the least time to first token, for this request and for those that come after it.
+"""The default policy: minimizes time to first token of this request and of those after it.
 
     cost   = queued + rest + (1.25 + behind) * missing + 24 * requests + adapter
     behind = min(12, (pending + missing / 16) / fresh)
 
-all of one group, in tokens, the time in which it prefills one:
+All terms are of one group, in tokens, the time in which the group prefills one:
 
-    queued    prompt tokens that it must compute first, less what is over of its running step
-    rest      what else is left of that step: 24 for each request in it, less what is over
-    missing   the prompt's own tokens that it has not cached, and will not have when it gets there
-    behind cost of a token computed there for later requests, which start a token later
-    pending   prompt tokens that it must compute, the running step included
-    fresh     prompt tokens of a request that no group had cached: a recent mean
-    requests  that share the step in which the prompt is computed
-    adapter   what the request's LoRA adapter causes, if it has one
+    queued    prompt tokens that it must compute first, less the completed part of its current step
+    rest      the rest of that step: 24 per request in it, less the completed part
+    missing   tokens of this prompt that are not cached, and will not be when it is their turn
+    behind    delay of later requests, per token computed here
+    pending   prompt tokens that it must compute, the current step included
+    fresh     uncached prompt tokens per request, by any group: a recent mean
+    requests  requests that share the step in which the prompt is computed
+    adapter   cost of the request's LoRA adapter, if it has one
 
 ``behind`` is the marginal cost of work in a queue with random arrivals: work x behind work u costs
-``u * x + x ** 2 / 2`` times the requests that come in a token's time, one in ``fresh``. The
+``u * x + x ** 2 / 2`` times the arrival rate, one request per ``fresh`` tokens of time. The
 quadratic term is weighted 1/16 rather than 1/2, because a copy also benefits later requests. A
-missing token counts a quarter more than one, or waiting for a prefix that a group is computing
+missing token weighs 1.25 rather than 1. Otherwise waiting for a prefix that one group is computing
 would cost as much as computing it again elsewhere.
 
-A prefix gets a second home when one home has cost its requests too much. Each request adds to its
-prefix's regret what one more home would have saved it, on average over the other groups; waiting
-for the prefix itself does not count, since another group would compute it no sooner. When the sum
-reaches four times the cost of a copy (``patience``), the next request makes it: the rule of renting
-skis until the rent would have bought them. A prefix is named by a block in the second half of what
-the other group lacks, so that requests of one name share at least half of that.
+A prefix is replicated when its requests have lost too much time to having a single copy. Each
+request adds to its prefix's *regret* the cost that another copy would have saved, averaged over the
+other groups. Waiting for the prefix itself does not count, since another group would compute it no
+sooner. When the sum reaches four times the cost of a copy (``patience``), the next request makes
+the copy: the ski-rental rule. A prefix is named by a block in the second half of the part that the
+other group lacks, so requests with the same name share at least half of that part.
 
-Loading an adapter costs 48: more than a tie, so that requests of one adapter meet where it is
-loaded. Where more adapters have requests than can be loaded, they take turns of 16 steps, each of
-which is 24 for each request in it. A request waits for as many turns as there are sets of loaded
-adapters before its own, so that each group serves a set of its own rather than all in turn.
+Loading an adapter costs 48: more than a tie, so requests for one adapter gather where it is loaded.
+If more adapters have requests than can be loaded, they take turns of 16 steps, and a step costs 24
+per request in it. A request waits one turn for each set of loaded adapters before its own. So each
+group serves its own set of adapters, rather than every group serving all in turn.
 
 docs/decisions/0018-routing-policy.md says why each term is there and what else was tried.
 """
@@ -49,22 +49,22 @@ from quire.worker.api.hashing import BlockHash
 @dataclass(frozen=True, kw_only=True)
 class PrefixAwareConfig:
     missing: float = 1.25
-    """Weight of a missing token where nobody waits."""
+    """Weight of a missing token when no request waits."""
     request_tokens: float = 24.0
     """Delay that a request causes to others, in tokens of prefill."""
     load_tokens: float = 48.0
-    """Delay of a step in which an adapter is loaded."""
+    """Delay of a step in which an adapter is loaded, in tokens of prefill."""
     turn_steps: float = 16.0
-    """Steps for which an adapter runs before others do, as `quire.worker.schedule.slots` has it."""
+    """Steps for which an adapter runs before others do, as in `quire.worker.schedule.slots`."""
     meanwhile: float = 0.0625
-    """Weight of the requests that come while the missing tokens are computed."""
+    """Weight of the requests that arrive while the missing tokens are computed."""
     max_behind: float = 12.0
-    """Upper bound: behind a very long queue, later requests go elsewhere anyway."""
+    """Upper bound of ``behind``: with a very long queue, later requests go elsewhere anyway."""
     first_fresh: float = 3072.0
     """Uncached tokens assumed per request at the start; counts as `fresh_prior` requests."""
     fresh_prior: int = 20
     fresh_memory: int = 200
-    """Requests after which an observation counts for a third (1/e)."""
+    """Requests after which an observation of ``fresh`` counts for a third (1/e)."""
     min_fresh: float = 128.0
     max_fresh: float = 8192.0
     patience: float = 4.0
@@ -74,7 +74,7 @@ class PrefixAwareConfig:
 
 
 class PrefixAware(Policy):
-    """See the module's docstring. Each call of `costs` is taken for a request."""
+    """See the module's docstring. Each call of `costs` counts as one request."""
 
     reason: Reason = "least_loaded"
 
@@ -84,7 +84,7 @@ class PrefixAware(Policy):
         self._num_seen = config.fresh_prior
         self._regrets = Regrets()
         self._memory_age = 0.0
-        # What does not depend on the request that `costs` was asked about last.
+        # The cost terms of the last `costs` that do not depend on the missing tokens.
         self._work: tuple[Column, Column] = np.empty(0), np.empty(0)
 
     def costs(self, request: RouteRequest, groups: Loads, hits: Column) -> Column:
@@ -106,7 +106,7 @@ class PrefixAware(Policy):
     def second_home(
         self, request: RouteRequest, groups: Loads, hits: Column, home: int, num_coming: int
     ) -> int:
-        costs = self._costs(request.num_prompt_tokens - hits[home])  # If all had what it has.
+        costs = self._costs(request.num_prompt_tokens - hits[home])  # If all had home's hit.
         if costs[home] <= costs.min() + TIE_TOKENS:
             return home
         ties = tied(hits, costs)
@@ -123,7 +123,7 @@ class PrefixAware(Policy):
         return nearest(request, groups, ties) if is_paid else home
 
     def _costs(self, missing: Column | float) -> Column:
-        """The cost of each group of the last request, if it lacks ``missing`` tokens."""
+        """Each group's cost for the last request, if the group lacks ``missing`` tokens."""
         config, (queued, other) = self._config, self._work
         behind = np.minimum((queued + config.meanwhile * missing) / self._fresh, config.max_behind)
         costs: Column = queued + other + (config.missing + behind) * missing
@@ -151,7 +151,7 @@ class PrefixAware(Policy):
         return min(state.num_queued_tokens / self._fresh, self._config.max_behind)
 
     def _see(self, num_fresh: float, num_groups: int) -> None:
-        """Learns from a request that brings ``num_fresh`` tokens that no group has."""
+        """Learns from a request with ``num_fresh`` tokens that no group has cached."""
         config = self._config
         self._num_seen = min(self._num_seen + 1, config.fresh_memory)
         self._memory_age += 1 / (config.patience_memory * num_groups)

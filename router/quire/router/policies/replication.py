@@ -5,20 +5,21 @@ from math import exp
 
 
 class Regrets:
-    """Exponentially decayed sum per key.
+    """Exponentially decayed sum per key, for the ``max_keys`` most recently added to.
 
-    Remembers the ``max_keys`` that were added to last; O(1).
+    Every operation takes O(1).
     """
 
     def __init__(self, *, max_keys: int = 10_000) -> None:
         self._max_keys = max_keys
-        self._sums: dict[Hashable, tuple[float, float]] = {}  # And when, the latest last.
+        self._sums: dict[Hashable, tuple[float, float]] = {}  # Sum and its time; latest last.
 
     def __len__(self) -> int:
         return len(self._sums)
 
     def add(self, key: Hashable, regret: float, *, at: float) -> float:
-        """The sum with ``regret``. ``at`` never goes back; after 1 of it a third (1/e) is left."""
+        """Adds ``regret`` and returns the sum. ``at`` is a time that never goes back; within 1 of
+        its units a sum decays to a third (1/e)."""
         before, then = self._sums.pop(key, (0.0, at))
         total = before * exp(then - at) + regret
         self._sums[key] = total, at

@@ -1,4 +1,4 @@
-"""Policies that know nothing of caches."""
+"""Cache-unaware policies: round robin, least loaded, power of two choices."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -12,13 +12,12 @@ from quire.router.policies.policy import Column, GroupState, Policy, Reason, Rou
 
 RUNNING_TOKENS = 64.0
 """Delay that a running sequence causes to others, in tokens of prefill. In simulations of five
-traces,
-policies that rank a block of running context at about a twentieth of a block of prefill had the
-lowest times to first token: 64 tokens is a context of some 1,300."""
+traces, policies that weigh a block of running context at about a twentieth of a block of prefill
+had the lowest times to first token: 64 tokens is a context of some 1,300."""
 
 
 class OneByOne(Policy):
-    """A policy that looks at one group after the other."""
+    """Base of policies that compute costs group by group rather than with arrays."""
 
     def costs(self, request: RouteRequest, groups: Loads, hits: Column) -> Column:
         num_hits = [int(hit) for hit in hits]
@@ -32,7 +31,7 @@ class OneByOne(Policy):
 
 
 class RoundRobin(OneByOne):
-    """The groups in turn, in the order of their names."""
+    """Takes the groups in turn, in the order of their names."""
 
     reason: Reason = "round_robin"
 
@@ -44,7 +43,7 @@ class RoundRobin(OneByOne):
 
 
 class LeastLoaded(Policy):
-    """The group with the least work queued and running, regardless of its cache."""
+    """Takes the group with the least work queued and running, regardless of its cache."""
 
     reason: Reason = "least_loaded"
 
@@ -53,7 +52,8 @@ class LeastLoaded(Policy):
 
 
 class PowerOfTwo(OneByOne):
-    """The one with fewer requests of two drawn at random (Mitzenmacher 2001; Serve's default)."""
+    """Draws two groups at random and takes the one with fewer requests (Mitzenmacher 2001; the
+    default of Ray Serve)."""
 
     reason: Reason = "random"
 
@@ -62,5 +62,5 @@ class PowerOfTwo(OneByOne):
     ) -> list[float]:
         names = sorted(state.group for state in groups)
         drawn = Random(request.ordinal).sample(names, k=min(2, len(names)))
-        # A request more must count, and a tie is within TIE_TOKENS.
+        # One request must cost more than TIE_TOKENS, or it would be a tie.
         return [64.0 * s.num_requests if s.group in drawn else inf for s in groups]

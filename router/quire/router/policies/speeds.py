@@ -1,14 +1,14 @@
-"""How fast a replica group is, learned from its frames.
+"""Estimates how fast a replica group is, from its frames.
 
     Speeds     tokens per second while the group is busy, for admission
-    StepClock  how much of its present step is over, for routing
-    Line       seconds by tokens, for the step clock and for forecasts of waits
+    StepClock  the completed part of the current step, for routing
+    Line       a linear fit of seconds to tokens, for the step clock and forecasts of waits
 
-A speed is measured only while a group has more work than it can do at once; at other times its rate
+A speed is measured only while a group has more work than it can do at once. At other times its rate
 shows the demand and not the speed. If a step computed all pending prompt tokens, only the time
-beyond that of a step without prompts counts, and only if it is the greater part. While requests
-wait at the gateway, though the group has a free slot, its prompts are sent a few at a time, and
-steps without any lie between: then the whole time counts, of these steps too.
+beyond that of a decode-only step counts, and only if it is the greater part. There is an exception:
+requests wait at the gateway although the group has a free slot. Prompts then arrive a few at a
+time, with decode-only steps between them, and the whole time of all these steps counts.
 """
 
 from math import exp, inf
@@ -24,10 +24,10 @@ _PRIOR_MEMORY_S = 1.0
 """Busy seconds after which the initial speed counts for a third."""
 PRIOR_PREFILL_PER_S = 16_384.0
 PRIOR_OUTPUT_PER_S = 20.0
-"""Per slot."""
+"""Output tokens per second for each slot (a running sequence)."""
 MIN_PER_S = 1e-3
 MIN_OBSERVATIONS = 8
-"""Before that, a `Line` says nothing."""
+"""Observations that a `Line` needs before it gives a result."""
 _STEPS_KEPT = 30
 
 
@@ -40,8 +40,8 @@ class Rate:
         self._amount = self._time_s = 0.0
         self._prior_s = _PRIOR_S
         self.terms = (0.0, _PRIOR_S, _PRIOR_S)
-        """Three numbers, of which `per_s` is the first and the prior times the second, together
-        over the third, and `MIN_PER_S` at least."""
+        """``(amount, prior_s, seen_s)``: `per_s` is ``(amount + prior * prior_s) / seen_s``, and
+        `MIN_PER_S` at least."""
 
     def add(self, amount: float, time_s: float) -> None:
         self._prior_s *= exp(-time_s / _PRIOR_MEMORY_S)
@@ -57,13 +57,13 @@ class Rate:
 
 
 class Rates(NamedTuple):
-    """Tokens per second, each over the time in which it was the limit."""
+    """Tokens per second, each measured only while it was the limit."""
 
     prefill: Rate
     output_when_full: Rate
-    """Every slot is taken."""
+    """Output tokens while every slot is taken."""
     output_when_short: Rate
-    """Slots are left, and yet requests wait."""
+    """Output tokens while requests wait although slots are free."""
 
     @classmethod
     def new(cls) -> "Rates":
@@ -71,22 +71,23 @@ class Rates(NamedTuple):
 
 
 class Speeds:
-    """One group's rates, and its part in those of all groups."""
+    """One group's rates. Its observations also count in ``common``, the rates of all groups."""
 
     def __init__(self, common: Rates) -> None:
         self.own = Rates.new()
         self._common = common
         self._decodes = Rate()  # Steps per second that compute no prompt.
-        self._gap_s = 0.0  # How long the last step took, if it computed none that were awaited.
+        self._gap_s = 0.0  # Length of the last step, if decode-only while requests were awaited.
         self._last: tuple[float, GroupLoad] | None = None
 
     @property
     def prefill_per_s(self) -> float:
-        """Prompt tokens that it computes in a second."""
+        """Prompt tokens that the group computes per second."""
         return self.own.prefill.per_s(self._common.prefill.per_s(PRIOR_PREFILL_PER_S))
 
     def observe(self, load: GroupLoad, *, at_s: float, is_awaited: bool) -> None:
-        """Takes in the group's load after a step. ``is_awaited``: requests wait at the gateway."""
+        """Learns from the group's load after a step. ``is_awaited``: requests wait at the
+        gateway."""
         last, self._last = self._last, (at_s, load)
         if last is None:
             return
@@ -96,8 +97,8 @@ class Speeds:
         num_hits = load.num_hit_tokens - before.num_hit_tokens
         num_output = load.num_output_tokens - before.num_output_tokens
         num_slots = load.max_num_seqs or inf
-        # A prompt counts as begun as a whole; what of it is still to come is known exactly
-        # where nothing else waits, and evens out over time where something does.
+        # The counters count a whole prompt when it begins. Its uncomputed rest is known exactly
+        # if no other request waits; if one does, the error evens out over time.
         num_computed = num_prompt - num_hits + _begun(before) - _begun(load)
         is_fed = is_awaited and 0 < before.num_running < num_slots
         if before.num_pending_prefill_tokens or (is_fed and num_computed > 0):
@@ -114,12 +115,12 @@ class Speeds:
             self._add("output_when_short", num_output, time_s)
 
     def _prefill_s(self, num_tokens: int, step_s: float, *, is_fed: bool) -> float:
-        """Seconds that a step spent on prompts, if it computed all pending ones. If most of it is
-        the time beyond that of a decode-only step: that time, or all of it and of the decodes
-        before it while more wait to be sent. Else the expected time.
+        """Seconds that a step spent on prompts, if it computed all pending ones.
 
-        Such a step had spare room, so its whole time would make a short prompt alone look like a
-        slow group.
+        If the step took less than twice a decode-only step, this is the expected time. Else it is
+        the time beyond a decode-only step; or, while more prompts wait to be sent (``is_fed``), the
+        whole time and that of the decode-only step before. The step had spare room, so counting its
+        whole time would make a group with one short prompt look slow.
         """
         decode_s = 1 / self._decodes.per_s(prior=MIN_PER_S)
         if step_s < 2 * decode_s:
@@ -132,20 +133,20 @@ class Speeds:
 
 
 def _begun(load: GroupLoad) -> int:
-    """Tokens yet to compute of prompts that were begun."""
+    """Uncomputed tokens of prompts that began; taken as 0 while other requests wait."""
     return 0 if load.num_waiting else load.num_pending_prefill_tokens
 
 
 class StepClock:
-    """Estimates a group's progress in its present step, from the arrival times of its frames.
+    """Estimates a group's progress in its current step, from the arrival times of its frames.
 
     The length of a step is predicted from its prompt tokens by a `Line` through earlier steps. A
-    step computes the tokens queued at its beginning, but at most as many as any step before. A step
-    takes a hundredth of a second to several tenths, so on average half of it is over when the next
-    request arrives, and much more in one group than in another.
+    step is assumed to compute the tokens queued at its start, but at most as many as any earlier
+    step. Steps take from 10 ms to several 100 ms. On average half a step is over when the next
+    request arrives, and the groups differ much in this.
 
-    Nothing is known before `MIN_OBSERVATIONS` steps were seen, nor of the step that an idle group
-    begins: its beginning brought no frame, and a heartbeat may come during it.
+    Nothing is known before `MIN_OBSERVATIONS` steps, nor about the first step of an idle group: no
+    frame marks its start, and a heartbeat may arrive during it.
     """
 
     __slots__ = (
@@ -161,22 +162,22 @@ class StepClock:
 
     def __init__(self) -> None:
         self.began_s = 0.0
-        """When the last frame of a new step came: about the beginning of the present one."""
+        """When the last frame of a new step arrived: about the start of the current step."""
         self.length_s = 0.0
-        """How long the present one is expected to take; 0 where nothing is known."""
+        """Expected length of the current step; 0 if unknown."""
         self.num_tokens = 0
-        """Prompt tokens that the present one computes."""
-        self._most = 0  # Prompt tokens by which a step has shortened the queue.
+        """Prompt tokens that the current step computes."""
+        self._most = 0  # The most prompt tokens by which a step has shortened the queue.
         self._step: int | None = None  # Steps that have ended; None before the first frame.
-        self._is_known = False  # Whether the present one began when `began_s` says.
+        self._is_known = False  # Whether the current step began at `began_s`.
         self._queued = 0
         self._line = Line(window=_STEPS_KEPT)
 
     def frame(self, *, step: int, at_s: float, num_queued: int, is_idle: bool) -> None:
-        """A frame came: ``step`` steps have ended, ``num_queued`` prompt tokens are left.
+        """Learns from a frame: ``step`` steps have ended, ``num_queued`` prompt tokens are left.
 
-        A frame of no new step, such as a heartbeat, says nothing new, and of several steps at once
-        nothing is learned where they had prompts to compute: it is not known how many each.
+        A frame without a new step, such as a heartbeat, is ignored. If several steps ended at once
+        and computed prompts, nothing is learned: the tokens of each are unknown.
         """
         num_steps = 1 if self._step is None else step - self._step
         if num_steps <= 0:
@@ -200,12 +201,12 @@ class StepClock:
 
 
 class Line:
-    """A line through what was seen lately: how long work takes, by its tokens.
+    """An online linear fit of how long work takes to its number of tokens.
 
         seconds = fixed + per_token * tokens
 
-    fitted by least squares to about the last ``window`` observations, neither part negative. Memory
-    does not grow with what was seen.
+    The fit is by least squares over about the last ``window`` observations; neither coefficient is
+    negative. Memory is constant.
     """
 
     __slots__ = ("_kept", "_moments", "_num_seen")
@@ -218,7 +219,7 @@ class Line:
 
     def add(self, num_tokens: float, seconds: float, *, weight: float = 1.0) -> None:
         if not 0 < seconds < inf:
-            return  # A clock that went back teaches nothing.
+            return  # The clock went back, for example.
         n, x, y, xx, xy = [self._kept * moment for moment in self._moments]
         x_w, y_w = weight * num_tokens, weight * seconds
         self._moments = (
@@ -232,12 +233,12 @@ class Line:
 
     @property
     def parts(self) -> tuple[float, float] | None:
-        """``fixed`` and ``per_token``; None where too little was seen."""
+        """``(fixed, per_token)`` in seconds; None before `MIN_OBSERVATIONS`."""
         if self._num_seen < MIN_OBSERVATIONS:
             return None
         n, x, y, xx, xy = self._moments
         spread = n * xx - x * x
         slope = max((n * xy - x * y) / spread, 0.0) if spread > 1e-6 * n * xx else 0.0
         fixed = (y - slope * x) / n
-        # Both parts at 0 or above: the line goes through the origin.
+        # A negative fixed part is replaced by a fit through the origin.
         return (fixed, slope) if fixed >= 0 else (0.0, xy / xx)

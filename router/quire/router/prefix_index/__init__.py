@@ -1,1 +1,1 @@
-"""Which group holds which blocks: the directory and the index that it looks up."""
+"""The block directory (which group holds which KV blocks) and the index behind it."""

@@ -1,19 +1,19 @@
-"""The block directory: which replica group holds which cached blocks, as their events say.
+"""The block directory: which replica group holds which KV blocks, according to its block events.
 
 A group's entries equal the state of that group's event log at one point of one epoch, its
-*position*. A batch that leaves a gap changes nothing and is answered with the position to resync
-from. So entries can be old, but they are never a mixture, and never of a former epoch.
+*position*. A batch that leaves a gap changes nothing, and the answer is the position to resync
+from. So entries can be old, but they never mix two points in time or two epochs.
 
-If that fails for an unforeseen reason, the digests that come with the events reveal it: the buckets
-whose digest differs have *drifted*, and are requested again. Meanwhile they are used as they are,
-because a wrong hint only costs recomputation.
+If that fails for an unforeseen reason, the digests that are sent with the events reveal it. The
+buckets whose digest differs have *drifted* and are requested again. Until then they are used as
+they are, because a wrong entry only costs recomputation.
 
-A group with several tiers has a slot in the index for each: slot t has the blocks that lie in tier
-t or in a faster one. A block moves between tiers without leaving these, so that each slot's chains
-have no holes. A new group has one tier, until a batch of its epoch shows more.
+A group with several tiers (GPU, host memory, disk) has a slot in the index for each: slot t has the
+blocks in tier t or a faster one. A block that moves to a slower tier stays in that tier's slot, so
+the chains of each slot have no holes. A new group has one tier, until a batch shows more.
 
-An epoch not seen before is a newer incarnation. Batches reach a gateway over one stream per group,
-so a late one belongs to an epoch that was seen before the present one, and those are remembered.
+A new epoch means that the group restarted. Batches reach a gateway over one stream per group, so a
+late batch belongs to an epoch that was seen before the current one. Those epochs are remembered.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ from quire.worker.api.events import (
 from quire.worker.api.hashing import BlockHash, BlockHashes
 
 GroupId = NewType("GroupId", str)
-"""Names a replica group. The same name may come back with another epoch."""
+"""Names a replica group. The same name may be used again, with another epoch."""
 
 _REMEMBERED_EPOCHS = 8
 
@@ -44,7 +44,7 @@ _ROOM_TO_HEAL = 0.9
 
 
 class Position(NamedTuple):
-    """From where on a group is to tell its events; of an unknown one, from the beginning."""
+    """The event from which to subscribe to a group; the default is its first event."""
 
     epoch: int = 0
     next_seq: int = 0
@@ -54,16 +54,17 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The batch is part of the directory now, or was already, or is of a former epoch."""
+    """The batch was applied, or had been before, or was ignored as one of a former epoch."""
 
     num_events: int
 
 
 @dataclass(frozen=True, slots=True)
 class NeedsResync:
-    """Something is missing: resync from this position.
+    """The caller must resync from this position.
 
-    Either events before the batch are missing, and the batch was left out, or some buckets differ.
+    Either events before the batch are missing and the batch was not applied, or some buckets have
+    drifted.
     """
 
     epoch: int
@@ -81,23 +82,23 @@ class DirectoryStats:
     num_events: int
     num_gaps: int
     num_resyncs: int
-    """Snapshots taken in, whole ones and of some buckets."""
+    """Snapshots applied, of all buckets or of some."""
     num_late_batches: int
-    """Batches of an epoch that had ended."""
+    """Batches ignored because they were of a former epoch."""
     num_drifted_buckets: int
-    """Buckets found to differ from what their group holds."""
+    """Buckets found to differ from the blocks that their group holds."""
     num_refused_blocks: int
-    """Blocks left out because the directory was full, once for each tier."""
+    """Blocks left out because the directory was full, counted once per tier."""
     num_sets: int
     """Distinct sets of holders."""
     num_bytes: int
     max_blocks: int
     num_stale_groups: int
-    """Groups whose events were silent for too long when `BlockDirectory.expire` last looked."""
+    """Groups without events for too long, as of the last `BlockDirectory.expire`."""
 
 
 class _Group:
-    """One group's position in its log, and the slots that stand for its tiers in the index."""
+    """One group's position in its event log, and the index's slots of its tiers."""
 
     __slots__ = (
         "drifted",
@@ -124,11 +125,11 @@ class _Group:
 
 
 class BlockDirectory:
-    """Which group holds which blocks. Not safe for threads.
+    """Which group holds which blocks. Not thread-safe.
 
-    At ``max_blocks`` a block without a holder is left out and counted, and requested again once
-    there is room. So a prefix may be reported too short but never too long, and the blocks left out
-    are the latest ones and not the roots, which most requests share.
+    At ``max_blocks`` a block that no group holds yet is refused: left out, counted, and requested
+    again once there is room. So a prefix may be reported too short but never too long. The refused
+    blocks are the latest ones, not the roots, which most requests share.
     """
 
     def __init__(
@@ -142,9 +143,9 @@ class BlockDirectory:
         self._max_blocks = max_blocks
         self._stale_after_s = stale_after_s
         self._groups: dict[GroupId, _Group] = {}
-        # By slot; of one that is free, its last. None is a slower tier's.
+        # The group of each slot; a free slot keeps its last. None for the slot of a slower tier.
         self._names: list[GroupId | None] = []
-        self._free_slots: list[Slot] = []  # The smallest is the next to be taken.
+        self._free_slots: list[Slot] = []  # A heap: the smallest slot is taken first.
         self._index = new_index(max_blocks=max_blocks) if index is None else index
         self._num_events = 0
         self._num_gaps = 0
@@ -153,35 +154,35 @@ class BlockDirectory:
         self._num_drifted_buckets = 0
 
     def longest_prefix(self, hashes: Sequence[BlockHash]) -> dict[GroupId, int]:
-        """How many of ``hashes``, a chain, each group has in its KV cache from the first on.
+        """How many leading blocks of the chain ``hashes`` each group has in its KV cache.
 
-        Groups that lack the first block are left out. It costs a few look-ups per end of a
-        group's prefix, not one per hash: see `quire.router.prefix_index.index`.
+        Groups without the first block are left out. The cost is a few look-ups per distinct prefix
+        length, not one per hash: see `quire.router.prefix_index.index`.
         """
         found = self._index.longest_prefix(BlockHashes.of(hashes).data, self._names)
         found.pop(None, None)
         return found  # type: ignore[return-value]
 
     def prefix_lengths(self, hashes: Sequence[BlockHash]) -> Lengths:
-        """The same for each tier and those before it, as an array over `slots`, which costs no more
-        for hundreds of groups.
+        """How many leading blocks of the chain each slot has: one slot per tier, see `slots`.
 
-        It belongs to the directory and holds until the next look-up.
+        As an array it costs no more for hundreds of groups. It belongs to the directory and is
+        valid until the next look-up.
         """
         return self._index.prefix_lengths(BlockHashes.of(hashes).data)
 
     def slots(self, group_id: GroupId) -> tuple[Slot, ...]:
-        """Where each of the group's tiers is in `prefix_lengths`, until the group is dropped or a
-        batch with another epoch or more tiers is applied; none where it is unknown."""
+        """The index of each of the group's tiers in `prefix_lengths`; empty for an unknown group.
+        Valid until the group is dropped or a batch with a new epoch or more tiers is applied."""
         group = self._groups.get(group_id)
         return group.slots if group else ()
 
     def apply(self, group_id: GroupId, batch: EventBatch, *, now_s: float) -> Applied | NeedsResync:
-        """Takes in what ``batch`` adds to what is known of the group.
+        """Applies the events or the snapshot of ``batch`` to the group's entries.
 
         Events that were already applied are skipped, and so is a whole batch of a former epoch.
-        A new epoch forgets all that the group held before. A snapshot replaces what it covers,
-        unless what is known is newer.
+        A new epoch drops all entries of the group. A snapshot replaces the entries that it covers,
+        unless those are newer.
         """
         group = self._group_at(group_id, batch.epoch, now_s=now_s)
         if group is None:
@@ -190,7 +191,7 @@ class BlockDirectory:
         self._grow(group, _num_tiers(batch))
         num_known = group.next_seq - batch.first_seq
         if num_known < 0 and (batch.snapshot is None or batch.buckets is not None):
-            # Not counted as heard: a group that never manages to resync goes stale.
+            # `last_heard_s` stays: a group that never manages to resync goes stale.
             self._num_gaps += 1
             return NeedsResync(*group.position)
         group.last_heard_s = now_s
@@ -215,17 +216,17 @@ class BlockDirectory:
         return Applied(num_events)
 
     def position(self, group_id: GroupId) -> Position:
-        """From where on to ask the group for events."""
+        """The event from which to subscribe to the group."""
         group = self._groups.get(group_id)
         return group.position if group else Position()
 
     def num_blocks(self, group_id: GroupId) -> int:
-        """How many blocks the group is known to hold, in any tier."""
+        """How many blocks the group holds, in any tier."""
         group = self._groups.get(group_id)
         return self._num_held(group) if group else 0
 
     def drop(self, group_id: GroupId) -> None:
-        """Forgets the group altogether. Its stream must have been closed."""
+        """Removes the group. Its event stream must have been closed."""
         group = self._groups.pop(group_id, None)
         if group is not None:
             self._clear(group)
@@ -233,9 +234,9 @@ class BlockDirectory:
                 heappush(self._free_slots, slot)
 
     def expire(self, *, now_s: float) -> list[GroupId]:
-        """Forgets the blocks of groups that were silent for too long, and returns those groups.
+        """Drops the blocks of groups that sent nothing for too long, and returns those groups.
 
-        What such a group sends next is answered with a resync from its first event.
+        The next batch of such a group is answered with a resync from its first event.
         """
         silent = []
         for group_id, group in self._groups.items():
@@ -276,7 +277,7 @@ class BlockDirectory:
         return len(events)
 
     def _compare(self, group: _Group, digest: Digest) -> None:
-        """Notes the buckets in which the group holds other blocks than is known of it."""
+        """Sets the drifted buckets: those whose digest differs from the group's own."""
         found = [self._index.digests(slot) for slot in group.slots]
         if b"".join(ours for ours, _ in found) == digest:
             group.drifted = b""
@@ -293,7 +294,7 @@ class BlockDirectory:
         self._num_drifted_buckets += len(group.drifted)
 
     def _grow(self, group: _Group, num_tiers: int) -> None:
-        """Makes room for the tiers of a batch. What is known of the group then is told again."""
+        """Adds slots for new tiers. The group's entries are dropped, to be resynced."""
         if num_tiers <= len(group.slots):
             return
         if not self._is_new(group):
@@ -302,7 +303,7 @@ class BlockDirectory:
             group.slots += (self._take_slot(None),)
 
     def _is_new(self, group: _Group) -> bool:
-        """Whether nothing is known of the group's epoch."""
+        """Whether nothing of the group's current epoch was applied yet."""
         return not group.next_seq and not any(map(self._index.num_held, group.slots))
 
     def _num_held(self, group: _Group) -> int:
@@ -332,7 +333,7 @@ class BlockDirectory:
         return slot
 
     def _clear(self, group: _Group) -> None:
-        """Begins the group's epoch from nothing."""
+        """Drops the group's entries and returns to the first event of its epoch."""
         for slot in group.slots:
             self._index.clear(slot=slot)
         group.next_seq = 0
@@ -340,7 +341,7 @@ class BlockDirectory:
 
 
 def _num_tiers(batch: EventBatch) -> int:
-    """The most tiers that the batch shows its group to have."""
+    """The number of tiers that the group has at least, as far as the batch shows."""
     num_tiers = 1 + len(batch.slower)
     if batch.digest is not None:
         num_tiers = max(num_tiers, len(batch.digest) // DIGEST_BYTES)
@@ -351,7 +352,7 @@ def _num_tiers(batch: EventBatch) -> int:
 
 
 def _by_tier(batch: EventBatch, num_tiers: int) -> Iterator[bytes]:
-    """A snapshot's hashes for each tier: those in it or in a faster one."""
+    """A snapshot's hashes for each tier's slot: blocks in that tier or a faster one."""
     assert batch.snapshot is not None
     data = batch.snapshot.data
     for tier in range(num_tiers):

@@ -1,17 +1,17 @@
-"""Which groups hold which blocks, in memory that does not grow with the number of groups.
+"""Maps blocks to the groups that hold them, in memory that does not grow with the number of groups.
 
-Each key points to the set of its holders, which all keys with the same holders share: an entry
+Each key points to the set of its holders, which all keys with the same holders share. So an entry
 takes the same memory whether one group holds the block or a hundred do. Sets are compared by
 identity. If two blocks of a chain have the same set, so do all blocks between them, because a group
 evicts only ends of chains and so holds a chain without holes.
 
-64 bits of a block's hash are enough for a key, because a wrong hint only costs recomputation and
+64 bits of a block's hash are enough for a key, because a wrong entry only costs recomputation and
 never changes an answer. Among ten million blocks, a look-up of an unknown one errs with a
-probability of 1e-12. The key's first byte, in the order of its value, is its *bucket*, the unit
-in which what is known of a group is compared with what the group holds.
+probability of 1e-12. The key's first byte, in the order of its value, is its *bucket*: the unit in
+which the directory's entries for a group are compared with the blocks that the group holds.
 
-There are two implementations of `PrefixIndex` with the same results: `native_holders`, compiled,
-and `python_holders` where there is no compiler.
+There are two implementations of `PrefixIndex` with the same results: `native_index` in C++, and
+`python_index` where there is no compiler.
 """
 
 from collections.abc import Sequence
@@ -23,21 +23,21 @@ import numpy.typing as npt
 T = TypeVar("T")
 
 Slot = int
-"""A small number that identifies a group."""
+"""A small number that identifies a tier of a group."""
 
 Lengths = npt.NDArray[np.int32]
-"""For each slot, how many blocks of a chain its group holds, from the first on."""
+"""For each slot, how many leading blocks of a chain it holds."""
 
 
 class PrefixIndex(Protocol):
-    """From blocks to the slots that hold them.
+    """Maps blocks to the slots that hold them.
 
-    Hashes come as the bytes of a `quire.worker.api.hashing.BlockHashes`. At ``max_blocks`` a block
-    that nobody holds yet is refused: left out, counted, and its bucket noted.
+    Hashes are passed as the bytes of a `quire.worker.api.hashing.BlockHashes`. At ``max_blocks`` a
+    block that no slot holds yet is refused: left out, counted, and its bucket marked.
     """
 
     num_slots: int
-    """Slots that may be used are below it."""
+    """Slots below this number may be used."""
 
     @property
     def num_blocks(self) -> int:
@@ -48,11 +48,11 @@ class PrefixIndex(Protocol):
 
     @property
     def num_sets(self) -> int:
-        """Distinct sets of holders, those that became empty and still have keys included."""
+        """Distinct sets of holders. Sets that became empty but still have keys are included."""
 
     @property
     def num_bytes(self) -> int:
-        """The memory that all this takes."""
+        """The memory that the index takes."""
 
     def admit(self, slot: Slot) -> None:
         """Makes room for slots up to this one."""
@@ -62,7 +62,7 @@ class PrefixIndex(Protocol):
     def remove(self, hashes: bytes, *, slot: Slot) -> None: ...
 
     def clear(self, *, slot: Slot) -> None:
-        """The slot holds nothing any longer. Costs a step per set of holders, not per block."""
+        """Removes all blocks from the slot. The cost is per set of holders, not per block."""
 
     def replace(self, hashes: bytes, *, slot: Slot, buckets: bytes) -> None:
         """Within ``buckets``, the slot now holds ``hashes`` and nothing else."""
@@ -70,24 +70,25 @@ class PrefixIndex(Protocol):
     def num_held(self, slot: Slot) -> int: ...
 
     def digests(self, slot: Slot) -> tuple[bytes, bytes]:
-        """The XOR of the slot's keys for each bucket, as in `quire.worker.api.events.Digest`; and
-        for each a byte that is not 0 where blocks were refused."""
+        """For each bucket, the XOR of the slot's keys, as in `quire.worker.api.events.Digest`; and
+        for each bucket, a byte that is not 0 if blocks of it were refused."""
 
     def longest_prefix(self, hashes: bytes, names: Sequence[T]) -> dict[T, int]:
-        """How many of a chain's ``hashes`` each slot holds from the first on; not those of none.
+        """How many leading blocks of a chain each slot holds; slots without the first are left out.
 
-        ``names`` are those of the slots in the answer.
-        Where a slot holds it with holes, one of its ends: it holds the last block counted, and
-        the next one not.
+        The keys of the answer are the slots' ``names``. If a slot holds the chain with holes, the
+        number is one at which it holds the last block counted and lacks the next.
         """
 
     def prefix_lengths(self, hashes: bytes) -> Lengths:
-        """The same for all slots. The array is the index's, and good until the next call."""
+        """How many leading blocks of a chain each slot holds, for all slots.
+
+        The array belongs to the index and is valid until the next call."""
 
 
 def new_index(*, max_blocks: int) -> PrefixIndex:
-    """The compiled index where it can be had."""
-    # Each imports this module for its types.
+    """The index in C++ if it is available, else the one in Python."""
+    # Imported here because both import this module for its types.
     from quire.router.prefix_index.native_index import NativePrefixIndex, library
     from quire.router.prefix_index.python_index import PythonPrefixIndex
 

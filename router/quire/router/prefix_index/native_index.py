@@ -1,4 +1,4 @@
-"""`native/holders.cpp` for Python: the compiled `quire.router.prefix_index.index.PrefixIndex`.
+"""The `quire.router.prefix_index.index.PrefixIndex` in C++: bindings of `native/holders.cpp`.
 
 ``python -m quire.router.prefix_index.native_index`` compiles it ahead of the first use.
 """
@@ -22,19 +22,19 @@ _SOURCES = Path(__file__).parent / "native"
 _FLAGS = ("-O3", "-std=c++17", "-fPIC")
 
 _MAX_SLOTS = 1 << 24
-"""Beyond any cluster. Each one admitted takes memory, 2 KiB."""
+"""More than any cluster needs. Each admitted slot takes 2 KiB of memory."""
 
 
 @functools.cache
 def library() -> ctypes.PyDLL | None:
-    """The library, or ``None`` where there is no compiler or it is not wanted."""
+    """The compiled library, or ``None`` if there is no compiler or it is disabled."""
     return native_build.load_or_do_without(
         _load, without="the block directory runs in Python, several times slower"
     )
 
 
 def _load() -> ctypes.PyDLL:
-    # With the GIL: giving it up and waiting for it again costs more than a look-up.
+    # PyDLL keeps the GIL: releasing and taking it again costs more than a look-up.
     loaded = ctypes.PyDLL(str(build()))
     _check_sizes(loaded)
     for source in _SOURCES.glob("*.cpp"):
@@ -48,10 +48,10 @@ def build() -> Path:
 
 
 def _check_sizes(library: ctypes.PyDLL) -> None:
-    """It reads hashes from our buffers and writes digests to them.
+    """Checks the sizes of the buffers that the library reads hashes from and writes digests to.
 
     Raises:
-        RuntimeError: Their sizes are others in the library.
+        RuntimeError: The library was compiled with other sizes.
     """
     sizes = {"hash_bytes": HASH_BYTES, "num_digests": NUM_BUCKETS}
     for name, here in sizes.items():
@@ -61,7 +61,7 @@ def _check_sizes(library: ctypes.PyDLL) -> None:
 
 
 class NativePrefixIndex:
-    """See `quire.router.prefix_index.index.PrefixIndex`."""
+    """The `quire.router.prefix_index.index.PrefixIndex` in C++."""
 
     def __init__(self, library: ctypes.PyDLL, *, max_blocks: int) -> None:
         self.num_slots = 0

@@ -1,5 +1,7 @@
-"""`quire.router.prefix_index.index.PrefixIndex` where there is no compiler: sets of slots as
-Python's ints."""
+"""The `quire.router.prefix_index.index.PrefixIndex` in Python, for machines without a compiler.
+
+A set of slots is an int used as a bit mask.
+"""
 
 import struct
 from collections.abc import Sequence
@@ -12,7 +14,7 @@ from quire.worker.api.events import NUM_BUCKETS, bucket_of, keys_of
 
 
 class _Holders:
-    """The slots that hold the blocks pointing here; ``mask`` 0 is nobody any longer."""
+    """A set of slots that ``num_keys`` blocks share. Bit s of ``mask`` is slot s; 0: no holder."""
 
     __slots__ = ("mask", "num_keys")
 
@@ -36,7 +38,7 @@ _NOBODY = _Holders(0)
 
 
 class PythonPrefixIndex:
-    """See `quire.router.prefix_index.index.PrefixIndex`."""
+    """The `quire.router.prefix_index.index.PrefixIndex` in Python."""
 
     def __init__(self, *, max_blocks: int) -> None:
         self.num_slots = 0
@@ -58,7 +60,7 @@ class PythonPrefixIndex:
 
     @property
     def num_bytes(self) -> int:
-        """Close to it: keys are ints of 36 bytes, a set is small and its ints are not counted."""
+        """An estimate: 36 bytes per key and 150 per set; the masks' ints are not counted."""
         num_keys = len(self._index)
         return getsizeof(self._index) + 36 * num_keys + 150 * len(self._holders)
 
@@ -74,8 +76,8 @@ class PythonPrefixIndex:
         self._remove(keys_of(hashes), slot)
 
     def clear(self, *, slot: Slot) -> None:
-        """Blocks left without an owner go when they are half of all, which spreads the walk over
-        at least as many blocks stored: a gateway must not stop to walk all because a group died.
+        """Blocks without a holder are deleted only once they are half of all blocks. So a gateway
+        does not stop to scan the whole index whenever a group dies.
         """
         held, self._slots[slot] = self._slots[slot], _Held()
         if not held.num_blocks:
@@ -87,7 +89,7 @@ class PythonPrefixIndex:
                 holders.mask &= ~bit
                 if not holders.mask:
                     self._num_ownerless += holders.num_keys
-            # Two sets may have become equal; one of them then takes no more keys.
+            # Two sets may have become equal; only one of them is given new keys.
             if holders.mask:
                 self._by_mask[holders.mask] = holders
         if 2 * self._num_ownerless > len(self._index):
@@ -125,7 +127,7 @@ class PythonPrefixIndex:
         last = get(keys[4 * num_hashes - 4], _NOBODY)
         lengths: dict[T, int] = {}
         alive = first.mask
-        # Spans of blocks, the first one on top, with the holders at both ends.
+        # A stack of spans of blocks, the first span on top, with the holders at both ends.
         spans = [(num_hashes - 1, last, num_hashes, _NOBODY), (0, first, num_hashes - 1, last)]
         while spans:
             low, at_low, high, at_high = spans.pop()
@@ -183,7 +185,7 @@ class PythonPrefixIndex:
             held.digests[bucket_of(key)] ^= key
 
     def _point(self, key: int, old: _Holders | None, mask: int) -> None:
-        """Makes the holders of ``key`` those of ``mask``, which differs from its old one."""
+        """Sets the holders of ``key`` to ``mask``, which differs from the old one's."""
         if old is not None:
             old.num_keys -= 1
             if not old.mask:
@@ -203,7 +205,7 @@ class PythonPrefixIndex:
         self._index[key] = new
 
     def _sweep(self) -> bool:
-        """Deletes the blocks without an owner; tells whether there were any."""
+        """Deletes the blocks without a holder; returns whether there were any."""
         if not self._num_ownerless:
             return False
         self._index = {key: holders for key, holders in self._index.items() if holders.mask}

@@ -1,23 +1,23 @@
-"""How much faster prefix caching can make a workload: the theoretical bound beside a measurement.
+"""The theoretical upper bound of the speedup that prefix caching gives a workload.
 
-A step costs, near enough, a fixed part, a part per prompt token computed, a part per token that
-those attend to, and a part per sequence decoded:
+The time of a step is modelled as a fixed part, a part per prompt token computed, a part per token
+that those attend to, and a part per sequence decoded:
 
     seconds = step + token * num_prefill_tokens + attended * num_attended + decode * num_decodes
 
 The four are fitted to steps *without* caching: those of the run, and those of its longest prompt
-alone in chunks, which tell what attention adds to a token. A cache that holds the first ``h``
-tokens of a prompt of ``n`` leaves its last ``n - h`` to compute, each of which attends to all
-before it, cached or not. So with these hits the prompts have to cost at least
+alone in chunks, which show the cost of attention per token. If the first ``h`` tokens of a prompt
+of ``n`` are cached, the last ``n - h`` must be computed, each of which attends to all before it,
+cached or not. So with these hits the prompts cost at least
 
     Σ token * (n - h) + Σ attended * (n(n+1) - h(h+1)) / 2
 
-To that comes what steps and decodes cost, fitted to the steps without prompts of the run *with*
-caching: reading one copy of a prefix for many sequences can be a good deal cheaper than reading
-many, and that is not what the hit rate bounds. The bound is the uncached time divided by the sum.
+The cost of steps and decodes is added, fitted to the decode-only steps of the run *with* caching:
+reading one copy of a prefix for many sequences can be much cheaper than reading many copies, which
+the hit rate does not bound. The bound is the uncached time divided by the sum.
 
-A real cache stays below it because of prefix look-ups, and because prefill is slower behind a
-cached prefix or in steps that it does not fill. Noise can lift a measurement above it.
+A real cache stays below the bound because of prefix look-ups, and because prefill is slower after a
+cached prefix or in steps that it does not fill. Noise can raise a measurement above it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ from quire.worker.bench.measure import StepSample
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepCost:
-    """Seconds that a step costs, by what it computes. None is negative."""
+    """The coefficients of a step's time in seconds. None is negative."""
 
     step_s: float
     per_prefill_token_s: float
@@ -49,16 +49,16 @@ class StepCost:
 
 
 def fit_step_cost(steps: Sequence[StepSample]) -> StepCost:
-    """The non-negative costs that explain ``steps`` best, by least squares of relative errors.
+    """Fits non-negative costs to ``steps``, by least squares of relative errors.
 
-    A cost that comes out negative, as where all steps are alike, is set to 0 and the others are
-    fitted again.
+    A cost that comes out negative, for example because all steps are alike, is set to 0 and the
+    others are fitted again.
     """
     shapes = np.array(
         [[1.0, step.num_prefill_tokens, step.num_attended, step.num_decodes] for step in steps]
     )
-    # A step's error grows with its length; and columns are of one size, or the solver takes the
-    # smallest for noise.
+    # Errors are relative to a step's length. Columns are scaled to one size, because the solver
+    # would otherwise treat the smallest as noise.
     relative = shapes / np.array([[step.seconds] for step in steps])
     scale = relative.max(axis=0) + (relative.max(axis=0) == 0)
     ones = np.ones(len(steps))
@@ -86,10 +86,10 @@ def speedup_bound(
     prompts: Iterable[tuple[int, int]],
     decode_s: float,
 ) -> float:
-    """The most that uncached ÷ cached time can be; see the top of this module.
+    """The upper bound of uncached ÷ cached time; see the module's docstring.
 
-    ``prompts`` has the length of each and how many of its tokens are hits; ``decode_s`` is what
-    steps and decodes cost with caching.
+    ``prompts``: each prompt's length and its number of cached tokens. ``decode_s``: seconds of
+    steps and decodes with caching.
     """
     num_prefill_tokens = num_attended = 0
     for num_tokens, num_hits in prompts:

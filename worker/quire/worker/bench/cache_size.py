@@ -1,4 +1,4 @@
-"""KV cache sizes as a user writes them: 25%, 4096tokens, 500blocks, 64MiB, or plain bytes."""
+"""Parses KV cache sizes that a user enters: 25%, 4096tokens, 500blocks, 64MiB, or plain bytes."""
 
 import re
 from dataclasses import dataclass
@@ -20,15 +20,15 @@ _UNITS: dict[str, tuple[Unit, int]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheSize:
-    """A size of the KV cache. 100 % has a slot for every token of the workload."""
+    """A size of the KV cache. 100 % means one slot for every token of the workload."""
 
     text: str
-    """The size as the user wrote it."""
+    """The size as the user entered it."""
     amount: float
     unit: Unit
 
     def num_blocks(self, *, block_size: int, token_bytes: int, workload_tokens: int) -> int:
-        """The whole blocks that it is; a share of the workload is rounded up."""
+        """The size in whole blocks, rounded up if it is a share of the workload."""
         if self.unit == "blocks":
             return int(self.amount)
         if self.unit == "bytes":
@@ -40,10 +40,10 @@ class CacheSize:
 
 
 def parse_cache_size(text: str) -> CacheSize:
-    """Reads ``text``, a number and a unit.
+    """Parses ``text``, a number and a unit.
 
     Raises:
-        ConfigError: It is none, or not above 0.
+        ConfigError: It is not a size, or not above 0.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[A-Za-z]*)", text.strip())
     if match is None or match[2] not in _UNITS or float(match[1]) <= 0:

@@ -16,7 +16,7 @@ PlotFormat = Literal["png", "svg"]
 
 
 Kind = Literal["prefix", "blocksize"]
-"""Prefix caching on against off, or block sizes against each other."""
+"""Compare prefix caching on and off, or compare block sizes."""
 
 _TABLES = {"prefix": report.prefix_table, "blocksize": report.block_size_table}
 _PLOTS = {"prefix": plot.plot_prefix, "blocksize": plot.plot_block_sizes}
@@ -25,7 +25,7 @@ _PLOTS = {"prefix": plot.plot_prefix, "blocksize": plot.plot_block_sizes}
 def bench(
     kind: Kind, config: SweepConfig, workload: Workload, *, output: Path, plot_format: PlotFormat
 ) -> int:
-    """Runs the measurements; prints a table, writes JSON and a plot."""
+    """Runs the measurements, prints a table, writes JSON and a plot; returns the exit status."""
     report.check_writable(output)
     rows = _sweep(config, workload)
     print(_TABLES[kind](rows))

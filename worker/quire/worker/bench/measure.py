@@ -1,8 +1,8 @@
-"""One run of a workload through an engine, and its measurements.
+"""Runs a workload through an engine once and measures it.
 
-Time is that spent in `Engine.add_request` and `Engine.step`: reading the statistics between the
-steps is not counted. Each run has an engine of its own, so it begins with an empty cache; the
-executor below, with the model, is shared.
+Only the time in `Engine.add_request` and `Engine.step` counts, not that of reading statistics
+between steps. Each run has a new engine and so begins with an empty cache; the executor, which has
+the model, is shared by all runs.
 """
 
 import time
@@ -23,11 +23,11 @@ from quire.worker.step.sampling_batch import Adjustments
 
 
 class StepSample(NamedTuple):
-    """The work of one step, and its time, scheduling and bookkeeping included."""
+    """The work of one step, and its time including scheduling and bookkeeping."""
 
     num_prefill_tokens: int
     num_attended: int
-    """Over those tokens, the tokens that each attends to, itself included."""
+    """The sum over the prefilled tokens of the tokens that each attends to, itself included."""
     num_decodes: int
     seconds: float
 
@@ -39,29 +39,29 @@ class Run:
     seconds: float
     steps: tuple[StepSample, ...]
     probe: tuple[StepSample, ...] = ()
-    """Steps of the longest prompt alone, in chunks, without caching; where that was run."""
+    """Steps of the longest prompt alone, in chunks, without caching; empty if it was not run."""
     ttft_s: tuple[float, ...]
-    """From each request's submission to its first token, the wait in the queue included."""
+    """Seconds from each request's submission to its first token, queueing included."""
     outputs: tuple[TokenIds, ...]
     hits: tuple[int, ...]
-    """Prompt tokens found in the cache, for each request."""
+    """Cached prompt tokens of each request."""
     num_prompt_tokens: int
     num_hit_tokens: int
     num_output_tokens: int
     num_preemptions: int
     num_evictions: int
-    """Cached blocks that were given up for new ones."""
+    """Cached blocks that were evicted for new ones."""
     num_peak_blocks: int
     """The most blocks that running requests held after a step."""
     num_wasted_slots: int
-    """Slots of held blocks without a token, summed over the steps; so is the next."""
+    """Slots of held blocks without a token, summed over the steps; so is the field below."""
     num_held_slots: int
 
 
 class ExecutorView:
-    """An executor with a smaller cache than its own, that notes the shape of the last step.
+    """A view of an executor with a smaller cache, which records the shape of the last step.
 
-    Nothing runs ahead, so that the time between two results is that of one step.
+    Steps do not overlap, so that the time between two results is that of one step.
     """
 
     num_ahead = 0
@@ -91,7 +91,7 @@ class ExecutorView:
         return self._executor.result()
 
     def close(self) -> None:
-        """Leaves the executor open, for the next run."""
+        """Does not close the executor, which the next run uses."""
 
 
 def run_workload(
@@ -103,7 +103,7 @@ def run_workload(
     num_blocks: int,
     concurrency: int | None = None,
 ) -> Run:
-    """Runs all of ``workload`` on a fresh engine with ``num_blocks`` blocks of the executor's.
+    """Runs ``workload`` on a new engine with ``num_blocks`` of the executor's blocks.
 
     At most ``concurrency`` requests are in the engine at a time; ``None`` submits all at once.
     """

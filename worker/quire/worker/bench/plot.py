@@ -1,6 +1,6 @@
-"""A sweep as a picture: what was measured as lines, its bound as dashes of the same colour.
+"""Plots a sweep: measurements as solid lines, their bounds as dashed lines of the same colour.
 
-Needs matplotlib, which the extra ``bench`` brings.
+Needs matplotlib, which the extra ``bench`` installs.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ _GREY = "#555555"
 
 
 def has_matplotlib() -> bool:
-    """Whether a plot can be drawn here."""
+    """Whether matplotlib is installed."""
     try:
         import_module("matplotlib.figure")
     except ImportError:
@@ -50,8 +50,8 @@ def plot_prefix(rows: Sequence[Row], file: Path, *, title: str) -> None:
 
 
 def plot_reuse(rows: Sequence[ReuseRow], file: Path, *, title: str) -> None:
-    """The time to the first token over the prefix's length, a line for each place, and the shares
-    of computing it."""
+    """Time to the first token by prefix length, a line for each place that had the prefix, and as a
+    share of the time to compute it."""
     figure, (times, shares) = _figure(title, num_rows=1, num_columns=2)
     lengths = [row.num_tokens for row in rows]
     for number, place in enumerate(PLACES):
@@ -135,7 +135,7 @@ def _plot(
     *,
     label: str | None = None,
 ) -> None:
-    """One line: where several cache sizes have a value for a block size, the largest one."""
+    """Plots one line. If several cache sizes have a value at a block size, the largest counts."""
     values: dict[int, float] = {}
     for row in rows:
         block_size = row.cell.block_size
@@ -166,7 +166,7 @@ def _dress(axes: Any, title: str, unit: str, *, top: float | None = None) -> Non
 
 
 def _explain(axes: Any, styles: dict[str, str]) -> None:
-    """Says in a panel what its kinds of line mean; the colours are the figure's matter."""
+    """Adds a legend of a panel's line styles; the figure's legend explains colours."""
     handles = [
         axes.plot([], [], color=_GREY, linestyle=style, label=meaning)[0]
         for style, meaning in styles.items()

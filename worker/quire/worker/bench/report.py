@@ -1,4 +1,4 @@
-"""The table and the JSON file of a sweep."""
+"""Formats a sweep's results as tables, and writes them as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from quire.worker.bench.summary import Figures, Row
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell; figures stand to the right."""
+    """Formats a table with columns as wide as their widest cell; numbers are right-aligned."""
     widths = [max(len(line[column]) for line in (header, *rows)) for column in range(len(header))]
     lines = [header, ["-" * width for width in widths], *rows]
     return "\n".join(
@@ -21,7 +21,7 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def prefix_table(rows: Sequence[Row]) -> str:
-    """Two lines a row: without prefix caching, and with it beside its bounds."""
+    """A table with two lines per row: without prefix caching, and with it and its bounds."""
     header = (
         *("block", "cache", "caching", "out tok/s", "all tok/s", "speedup", "bound", "reached"),
         *("hits", "hits ∞", "lost", "evicted", "preempted", "wasted"),
@@ -56,7 +56,7 @@ def prefix_table(rows: Sequence[Row]) -> str:
 
 
 def block_size_table(rows: Sequence[Row]) -> str:
-    """One line a row, and throughput as a share of the best."""
+    """A table with one line per row, with throughput also as a share of the best."""
     header = (
         *("block", "cache", "out tok/s", "all tok/s", "of best", "hits", "hits ∞", "lost"),
         *(
@@ -90,7 +90,7 @@ def block_size_table(rows: Sequence[Row]) -> str:
 
 
 def closing_lines(rows: Sequence[Row]) -> list[str]:
-    """The meaning of the table's terms, and whether caching changed any token."""
+    """Lines that explain the table's terms and say whether caching changed any token."""
     lines = [
         "hits: prompt tokens found in the cache; hits ∞: in a cache that never evicts",
         "lost: prompt tokens that such a cache misses because a prefix ends inside a block",
@@ -114,14 +114,14 @@ def check_writable(output: Path) -> None:
     """Checks, before anything is measured, that the results can be written.
 
     Raises:
-        ConfigError: ``output`` is in no folder.
+        ConfigError: The folder of ``output`` does not exist.
     """
     if not output.parent.is_dir():
         raise ConfigError(f"no folder {output.parent}: make it, or give another --output")
 
 
 def write_json(file: Path, *, settings: dict[str, Any], rows: Sequence[Any]) -> None:
-    """Everything that the table shows, unrounded, and the settings that led to it.
+    """Writes all values of the table, unrounded, and the settings of the run.
 
     Each of ``rows`` is a dataclass.
 

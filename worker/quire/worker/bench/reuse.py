@@ -1,4 +1,4 @@
-"""What ``quire bench reuse`` found: times to the first token by where a prefix was."""
+"""The results of ``quire bench reuse``: times to the first token by where a prefix was stored."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ PLACES = ("computed", "cache", "host", "disk", "peer")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReuseRow:
     num_tokens: int
-    """Length of the prefix."""
+    """Length of the prefix in tokens."""
     seconds: dict[str, float]
-    """Medians of the seconds to the first token, by place."""
+    """Median seconds to the first token, by the place where the prefix was stored."""
 
     def share(self, place: str) -> float:
-        """Share of the time that computing the prompt takes."""
+        """The time of ``place`` as a share of the time to compute the prompt."""
         return self.seconds[place] / self.seconds["computed"]
 
 
 def reuse_table(rows: Sequence[ReuseRow]) -> str:
-    """A line for each length."""
+    """A table with a line for each prefix length."""
     others = PLACES[1:]
     lines = [f"{'tokens':>8} {'computed':>10}" + "".join(f"{place:>18}" for place in others)]
     for row in rows:

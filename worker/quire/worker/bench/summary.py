@@ -1,4 +1,4 @@
-"""Runs made into figures: medians over the repeats, and the theoretical bounds beside them."""
+"""Summarises runs: medians over the repeats, and the theoretical bounds."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from quire.worker.bench.workload import Workload, infinite_cache_hits
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """One combination of block size, cache size and caching; each the median of the repeats."""
+    """Medians over the repeats of one combination of block size, cache size and caching."""
 
     seconds: float
     output_tokens_per_s: float
     total_tokens_per_s: float
-    """Prompt and output."""
+    """Prompt and output tokens per second."""
     hit_rate: float
-    """Prompt tokens found in the cache, of all prompt tokens."""
+    """Cached prompt tokens as a share of all prompt tokens."""
     num_evictions: float
     num_preemptions: float
     fragmentation: float
-    """Slots of held blocks that no token fills, of all slots of held blocks, over all steps."""
+    """Empty slots of held blocks as a share of all slots of held blocks, over all steps."""
     num_peak_blocks: float
     """The most blocks held at the same time."""
     ttft_mean_ms: float
@@ -35,20 +35,20 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speedup:
-    """Cached against uncached throughput, and what it could be."""
+    """The speedup of caching, and its upper bounds."""
 
     measured: float
-    """Uncached ÷ cached time; the median over the repeats, each a pair run back to back."""
+    """Uncached ÷ cached time: the median over the repeats, each a pair of consecutive runs."""
     bound: float
-    """The speed at the measured hits if hits cost nothing; see `quire.worker.bench.bound`."""
+    """The speedup at the measured hit rate if hits were free; see `quire.worker.bench.bound`."""
     infinite_bound: float
-    """The same at the hit rate of a cache that never evicts."""
+    """The bound at the hit rate of a cache that never evicts."""
     reached: float
     """``measured / bound``."""
     cost: StepCost
-    """Without caching."""
+    """The fitted cost of steps without caching."""
     num_different_outputs: int
-    """Requests whose tokens differ between any two runs, cached or not. Should be 0."""
+    """Requests whose tokens differ between any two runs, cached or not; it should be 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,18 +61,18 @@ class Row:
     infinite_hit_rate: float
     """Hit rate of a cache that never evicts, at this block size."""
     lost_rate: float
-    """Prompt tokens that such a cache has but for the rest of a block, of all prompt tokens."""
+    """Prompt tokens that such a cache misses because they do not fill a block, of all of them."""
     speedup: Speedup | None
-    """``None`` where caching was not switched off for comparison."""
+    """``None`` if there are no runs without caching to compare with."""
 
 
 def summarize(runs: Runs, workload: Workload) -> list[Row]:
-    """A row for each cell, in their order."""
+    """Summarises the runs of each cell as a row, in their order."""
     return [_row(cell, of_cell, workload) for cell, of_cell in runs.items()]
 
 
 def figures(runs: Sequence[Run]) -> Figures:
-    """The medians of some repeats of one combination."""
+    """The medians over the repeats of one combination."""
 
     def middle(figure: Callable[[Run], float]) -> float:
         return float(median(figure(run) for run in runs))
@@ -142,7 +142,7 @@ def _speedup(
 
 
 def _decode_seconds(cached: list[Run], uncached_cost: StepCost) -> float:
-    """The cost of a cached run's steps without their prompts."""
+    """Seconds of a cached run's steps without the cost of their prompts."""
     steps = _typical_steps([run.steps for run in cached])
     without_prompts = [step for step in steps if step.num_prefill_tokens == 0]
     cost = fit_step_cost(without_prompts) if without_prompts else uncached_cost
@@ -155,10 +155,10 @@ def _decode_seconds(cached: list[Run], uncached_cost: StepCost) -> float:
 
 
 def _typical_steps(runs: Sequence[tuple[StepSample, ...]]) -> list[StepSample]:
-    """The steps of one run, each as long as its median over all.
+    """The steps of one run, each with its median time over all runs.
 
-    The same requests make the same steps in every repeat, so that a step that something else on
-    the machine disturbed in one repeat does not bend the fit.
+    The same requests cause the same steps in every repeat. So a step that was disturbed by other
+    work on the machine in one repeat does not distort the fit.
     """
     return [
         alike[0]._replace(seconds=median(step.seconds for step in alike))

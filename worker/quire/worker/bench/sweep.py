@@ -1,8 +1,8 @@
-"""A workload over block sizes, cache sizes, and prefix caching off and on.
+"""Runs a workload over block sizes, cache sizes, and prefix caching off and on.
 
-Each repeat goes through every combination, off and on directly after each other, so that a
-machine that warms up or is busy for a while treats all alike. The model is loaded once per
-repeat and block size, which is also how little memory this takes: one model, one KV cache.
+Each repeat runs every combination, with caching off and on consecutively, so that warm-up or other
+load on the machine affects all alike. The model is loaded once per repeat and block size, so memory
+for one model and one KV cache is enough.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ _PROBE_CHUNKS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class SweepConfig:
-    """The combinations to run. ``engine``'s block size, cache size and prefix caching are replaced.
+    """The combinations to run. ``engine``'s block size, cache size and prefix caching are ignored.
 
     Raises:
         ConfigError: There is nothing to run.
@@ -33,7 +33,7 @@ class SweepConfig:
     block_sizes: tuple[int, ...]
     cache_sizes: tuple[CacheSize, ...]
     skips_small: bool = False
-    """Leave out cache sizes that cannot hold the longest request, instead of refusing them."""
+    """Whether to skip cache sizes that cannot hold the longest request, rather than refuse them."""
     caching: tuple[bool, ...] = (False, True)
     repeats: int = 3
     concurrency: int | None = None
@@ -51,7 +51,7 @@ class SweepConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """One block size and one cache size, and what they are in blocks and bytes."""
+    """One combination of block size and cache size, with the cache's blocks and bytes."""
 
     block_size: int
     cache_size: str
@@ -60,11 +60,11 @@ class Cell:
 
 
 Runs = dict[Cell, dict[bool, list[Run]]]
-"""A run for each repeat, by cell and by whether prefix caching was on."""
+"""The runs of all repeats, by cell and by whether prefix caching was on."""
 
 
 def run_sweep(config: SweepConfig, workload: Workload, *, progress: Callable[[str], None]) -> Runs:
-    """Runs everything; ``progress`` is told before each repeat of a block size.
+    """Runs all combinations; calls ``progress`` before each repeat of a block size.
 
     Raises:
         ConfigError: The workload does not fit the model or a cache size. Nothing was run.
@@ -87,10 +87,10 @@ def run_sweep(config: SweepConfig, workload: Workload, *, progress: Callable[[st
 
 
 def check_workload(workload: Workload, spec: ModelSpec) -> None:
-    """Checks every request before anything is loaded.
+    """Checks every request before the model is loaded.
 
     Raises:
-        ConfigError: The model cannot take one.
+        ConfigError: A request does not fit the model.
     """
     for number, item in enumerate(workload.items, 1):
         if item.num_tokens > spec.max_positions:
@@ -110,7 +110,7 @@ def plan_cells(config: SweepConfig, workload: Workload, *, token_bytes: int) -> 
     """The combinations of block size and cache size, each checked to hold the longest request.
 
     Raises:
-        ConfigError: One does not; the message says what would.
+        ConfigError: One cannot; the message says which size can.
     """
     cells = []
     for block_size in config.block_sizes:
@@ -142,7 +142,7 @@ def plan_cells(config: SweepConfig, workload: Workload, *, token_bytes: int) -> 
 def _without_small(
     config: SweepConfig, workload: Workload, *, token_bytes: int, progress: Callable[[str], None]
 ) -> SweepConfig:
-    """Without the cache sizes that `plan_cells` refuses, each of which ``progress`` is told."""
+    """Drops the cache sizes that `plan_cells` refuses, and reports each to ``progress``."""
     fitting, refusal = [], None
     for size in config.cache_sizes:
         try:
@@ -158,7 +158,7 @@ def _without_small(
 
 
 def token_bytes(engine: EngineConfig) -> int:
-    """KV of one token on all ranks of a group."""
+    """KV bytes of one token over all ranks of a group."""
     import torch
 
     from quire.worker.model.load import find_attentions
@@ -214,7 +214,7 @@ def _run_block_size(
 
 
 def _longest(workload: Workload) -> Workload:
-    """The longest prompt alone; its steps tell what a chunk costs by how much is before it."""
+    """The longest prompt alone; its steps show a chunk's cost by the length before it."""
     prompt = max((item.token_ids for item in workload.items), key=len)
     return Workload(title="probe", items=(WorkItem(token_ids=prompt, max_tokens=1),))
 

@@ -1,8 +1,7 @@
 """A benchmark's workload: prompts in order of arrival, each with its output length.
 
-Prompts are token ids from here on, so that neither the tokenizer nor the chat template is in any
-measurement. Every request generates exactly ``max_tokens``: past the end token, so that all runs
-do the same work.
+Prompts are token ids, so that no measurement includes the tokenizer or the chat template. Every
+request generates exactly ``max_tokens``, ignoring the end token, so that all runs do the same work.
 """
 
 import json
@@ -28,24 +27,24 @@ class WorkItem:
     token_ids: TokenIds
     max_tokens: int
     arrival_s: float | None = None
-    """When it came, by a clock of the file's own; ``None`` where the file does not say."""
+    """Arrival time by the file's own clock; ``None`` if the file has none."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and output together."""
+        """Tokens of prompt and output."""
         return len(self.token_ids) + self.max_tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Requests in order of arrival, and in words where they come from."""
+    """Requests in order of arrival, and a description of their origin."""
 
     title: str
     items: tuple[WorkItem, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all prompts and outputs: the KV slots that they fill if nothing is shared."""
+        """Tokens of all prompts and outputs: the KV slots that they need without sharing."""
         return sum(item.num_tokens for item in self.items)
 
     @property
@@ -64,9 +63,9 @@ def synthetic_workload(
     vocab_size: int,
     seed: int,
 ) -> Workload:
-    """Requests that each begin with one of ``num_prefixes`` system prompts; random tokens.
+    """Requests of random tokens that each begin with one of ``num_prefixes`` system prompts.
 
-    Each system prompt has as many requests as any other, give or take one, in random order.
+    All system prompts have the same number of requests, plus or minus one, in random order.
 
     Raises:
         InvalidRequest: A count or a length is too small.
@@ -102,10 +101,10 @@ def read_workload(
     ``{"prompt_token_ids": …}``, each with an optional ``max_tokens`` or ``max_completion_tokens``
     (else ``output_len``), and an optional ``arrival_s``.
 
-    ``tokenizer`` is called once, and only where a line has text. Other keys are ignored.
+    ``tokenizer`` is called once, and only if a line has text. Other keys are ignored.
 
     Raises:
-        InvalidRequest: The file cannot be read, or a line of it is no request; names the line.
+        InvalidRequest: The file cannot be read, or a line is not a request; the message names it.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -139,11 +138,11 @@ def read_workload(
 def infinite_cache_hits(
     requests: Iterable[tuple[TokenIds, TokenIds]], *, block_size: int
 ) -> list[int]:
-    """Prompt tokens that a cache which never evicts would have at hand, for each of
-    ``(prompt, output)`` in order of arrival.
+    """Prompt tokens that would be hits in a cache that never evicts, for each ``(prompt, output)``
+    in order of arrival.
 
-    It is the longest chain of full blocks that a prompt shares with any earlier request, output
-    included, as if that had ended already. As in the engine, the last token of a prompt is
+    The hit is the longest chain of full blocks that a prompt shares with any earlier request,
+    output included, as if that had ended already. As in the engine, the last token of a prompt is
     always computed, and the last token of an output never is.
     """
     root = BlockHash(bytes(32))
@@ -169,7 +168,7 @@ def _read_line(line: str, tokenizer: Callable[[], Tokenizer], output_len: int) -
     if len(keys) != 1:
         raise InvalidRequest(f"must be an object with one of {', '.join(_PROMPT_KEYS)}")
     value = fields[keys[0]]
-    # As in the bodies of OpenAI's API, whose newer name for it is the longer one.
+    # Both names of OpenAI's API; max_completion_tokens is the newer one.
     given = (fields.get(name) for name in ("max_tokens", "max_completion_tokens"))
     max_tokens = next((value for value in given if value is not None), output_len)
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:

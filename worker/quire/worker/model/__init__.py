@@ -1,1 +1,1 @@
-"""Models: their descriptions, their weights, and the operations that a rank runs."""
+"""Models: configurations, weights, and the operations that a rank runs."""

@@ -1,7 +1,7 @@
 """The contents of a checkpoint: the tensors of its safetensors files or of a GGUF file, by name.
 
 Only headers are read here, so a checkpoint of any size is checked in milliseconds: every file
-that the index names is there, and is as long as its header says. Knows no torch.
+that the index names must exist and be as long as its header says. Does not import torch.
 """
 
 import json
@@ -26,16 +26,16 @@ _TEXT_PARTS = (
     ("model.text_model.", "lm_head"),
     ("model.", "lm_head"),
 )
-"""How names of a decoder of text and of its LM head begin in the files of a larger model."""
+"""Name prefixes of the text decoder and of its LM head in the files of multimodal models."""
 TEXT_PREFIXES = tuple(inner for inner, _ in _TEXT_PARTS)
-"""Those before the layers, the longer ones first."""
+"""Name prefixes of the text decoder's layers, the longer ones first."""
 _MAX_NAME = 200
 """Characters of a file's name; file systems take 255 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """Where a tensor is, and its shape as it is read."""
+    """A tensor's place in the files, and its shape when it is read."""
 
     file: Path
     name: str
@@ -52,23 +52,23 @@ class Checkpoint:
     path: Path
     files: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
-    """The tensors by their names in a decoder of text."""
+    """The tensors by their names in a text decoder, without the prefixes of a larger model."""
     prefixes: tuple[tuple[str, str], ...] = ()
-    """How such names begin, and how they begin in the files, where that is not the same."""
+    """Pairs of a name prefix in ``tensors`` and the one in the files, if they differ."""
 
     def name_in_files(self, name: str) -> str:
-        """What the files call a tensor or a module."""
+        """The name of a tensor or a module in the files."""
         for ours, theirs in self.prefixes:
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
         return name
 
     decoded: str = ""
-    """Which quantised tensors of a GGUF file are decoded as they are read, and how large they are
-    then."""
+    """Which quantised tensors of a GGUF file are decoded when read, and their decoded size, as
+    text."""
 
     def find(self, name: str, *shapes: tuple[int, ...]) -> TensorInfo:
-        """The tensor ``name``, which must have exactly one of ``shapes``, where there are some.
+        """The tensor ``name``, which must have one of ``shapes``, if any are given.
 
         Raises:
             CheckpointError: It is missing or has another shape.
@@ -88,10 +88,10 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Reads the headers of the safetensors files in ``path``, or of the GGUF file that it means.
+    """Reads the headers of the safetensors files in ``path``, or of its GGUF file.
 
     Raises:
-        CheckpointError: No weights, a missing or truncated file, or a header that is none.
+        CheckpointError: No weights, a missing or truncated file, or an invalid header.
     """
     if (gguf := find_gguf(path)) is not None:
         from quire.worker.model.gguf.source import open_gguf  # It makes a Checkpoint.
@@ -105,7 +105,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def text_part(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint of a model that has a decoder of text, with names as if it were no more."""
+    """A multimodal model's checkpoint, with the names that its text decoder would have alone."""
     names = checkpoint.tensors
     inner, head = next(
         (each for each in _TEXT_PARTS if any(name.startswith(each[0]) for name in names)),
@@ -123,7 +123,7 @@ def text_part(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def bare_decoder(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint of a decoder that was saved without its head, with names as if with it."""
+    """A headless decoder's checkpoint, with the names that it would have if saved with its head."""
     if any(name.startswith("model.") for name in checkpoint.tensors):
         return checkpoint
     tensors = {f"model.{name}": info for name, info in checkpoint.tensors.items()}
@@ -188,7 +188,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
 
 
 def _file_names(weight_map: dict[str, Any], path: Path) -> Iterator[str]:
-    """The files of an index. What it names must lie beside it."""
+    """The files of an index, all of which must be in the index's own folder."""
     for tensor, name in weight_map.items():
         is_plain = isinstance(name, str) and name not in ("", ".", "..")
         if not is_plain or len(name) > _MAX_NAME or set(name) & {"/", "\\", "\0"}:
@@ -232,7 +232,7 @@ def read_tensors(file: Path) -> dict[str, TensorInfo]:
 
 
 def _are_sizes(value: Any, *, count: int | None = None) -> TypeGuard[list[int]]:
-    """Whether it is a list of integers of 0 or more, ``count`` of them."""
+    """Whether ``value`` is a list of integers of 0 or more, ``count`` of them if given."""
     return (
         isinstance(value, list)
         and count in (None, len(value))

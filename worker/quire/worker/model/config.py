@@ -1,5 +1,5 @@
-"""A checkpoint's description, read from its ``config.json`` or its GGUF file and checked, and what
-an engine's settings make of it. Knows no torch, so that a gateway can use it."""
+"""Reads and checks a checkpoint's description, from ``config.json`` or a GGUF file, and combines it
+with an engine's settings. Does not import torch, so that a gateway can use it."""
 
 import math
 from dataclasses import replace
@@ -26,20 +26,20 @@ _SAMPLING = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     **{"max_length": "max_tokens", "max_new_tokens": "max_tokens"},
 }
-"""Fields of ``generation_config.json`` by the parameters of requests that they mean."""
+"""Fields of ``generation_config.json``, and the request parameter that each corresponds to."""
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
 
 def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     """Reads ``config.json`` in ``path`` (and the end tokens of ``generation_config.json`` and
-    ``tokenizer_config.json``), or the metadata of the GGUF file that ``path`` means.
+    ``tokenizer_config.json``), or the metadata of the GGUF file at ``path``.
 
-    ``model_impl`` is `EngineConfig`'s. Sampling parameters of ``generation_config.json`` are not
-    used, but checked.
+    ``model_impl`` is that of `EngineConfig`. Sampling parameters of ``generation_config.json`` are
+    checked but not used.
 
     Raises:
-        CheckpointError: Missing, damaged, or a model of a kind that Quire does not run.
+        CheckpointError: The files are missing or damaged, or Quire does not support the model.
     """
     if (gguf := find_gguf(path)) is not None:
         return _of_gguf(gguf, model_impl)
@@ -78,7 +78,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
                 "model_impl='quire' does not; leave it out"
             )
         family, has_head = None, False
-        spec = other(written, for_embeddings=True)  # All states are wanted.
+        spec = other(written, for_embeddings=True)  # Pooling needs all states.
     spec = replace(
         spec,
         eos_token_ids=_eos_token_ids(path, config),
@@ -123,7 +123,7 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     """The longest prompt + output.
 
     Raises:
-        ConfigError: More was asked for than the checkpoint was trained for.
+        ConfigError: ``max_model_len`` is more than the checkpoint was trained for.
     """
     trained, in_step = spec.max_positions, config.max_num_batched_tokens
     if spec.is_encoder and in_step < (config.max_model_len or 0):
@@ -141,7 +141,7 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raises ConfigError: weights of 4 bits would be rounded again."""
+    """Raises ConfigError: weights that are stored in 4 bits would be quantised again."""
     if config.quantization is not None and spec.stored is not None and spec.stored.bits == 4:
         raise ConfigError(
             f"quantization={config.quantization!r}: the checkpoint's weights have "
@@ -150,7 +150,7 @@ def check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def check_adapters(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raises ConfigError: adapters are asked for of a model whose layers are not ours."""
+    """Raises ConfigError: adapters are enabled for a model that runs through transformers."""
     if config.enable_lora and spec.through_transformers is not None:
         kind = "an encoder" if spec.is_encoder else "a model that runs through transformers"
         raise ConfigError(
@@ -160,12 +160,13 @@ def check_adapters(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def check_parallel(spec: ModelSpec, tensor_parallel_size: int) -> None:
-    """Checks that the heads can be shared among ``tensor_parallel_size`` ranks.
+    """Checks that the heads can be split among ``tensor_parallel_size`` ranks.
 
-    Query heads must divide. KV heads divide too, or each is replicated on as many ranks.
+    The number of query heads must be divisible by the size. So must that of KV heads, or each KV
+    head is replicated on the same number of ranks.
 
     Raises:
-        ConfigError: They cannot; the message says which sizes can.
+        ConfigError: They cannot be split; the message says which sizes work.
     """
     if spec.through_transformers is not None and tensor_parallel_size > 1:
         raise ConfigError(
@@ -194,10 +195,10 @@ def _divides(attention: Attention, size: int) -> bool:
 
 
 def _dtype_of_weights(path: Path) -> str:
-    """The type of most of the weights that are not quantised; float32 where there are none yet."""
+    """The type of most unquantised weights; float32 if there are no weight files yet."""
     try:
         tensors = open_checkpoint(path).tensors.values()
-    except CheckpointError:  # It is raised again where weights are read.
+    except CheckpointError:  # Raised again when the weights are read.
         tensors = {}.values()
     sizes = dict.fromkeys(_DTYPES, 0)
     for info in tensors:
@@ -207,8 +208,8 @@ def _dtype_of_weights(path: Path) -> str:
 
 
 def _eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
-    """Those of ``generation_config.json``, if it has any: chat models end turns by its list. And
-    the tokenizer's."""
+    """The end tokens of ``generation_config.json`` if it has any, since chat models end turns by
+    that list, else those of ``config``. The tokenizer's end token is added."""
     fields, generation = config, path / "generation_config.json"
     if generation.is_file():
         from_generation = Fields(read_json(generation), generation)
@@ -221,17 +222,17 @@ def _eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
     for value in eos if isinstance(eos, list) else [] if eos is None else [eos]:
         token_id = Fields({"eos_token_id": value}, fields.file).token_id("eos_token_id")
         if token_id is None or not 0 <= token_id < vocab_size:
-            # No text would ever end.
+            # Such an id is never generated, so no text would ever end.
             raise fields.wrong("eos_token_id", value, f"a token of the vocabulary of {vocab_size}")
         token_ids.append(token_id)
-    named = named_token_id(path, "eos_token")  # A chat model's turns may end by it alone.
+    named = named_token_id(path, "eos_token")  # It alone may end a chat model's turns.
     if named is not None and named < vocab_size and named not in token_ids:
         token_ids.append(named)
     return tuple(token_ids)
 
 
 def _check_sampling(generation: Fields) -> None:
-    """Raises CheckpointError: a sampling parameter has a value that no request may have."""
+    """Raises CheckpointError: a sampling parameter has a value that requests may not have."""
     for name, parameter in _SAMPLING.items():
         value = generation.raw.get(name)
         if value is None:
@@ -249,7 +250,7 @@ def _what_instead(path: Path) -> str:
 
 
 def _which_files(path: Path) -> str:
-    """What the directory holds, where one of its files was named."""
+    """The hint for an error message, if ``path`` names a weight file and not its directory."""
     if path.suffix not in WEIGHT_SUFFIXES:
         return ""
     return " with config.json, safetensors files and a tokenizer, as Hugging Face has them"

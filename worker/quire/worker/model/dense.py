@@ -1,4 +1,4 @@
-"""Dense layers behind a pooling, as sentence-transformers has them. Knows no torch."""
+"""Dense layers after pooling, as in sentence-transformers. Does not import torch."""
 
 import numpy as np
 from safetensors import SafetensorError
@@ -13,7 +13,7 @@ class DenseLayer:
     """A layer with its weights, in float32."""
 
     def __init__(self, dense: Dense) -> None:
-        """Raises CheckpointError: its file has other tensors than the layer's."""
+        """Raises CheckpointError: the tensors in the file are not those of the layer."""
         try:
             tensors = load_file(dense.file)
         except (OSError, SafetensorError, TypeError, KeyError) as error:

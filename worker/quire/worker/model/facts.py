@@ -1,4 +1,4 @@
-"""Facts about a model that scheduling, validation and block hashes need."""
+"""The properties of a model that scheduling, validation and block hashes need."""
 
 import hashlib
 import json
@@ -23,44 +23,44 @@ _NOT_IN_KV = (
     *("eos_token_ids", "tied", "dtype", "names"),
     *("num_extra_layers", "is_text_part", "has_head", "pooling"),
 )
-"""Fields of the model that its KV does not depend on; the KV's own type is hashed beside it."""
+"""Fields of the model that its KV does not depend on. The type of the KV is hashed separately."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """The facts of one checkpoint that shape scheduling, validation and block hashes."""
+    """The properties of one checkpoint that scheduling, validation and block hashes depend on."""
 
     name: str
-    """The name that users call it by."""
+    """The name under which users request the model."""
     fingerprint: str
-    """Differs whenever the weights do, or what is made of them; the block hashes begin from it.
-    Empty where names of blocks never leave the process."""
+    """A hash of the weights and of how they are used, from which block hashes start. Empty if block
+    hashes never leave the process."""
     vocab_size: int
-    """Token ids are below this."""
+    """The number of token ids."""
     max_model_len: int
-    """Prompt + output, in tokens, that the model was trained for."""
+    """The longest prompt + output, in tokens."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a text."""
     kv_dtype: str
-    """Type of the KV cache: KV of another type is not the same KV."""
+    """Type of the KV cache, part of the block hashes: KV of two types is not interchangeable."""
     has_head: bool = True
-    """It generates text."""
+    """Whether the model generates text."""
     is_encoder: bool = False
-    """Computes a text as a whole; its KV is of no use to others."""
+    """Whether a text is computed as a whole, so that its KV cannot be reused."""
     pooling: Pooling | None = None
-    """How it makes embeddings; ``None`` where it does not."""
+    """How the model makes embeddings; ``None`` if it does not."""
     numerics: str = ""
-    """Everything else that decides the bits of outputs (`quire.worker.model.numerics`), known once
-    ranks run."""
+    """Everything else that determines the bits of outputs (`quire.worker.model.numerics`); known
+    once the ranks run."""
 
     @property
     def task(self) -> Task:
-        """What it is for. One that was trained to embed may have an LM head too."""
+        """What the model is used for. A model trained for embeddings may have an LM head too."""
         return "generate" if self.pooling is None else "embed"
 
 
 def model_facts(config: EngineConfig, *, with_fingerprint: bool = True) -> ModelFacts:
-    """The facts of the checkpoint ``config.model``. Needs no torch.
+    """The `ModelFacts` of the checkpoint ``config.model``. Needs no torch.
 
     The first fingerprint of a checkpoint on a node reads all its weights (`weights_digest`).
 
@@ -82,7 +82,7 @@ def model_facts(config: EngineConfig, *, with_fingerprint: bool = True) -> Model
         has_head=spec.has_head,
         is_encoder=spec.is_encoder,
         pooling=spec.pooling,
-        # KV computed in another type is not the same either once it is rounded.
+        # KV computed in another type differs even after rounding to the same type.
         kv_dtype=dtype
         if config.kv_cache_dtype == "auto"
         else f"{config.kv_cache_dtype} of {dtype}",
@@ -92,7 +92,7 @@ def model_facts(config: EngineConfig, *, with_fingerprint: bool = True) -> Model
 def _fingerprint(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) -> str:
     """SHA-256 over the model's description and every byte of its weights.
 
-    A fine-tuned copy may differ in a few values only: samples of the files would not tell.
+    All bytes are hashed, because a fine-tuned copy may differ in a few values only.
     """
     shape = {name: value for name, value in asdict(spec).items() if name not in _NOT_IN_KV}
     if config.quantization is not None:

@@ -1,4 +1,4 @@
-"""The fields of a ``config.json``: each is checked when it is read. Knows no torch."""
+"""Reads the fields of a ``config.json`` and checks each. Does not import torch."""
 
 import reprlib
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ from quire.worker.api.errors import CheckpointError
 T = TypeVar("T")
 
 _MOST = 1 << 24
-"""The greatest count: more positions than models are trained for, more tokens than kernels take."""
+"""The largest count that is accepted, above every real model's positions and tokens."""
 _LEAST_FLOAT, _MOST_FLOAT = 1e-30, 1e30
-"""The bounds of any number: beyond them float32 has no room for what is computed with it."""
+"""Bounds of every number: beyond them, computing with it would overflow float32."""
 
 
 class Fields:
-    """A JSON object of the file ``file``. ``null`` means that a field is not there.
+    """A JSON object in the file ``file``. A field that is ``null`` counts as missing.
 
-    Raises CheckpointError where a field is not what it must be; the message names file, field and
+    Raises CheckpointError if a field has a wrong type or value; the message names file, field and
     value.
     """
 
@@ -27,7 +27,7 @@ class Fields:
         self.file = file
 
     def count(self, name: str, *, default: int | None = None) -> int:
-        """A count, of 1 or more."""
+        """An integer of 1 or more."""
         value = self.raw.get(name)
         if value is None and default is not None:
             return default
@@ -52,14 +52,14 @@ class Fields:
         return default if value is None else value
 
     def section(self, name: str) -> "Fields":
-        """An object; an empty one where there is none."""
+        """A nested object; empty if the field is missing."""
         value = self.raw.get(name) or {}
         if not isinstance(value, dict):
             raise self.wrong(name, value, "an object")
         return Fields(value, self.file)
 
     def names(self, name: str) -> list[str]:
-        """A list of names; an empty one where there is none."""
+        """A list of names; empty if the field is missing."""
         values = self.raw.get(name) or []
         if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
             raise self.wrong(name, values, "a list of names")
@@ -79,28 +79,28 @@ class Fields:
         return value
 
     def choice(self, name: str, choices: Mapping[str, T], *, default: str) -> T:
-        """What ``choices`` makes of the field."""
+        """The value to which ``choices`` maps the field."""
         value = self.raw.get(name, default)
         if not isinstance(value, str) or value not in choices:
             raise self.refused(name, value, f"; only {', '.join(map(repr, choices))} is")
         return choices[value]
 
     def refuse(self, *names: str) -> None:
-        """Refuses fields that mean something which the family does not say."""
+        """Raises CheckpointError if one of these fields is set: the family does not support it."""
         for name in names:
             if self.raw.get(name) is not None:
                 raise self.refused(name, self.raw[name])
 
     def refused(self, name: str, value: object, instead: str = "") -> CheckpointError:
-        """A value that means something which Quire does not run."""
+        """The error for a valid value that Quire does not support."""
         return CheckpointError(
             f"{self.file}: {name}={reprlib.repr(value)} is not supported{instead}"
         )
 
     def wrong(self, name: str, value: object, right: str) -> CheckpointError:
-        """A value that means nothing."""
+        """The error for an invalid value."""
         return CheckpointError(f"{self.file}: {name}={reprlib.repr(value)} must be {right}")
 
     def broken(self, what: str) -> CheckpointError:
-        """Fields that do not fit each other."""
+        """The error for fields that contradict each other."""
         return CheckpointError(f"{self.file}: {what}")

@@ -1,13 +1,13 @@
 """Models of the Hugging Face hub, by name: ``ORG/NAME[/FILE.gguf][@REVISION]``.
 
-What exists as a path is that path and is never looked up. Else the revision, a branch, a tag or a
-commit, is resolved to a commit once (`pinned`), so that all groups of a cluster serve the same
-weights, and each node fetches the files of that commit into huggingface_hub's cache. A commit that
-a node has whole is used without a request. Processes of one node that want the same file wait for
-the first of them to fetch it: huggingface_hub locks each file.
+A name that exists as a path is used as a path and never looked up. Otherwise the revision (a
+branch, a tag or a commit) is resolved to a commit once (`pinned`), so that all groups of a cluster
+serve the same weights. Each node downloads the files of that commit into huggingface_hub's cache. A
+commit that a node has in full is used without a request. huggingface_hub locks each file, so other
+processes of the node wait for the first one to download it.
 
-huggingface_hub reads HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE when it is imported, which
-is only done where a name is no path. Knows no torch.
+huggingface_hub reads HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE when it is imported. It is
+imported only if a name is not a path. This module does not import torch.
 """
 
 import contextlib
@@ -34,33 +34,32 @@ _TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHTS = ("*.safetensors",)
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _IGNORED = ("*/*", ".*", "consolidated*")
-"""Such as the same weights in another format; digests of weights are this node's own."""
+"""Files not downloaded, such as weights in another format; each node makes its own digests."""
 
 
 def is_hub_name(model: Path) -> bool:
-    """Whether ``model`` is to be looked up on the hub: no such path exists, and it can be a name
-    there."""
+    """Whether ``model`` is looked up on the hub: it is a valid name there and no existing path."""
     match = _NAME.fullmatch(str(model))
     is_name = match is not None and (bool(match[2]) or model.suffix not in WEIGHT_SUFFIXES)
     return is_name and not model.exists()
 
 
 def model_name(model: Path) -> str:
-    """What users call it: ``ORG/NAME`` on the hub and in its cache, else the directory's name, or a
-    GGUF file's without its suffix."""
+    """The name that users see: ``ORG/NAME`` for a model of the hub or in its cache, else the name
+    of the directory, or of the GGUF file without its suffix."""
     if is_hub_name(model):
         return _split(model)[0]
-    # The file itself may be a link into the cache's folder of all contents.
+    # Only the folder is resolved: the file may be a link to the cache's blobs.
     path = model.parent.resolve() / model.name if model.suffix == SUFFIX else model.resolve()
     cached = _SNAPSHOT.fullmatch(path.as_posix())
     return f"{cached[1]}/{cached[2]}" if cached else path.name.removesuffix(SUFFIX)
 
 
 def with_revision(model: Path, revision: str | None) -> Path:
-    """``model`` at ``revision``, where there is one.
+    """``model`` at ``revision``, if one is given.
 
     Raises:
-        ConfigError: It is no name on the hub, or has another revision.
+        ConfigError: ``model`` is not a name on the hub, or names another revision.
     """
     if revision is None:
         return model
@@ -73,10 +72,10 @@ def with_revision(model: Path, revision: str | None) -> Path:
 
 
 def pinned(model: Path) -> Path:
-    """``ORG/NAME@COMMIT``, of what its revision is now; a path as it is.
+    """``ORG/NAME@COMMIT``, with the current commit of its revision; a path is returned unchanged.
 
     Raises:
-        CheckpointError: The hub does not have or give it, or cannot be asked.
+        CheckpointError: The hub does not have the model, denies access, or cannot be reached.
     """
     if not is_hub_name(model):
         return model
@@ -90,26 +89,26 @@ def pinned(model: Path) -> Path:
 
 
 def fetch_text_files(model: Path) -> Path:
-    """A directory with all but the weights: what a gateway needs. Or the GGUF file, in which they
-    are. A path as it is.
+    """Downloads what a gateway needs: all files but the weights. Returns the directory, or for a
+    GGUF model the whole file. A path is returned unchanged.
 
     Raises:
-        CheckpointError: The hub does not have or give it, cannot be asked, or the model is of a
-            kind that Quire does not run.
+        CheckpointError: The hub does not have the model, denies access or cannot be reached, or
+            Quire does not support the model.
     """
     return _fetch(model, _TEXT)
 
 
 def fetch_checkpoint(model: Path) -> Path:
-    """The same with the weights, which are fetched last."""
+    """Downloads all files, the weights last. Returns and raises as `fetch_text_files`."""
     return _fetch(model, (*_TEXT, *_WEIGHTS))
 
 
 def fetch_adapter(adapter: Path) -> Path:
-    """A directory with an adapter's files. A path as it is.
+    """Downloads an adapter's files; returns the directory. A path is returned unchanged.
 
     Raises:
-        CheckpointError: The hub does not have or give it, or cannot be asked.
+        CheckpointError: The hub does not have the adapter, denies access or cannot be reached.
     """
     if not is_hub_name(adapter):
         return adapter
@@ -132,12 +131,12 @@ def _fetch(model: Path, patterns: Sequence[str]) -> Path:
                 f"{model}: the repository has no config.json and no GGUF file; only checkpoints in "
                 "these formats are read, not adapters"
             )
-        read_model_spec(folder)  # An hour before its weights would be there.
+        read_model_spec(folder)  # Fails before an hour of downloading weights.
         return _download(model, patterns)
 
 
 def _gguf_file(model: Path) -> str | None:
-    """The file that is named, or the only one of a repository without safetensors files."""
+    """The GGUF file that is named, or the only one of a repository without safetensors files."""
     from huggingface_hub import get_cached_repo_tree
 
     name, file, commit = _split(model)
@@ -172,32 +171,32 @@ def _download(model: Path, patterns: Sequence[str], *, ignored: Sequence[str] = 
         )
 
     with contextlib.suppress(CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
-        # Without the list of the commit's files nobody knows whether all of them are here.
+        # Without the commit's list of files, it is unknown whether the cache has all of them.
         get_cached_repo_tree(name, revision=commit)
         return snapshot(local_files_only=True)
     return snapshot(local_files_only=False)
 
 
 def _split(model: Path) -> tuple[str, str | None, str | None]:
-    """Its repository, the file in it and its revision."""
+    """Splits a name into repository, file and revision."""
     match = _NAME.fullmatch(str(model))
     assert match is not None, "is_hub_name"
     return match[1], match[2], match[3]
 
 
 def _joined(name: str, file: str | None, revision: str) -> Path:
-    """What `_split` splits."""
+    """The inverse of `_split`."""
     return Path(f"{name}/{file}@{revision}" if file else f"{name}@{revision}")
 
 
 @contextlib.contextmanager
 def _explained(model: Path) -> Iterator[None]:
-    """Turns what huggingface_hub raises into a CheckpointError that says what to do."""
+    """Turns errors of huggingface_hub into a CheckpointError that says what to do."""
     try:
         yield
     except CheckpointError:
         raise
-    # The libraries below it raise errors of their own, and hf_xet RuntimeError.
+    # Its own dependencies raise other errors, and hf_xet raises RuntimeError.
     except Exception as error:
         raise CheckpointError(f"{model}: {_what_to_do(model, error)}") from error
 
@@ -219,7 +218,7 @@ def _what_to_do(model: Path, error: Exception) -> str:
                 f"the repository has no revision {revision!r}; give a branch, a tag or a commit of "
                 f"{hub}/{name}"
             )
-        # Those that it does not show are answered with 401 where no token is sent.
+        # Without a token, the hub answers 401 for a repository that it does not show.
         case errors.HfHubHTTPError() if error.response.status_code in (401, 404):
             return (
                 f"neither a path here nor a repository that {hub} shows {with_token}; check "

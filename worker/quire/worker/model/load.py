@@ -1,4 +1,4 @@
-"""One rank's model, ready to run: from its description, or through transformers."""
+"""Loads one rank's model: as Quire's own program of operations, or through transformers."""
 
 import logging
 from dataclasses import dataclass
@@ -29,10 +29,10 @@ class Loaded:
 
     runner: ProgramRunner
     attentions: tuple[Attention, ...]
-    """Each layer's, in the order of the KV cache."""
+    """The attention of each layer, in the order of the KV cache."""
     options: tuple[AttentionOptions, ...]
     is_head_major: bool
-    """How a block of the KV cache lies: see `AttentionBackend.is_head_major`."""
+    """Memory layout of a block of the KV cache: see `AttentionBackend.is_head_major`."""
 
 
 def load_model(
@@ -44,11 +44,11 @@ def load_model(
     device: torch.device,
     max_model_len: int,
 ) -> Loaded:
-    """Reads this rank's share of the weights; the log says what will compute the model, and why.
+    """Reads this rank's share of the weights, and logs which backend computes the model and why.
 
     Raises:
         CheckpointError: The files cannot be read, or transformers cannot run such a model here.
-        ConfigError: There are no kernels for what was asked for.
+        ConfigError: No kernels support the given settings.
     """
     if spec.through_transformers is not None:
         return _through_transformers(
@@ -82,7 +82,7 @@ def _checkpoint(model: Path, spec: ModelSpec) -> Checkpoint:
 def find_attentions(
     config: EngineConfig, spec: ModelSpec, *, dtype: torch.dtype, max_model_len: int
 ) -> tuple[Attention, ...]:
-    """Each layer's attention, without reading weights. Raises as `load_model`."""
+    """The attention of each layer, without reading weights. Raises as `load_model`."""
     if spec.through_transformers is None:
         return spec.attentions
     from quire.worker.model.through.dry_run import dry_run
@@ -105,7 +105,7 @@ def _through_transformers(
     max_model_len: int,
     spec: ModelSpec,
 ) -> Loaded:
-    # Here and not above: a second of imports that other models do without.
+    # Imported here because it takes a second that other models need not spend.
     from quire.worker.model.through.dry_run import dry_run
     from quire.worker.model.through.runner import ThroughTransformers
 

@@ -1,5 +1,4 @@
-"""The weights of one rank, read from safetensors or GGUF files: each rank reads its own shard and
-no more."""
+"""Reads one rank's weights from safetensors or GGUF files: each rank reads only its own shard."""
 
 import math
 import re
@@ -25,43 +24,43 @@ from quire.worker.model.unpack import Bounds, UnpackError, decode_mxfp4, unpack
 from quire.worker.model.unused import refuse_unused
 
 SUM_PARTS = 4
-"""Sums over heads or MLP channels have the same bits at any number of ranks that divides this."""
+"""Parts of a sum over heads or MLP channels: any number of ranks that divides it has equal bits."""
 
 _UNQUANTISED, _OR_OTHERS = ("F32", "BF16", "F16"), "F32, BF16 or F16"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Which part of each tensor a rank holds."""
+    """The part of each tensor that a rank holds."""
 
     rank: int = 0
     size: int = 1
 
     def range_of(self, total: int) -> tuple[int, int]:
-        """This rank's part of ``total`` rows; parts differ by one row at most."""
+        """This rank's ``(first, end)`` of ``total`` rows; ranks differ by one row at most."""
         return total * self.rank // self.size, total * (self.rank + 1) // self.size
 
     def num_parts(self, total: int) -> int:
-        """Into how many parts this rank's ``total / size`` units are cut, to be summed alone.
+        """The number of parts of this rank's ``total / size`` units that are summed separately.
 
-        All ranks together have `SUM_PARTS` where that divides ``total``, whatever their number,
-        so that the order of a sum over all does not depend on it.
+        If `SUM_PARTS` divides ``total``, all ranks together have that many parts. So the order of
+        the whole sum does not depend on the number of ranks.
         """
         parts = math.gcd(total, SUM_PARTS)
         return parts // self.size if parts % self.size == 0 else 1
 
     def kv_heads(self, num_kv_heads: int) -> tuple[int, int]:
-        """This rank's KV heads: its share, or the one that its query heads read."""
+        """This rank's KV heads: its share, or the replicated head that its query heads read."""
         first = num_kv_heads * self.rank // self.size
         return first, first + max(1, num_kv_heads // self.size)
 
 
 Part = tuple[str, int, tuple[int, int]]
-"""A projection's name, its output size and the rows of that which a rank holds."""
+"""A projection's name, its output size and the ``(first, end)`` rows that a rank holds."""
 
 
 class _Read(NamedTuple):
-    """A tensor, or a rank's part of it, as it is in the file and as it was read."""
+    """A rank's part of a tensor: as stored in the file (``part``) and as converted (``out``)."""
 
     file: Path
     name: str
@@ -82,9 +81,9 @@ class _Read(NamedTuple):
 
 
 class Weights:
-    """The open files of a checkpoint, read in ``dtype`` onto ``device``.
+    """The open files of a checkpoint, whose tensors are read as ``dtype`` onto ``device``.
 
-    Raises CheckpointError: a tensor is missing, misshapen, cannot be read or is NaN or infinite.
+    Raises CheckpointError: a tensor is missing, misshapen or unreadable, or has NaN or infinity.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Weights:
         device: torch.device,
         stored: StoredWeights | None = None,
     ) -> "Iterator[Weights]":
-        """For as long as the context lasts. ``stored``: how linear layers' matrices are."""
+        """Opens the files until the context ends. ``stored``: how matrices are quantised."""
         with ExitStack() as stack:
             files = {}
             for file in checkpoint.files:
@@ -132,7 +131,7 @@ class Weights:
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
     ) -> Tensor:
-        """A tensor that is ``shape`` in the file, or some rows or columns of it."""
+        """A tensor of ``shape`` in the file, or the given rows or columns of it."""
         out_shape = list(shape)
         for axis, bounds in enumerate((rows, columns)):
             if bounds is not None:
@@ -149,7 +148,7 @@ class Weights:
         rows: Bounds | None = None,
         columns: Bounds | None = None,
     ) -> Tensor | GroupedWeight:
-        """A linear layer's matrix, or some rows or columns of it, as the checkpoint stores it."""
+        """A linear layer's matrix, or the given rows and columns of it; quantised if stored so."""
         stored = self.stored
         if stored is None or not self.is_stored(module):
             return self.read(f"{module}.weight", shape, rows=rows, columns=columns)
@@ -191,7 +190,7 @@ class Weights:
         return out
 
     def read_fused(self, parts: list[Part], in_size: int) -> Tensor | GroupedWeight:
-        """The rows of several projections, one below the other."""
+        """The matrices of several projections, concatenated by rows."""
         if self.stored is not None:
             return stacked(
                 [self.read_matrix(name, (size, in_size), rows=rows) for name, size, rows in parts]
@@ -220,8 +219,8 @@ class Weights:
         rows: Sequence[Bounds] | None = None,
         columns: Bounds | None = None,
     ) -> Tensor:
-        """Some rows, one below the other, and columns of one expert's matrix, where those of all
-        experts are one tensor ``[E, O, I]``, or ``[E, I, O]`` where it has that shape instead."""
+        """The given rows, concatenated, and columns of one expert's matrix, in a checkpoint with
+        one tensor for all experts: ``[E, O, I]``, or ``[E, I, O]`` if it has that shape."""
         num, num_out, num_in = shape
         inner = slice(*(columns or (0, num_in)))
         outers = [slice(*each) for each in rows or [(0, num_out)]]
@@ -245,8 +244,8 @@ class Weights:
         rows: Bounds | None = None,
         columns: Bounds | None = None,
     ) -> Tensor:
-        """Some rows and columns of one expert's matrix, where those of all experts are one tensor
-        ``[E, I, O]``, or in MXFP4. ``shape`` is ``[E, O, I]``, as it is elsewhere."""
+        """The given rows and columns of one expert's matrix, in a checkpoint with one tensor
+        ``[E, I, O]`` for all experts, or one in MXFP4. ``shape`` is ``[E, O, I]`` as elsewhere."""
         num, num_out, num_in = shape
         outer, (first, last) = slice(*(rows or (0, num_out))), columns or (0, num_in)
         if self.stored is None:
@@ -276,7 +275,7 @@ class Weights:
         *,
         dtype: str | None = None,
     ) -> tuple[TensorInfo, list[Tensor]]:
-        """Parts of a tensor that has this type, or else is of unquantised weights."""
+        """Parts of a tensor, which must be of type ``dtype``; None: of an unquantised type."""
         info = self._find(name, shape)
         if info.dtype not in ((dtype,) if dtype else _UNQUANTISED):
             raise CheckpointError(
@@ -308,7 +307,7 @@ class Weights:
         rows: tuple[int, int] | None = None,
         columns: tuple[int, int] | None = None,
     ) -> None:
-        """`read`, into ``out``."""
+        """Reads a tensor like `read`, but into ``out``."""
         info = self._find(name, shape)
         part = self._slice(info, rows=rows, columns=columns)
         if not part.is_floating_point():
@@ -327,7 +326,7 @@ class Weights:
         return self.checkpoint.find(name, *shapes)
 
     def _slice(self, info: TensorInfo, *, rows: Bounds | None, columns: Bounds | None) -> Tensor:
-        """A tensor of a file, or some of its rows, or columns, or both."""
+        """A tensor of a file, or the given rows and columns of it."""
         bounds = [slice(*rows) if rows else slice(None)] if info.shape else []
         bounds += [slice(*columns)] if columns else []
         try:
@@ -340,22 +339,22 @@ class Weights:
         return part
 
     def check(self) -> None:
-        """Looks at the matrices that were read and not packed yet. Raises as `_Read.check`."""
+        """Checks the matrices that were read and not packed yet. Raises as `_Read.check`."""
         unchecked, self._unchecked = self._unchecked, []
         for read in unchecked:
             read.check()
 
     def is_stored(self, module: str) -> bool:
-        """Whether a linear layer's matrix is quantised; names are a decoder's or the files'."""
+        """Whether a linear layer's matrix is quantised, by its decoder's name or its file's."""
         names = (module, self.checkpoint.name_in_files(module))
         return self.stored is not None and all(map(self.stored.has, names))
 
     def raw(self, name: str) -> Tensor:
-        """A whole tensor as it is in its file."""
+        """A whole tensor, unconverted from its file."""
         return self._slice(self._find(name), rows=None, columns=None)
 
     def read_plain(self, name: str) -> Tensor:
-        """The same where it is not quantised."""
+        """A whole tensor, unconverted from its file, which must not be quantised."""
         info = self.checkpoint.tensors[name]
         if info.dtype not in _UNQUANTISED and info.dtype.startswith(("F", "U8", "I8")):
             raise CheckpointError(
@@ -369,8 +368,8 @@ class Weights:
         return any(name.startswith(f"{module}.") for name in self.checkpoint.tensors)
 
     def refuse_unread(self, spec: ModelSpec, *, known: tuple[str, ...] = ()) -> None:
-        """Raises CheckpointError: a tensor was not read that would make ``spec`` another model.
-        Names with one of the patterns ``known`` in them would not."""
+        """Raises CheckpointError: a tensor was not read that would change the model's outputs.
+        Tensors whose names contain one of the patterns ``known`` are allowed."""
 
         def is_zero(name: str) -> bool:
             return not bool(self.raw(name).any())
@@ -386,10 +385,10 @@ class Weights:
         bias: Tensor | None,
         **options: Any,
     ) -> LinearLayer:
-        """The layer that ``pack`` makes of what was read since the last call.
+        """The layer that ``pack`` makes of the tensors read since the last call.
 
-        The native library looks at the weights while it packs them, for next to nothing; weights
-        that it does not pack are looked at here. Raises as `check`.
+        The native library checks the weights for NaN and infinity while it packs them, at almost no
+        cost. Weights that it does not pack are checked here. Raises as `check`.
         """
         layer = pack(weight, bias, **options)
         if isinstance(layer, NativeLinear) and layer.is_finite:
@@ -401,7 +400,7 @@ class Weights:
 def _opened(checkpoint: Checkpoint, file: Path, dtype: torch.dtype) -> Any:
     if file.suffix != SUFFIX:
         return safe_open(str(file), framework="pt")
-    from quire.worker.model.gguf.weights import GgufFile  # Few need the package below it.
+    from quire.worker.model.gguf.weights import GgufFile  # Few need the package gguf.
 
     return GgufFile(file, checkpoint.tensors, dtype)
 
@@ -409,8 +408,8 @@ def _opened(checkpoint: Checkpoint, file: Path, dtype: torch.dtype) -> Any:
 def _is_finite(x: Tensor) -> bool:
     """Whether ``x`` has no NaN and no infinity.
 
-    In one pass at the speed of memory, where ``isfinite`` takes twenty times as long: a sum with
-    either of them is not finite. It may also overflow, so a suspect is looked at value by value.
+    A sum with either is not finite. Summing runs at the speed of memory; ``isfinite`` takes twenty
+    times as long. The sum may also overflow, so if it is not finite, each value is checked.
     """
     total = x.sum(dtype=torch.float32 if x.dtype == torch.float16 else None)
     return bool(total.isfinite()) or bool(x.isfinite().all())

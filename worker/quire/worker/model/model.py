@@ -1,4 +1,4 @@
-"""A rank's share of a model, and the other ranks' part in its logits."""
+"""One rank's share of a model: runs a step and gathers the logits of all ranks on rank 0."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ from quire.worker.model.tensor_parallel import TensorParallel
 
 
 class Model:
-    """A program of one rank of ``tp.size``."""
+    """The program of one rank of ``tp.size`` ranks."""
 
     def __init__(self, runner: ProgramRunner, *, vocab_size: int, tp: TensorParallel) -> None:
         self._runner = runner
@@ -23,15 +23,15 @@ class Model:
 
     @property
     def chooses(self) -> bool:
-        """Whether `forward_and_choose` is there."""
+        """Whether `forward_and_choose` is supported."""
         return self._runner.chooses
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KvCache) -> Tensor | None:
         """Computes the step's tokens and writes their KV.
 
-        Returns the logits ``[S, V]`` on rank 0, ``None`` on the others: float32 on a CPU, on a GPU
-        of the model's type, which holds all that was computed.
+        Returns the logits ``[S, V]`` on rank 0, ``None`` on the others: float32 on a CPU; on a GPU
+        in the model's type, in which they were computed.
         """
         logits = self._runner.forward(batch, kv, all_reduce=self._tp.all_reduce)
         return self._tp.gather_columns(logits, num_columns=self._vocab_size)
@@ -46,11 +46,12 @@ class Model:
         edits: GreedyEdits | None = None,
         wanted: WantedColumns | None = None,
     ) -> tuple[Tensor, Longs] | None:
-        """As `forward`, but the last ``num_greedy`` rows of S get no logits.
+        """Runs `forward`, but chooses the tokens of the last ``num_greedy`` rows greedily.
 
-        Returns the others' logits and these rows' tokens: the first of the greatest, -1 where all
-        are NaN. ``edits``: changes to the logits of these rows. 128 rows of a vocabulary of
-        32,000 would be 16 MB to write and to read again. ``wanted``: the columns to compute.
+        Returns the logits of the other rows, and the tokens of these: the first column with the
+        greatest logit, or -1 if all are NaN. Their logits are never stored: 128 rows of a
+        vocabulary of 32,000 would be 16 MB to write and to read again. ``edits``: changes to the
+        logits of these rows. ``wanted``: the columns to compute.
         """
         greatest_G2 = torch.empty(num_greedy, 2)
         first = self._tp.rank * self._vocab_size // self._tp.size

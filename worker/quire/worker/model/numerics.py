@@ -1,16 +1,15 @@
-"""Everything that decides the bits of a group's outputs besides the weights, as a readable line.
+"""A readable line of everything except the weights that determines the bits of a group's outputs.
 
-Two groups whose lines are equal compute the same bits, so that a stream may move between them.
-The line errs on the safe side: groups with different lines may still compute the same.
+Two groups whose lines are equal compute the same bits, so a stream may move between them. The line
+is conservative: groups with different lines may still compute the same bits. It contains:
 
-- Native CPU library: its build (sources, compiler and instruction set). Any number of threads,
-  and of ranks among which a sum's parts can be divided, has the same bits.
+- Native CPU library: its build (sources, compiler and instruction set). The number of threads does
+  not matter, nor that of ranks if it divides the parts of a sum.
 - Plain PyTorch on a CPU: the CPU's vendor and instruction sets, by which its libraries choose
-  their code; threads and ranks, by which they divide sums.
+  kernels; threads and ranks, by which they split sums.
 - GPU: its model, CUDA, Triton, the settings of matrix products, and ranks.
 
-And always: torch, llguidance, our own code behind the logits and before them, and the types of
-numbers.
+And always: torch, llguidance, Quire's own code before and after the logits, and the data types.
 """
 
 import functools
@@ -32,7 +31,7 @@ _OWN_CODE = (
     *("model/**/*.py", "sampling/*.py", "runner/model_runner.py", "step/sampling_batch.py"),
     *("text/grammar.py", "runner/block_copies.py"),
 )
-"""Modules of the worker that compute, choose tokens, or lay out the blocks that groups exchange."""
+"""Modules of the worker that compute, sample, or define the layout of blocks that are exchanged."""
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16")
 
 
@@ -44,7 +43,7 @@ def numerics(
     num_ranks: int,
     is_native: bool,
 ) -> str:
-    """The line for one rank of ``num_ranks``. ``is_native``: the native library computes it all
+    """The line for one rank of ``num_ranks``. ``is_native``: the native library computes everything
     up to the logits."""
     parts = [
         *_device(device, is_native=is_native, is_deterministic=config.deterministic),
@@ -72,7 +71,7 @@ def _device(device: torch.device, *, is_native: bool, is_deterministic: bool) ->
             f"float32 {torch.get_float32_matmul_precision()}",
             "products " + ("that ignore the batch" if is_deterministic else "by cuBLAS's choice"),
         ]
-    # Sampling is torch's in any case.
+    # Sampling uses torch in any case.
     capability = f"torch's {torch.backends.cpu.get_cpu_capability()}"
     if is_native:
         return [f"cpu {native.build_name()}", capability]
@@ -83,8 +82,8 @@ def _device(device: torch.device, *, is_native: bool, is_deterministic: bool) ->
 
 
 def _grammars() -> str:
-    """The library that says which tokens a constraint allows. A machine that computes alone may
-    lack it."""
+    """The version of the library for constrained decoding, which a machine that only computes may
+    lack."""
     try:
         return version("llguidance")
     except PackageNotFoundError:
@@ -92,7 +91,7 @@ def _grammars() -> str:
 
 
 def _modules(spec: ModelSpec) -> list[str]:
-    """The libraries whose modules and kernels compute a model without a description."""
+    """The libraries whose modules and kernels compute a model that runs through transformers."""
     if spec.through_transformers is None:
         return []
     build = native.build_name() if native.library() is not None else "none"
@@ -100,7 +99,7 @@ def _modules(spec: ModelSpec) -> list[str]:
 
 
 def _sums(spec: ModelSpec, num_ranks: int, *, is_native: bool) -> str:
-    """How sums over heads and MLP channels are divided: each part alone, then as a tree."""
+    """How sums over heads and MLP channels are split: into parts, which are added as a tree."""
     if not is_native:
         return f"{num_ranks} ranks"
     shard = Shard(size=num_ranks)

@@ -1,6 +1,6 @@
-"""How a checkpoint for sentence-transformers makes an embedding of a text, or scores a pair.
+"""Reads how a sentence-transformers checkpoint makes embeddings of texts, or scores pairs.
 
-Knows no torch, nor NumPy.
+Imports neither torch nor NumPy.
 """
 
 import hashlib
@@ -20,16 +20,16 @@ Activation = Literal["Identity", "Tanh", "ReLU"]
 
 _KINDS: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _FLAGS = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "lasttoken"}
-"""How older files say a mode: by ``pooling_mode_…``."""
+"""Pooling modes of older files, by the suffix of the field ``pooling_mode_…``."""
 _SETTINGS = "sentence_bert_config.json"
 _FUNCTION = "sbert_ce_default_activation_function"
 CLASSIFIER = "ForSequenceClassification"
-"""How the names of architectures end that have a classifier behind their encoder."""
+"""Suffix of the names of architectures that have a classifier after their encoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """One layer, whose weights are in a file."""
+    """The description of a dense layer, whose weights are in a file of their own."""
 
     file: Path
     num_in: int
@@ -41,25 +41,25 @@ class Dense:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pooling:
-    """How a text's hidden states become one vector."""
+    """How a text's hidden states are turned into one vector."""
 
     kind: PoolingKind
-    """The state of the last token, the mean of all, the state of the first, or the logits of the
-    classifier behind the encoder."""
+    """The last token's state, the mean of all states, the first token's state, or the logits of the
+    classifier after the encoder."""
     normalize: bool
-    """The vector is divided by its length, at the end."""
+    """Whether the final vector is scaled to length 1."""
     dense: tuple[Dense, ...] = ()
-    """Layers that the vector goes through before, one after the other."""
+    """Dense layers that are applied to the vector in order, before it is normalised."""
     max_tokens: int | None = None
-    """Longer texts are not for this model."""
+    """The longest text that the model accepts; ``None`` if the checkpoint sets no limit."""
 
 
 def read_pooling(path: Path, *, is_encoder: bool, has_head: bool) -> Pooling | None:
-    """The pooling of the checkpoint in ``path``; ``None`` where it has a head and no
-    ``modules.json``: it is no model of embeddings.
+    """The pooling of the checkpoint in ``path``; ``None`` if it is not an embedding model, which
+    has an LM head and no ``modules.json``.
 
-    Without ``modules.json``, an encoder's is the mean, as in sentence-transformers, and a decoder's
-    the last token, normalised, as its training asks for.
+    Without ``modules.json``, an encoder uses the mean, as in sentence-transformers, and a decoder
+    the normalised state of the last token, as it was trained.
 
     Raises:
         CheckpointError: It has modules that are not supported; the message names them.
@@ -73,7 +73,7 @@ def read_pooling(path: Path, *, is_encoder: bool, has_head: bool) -> Pooling | N
     normalize, dense = False, list[Dense]()
     for number, (name, folder) in enumerate(_modules(file)):
         match name:
-            case "LogitScore" if has_head:  # It chooses tokens: `read_scoring`.
+            case "LogitScore" if has_head:  # A reranker that generates tokens: see `read_scoring`.
                 return None
             case "Transformer" if number == 0:
                 pass
@@ -99,7 +99,7 @@ def read_pooling(path: Path, *, is_encoder: bool, has_head: bool) -> Pooling | N
 
 
 def _find_dense(folder: Path) -> Dense:
-    """The layer in ``folder``. Raises CheckpointError: it is of another kind, or not there."""
+    """The layer in ``folder``. Raises CheckpointError: it is missing or of another kind."""
     settings = folder / "config.json"
     config = Fields(read_json(settings), settings)
     function = config.raw.get("activation_function", "Tanh")
@@ -119,11 +119,11 @@ def _find_dense(folder: Path) -> Dense:
 
 
 def read_scoring(path: Path) -> Scoring | None:
-    """How the checkpoint in ``path`` scores pairs; ``None`` where it does not.
+    """How the checkpoint in ``path`` scores pairs; ``None`` if it does not.
 
     Raises:
-        CheckpointError: By the logit of one token alone, which log-probabilities do not tell; or by
-            a function of the logit that is not supported.
+        CheckpointError: It scores by the logit of one token alone, which log-probabilities do not
+            determine, or by an unsupported function of the logit.
     """
     if (file := path / "config.json").is_file():
         config = Fields(read_json(file), file)
@@ -151,7 +151,7 @@ def read_scoring(path: Path) -> Scoring | None:
 
 
 def _pair_score(config: Fields) -> PairScore:
-    """The score of a pair, by the function that sentence-transformers notes in ``config.json``."""
+    """The score function that sentence-transformers records in ``config.json``."""
     written = config.raw.get(_FUNCTION) or config.section("sentence_transformers").raw.get(
         "activation_fn", "Sigmoid"
     )
@@ -162,7 +162,7 @@ def _pair_score(config: Fields) -> PairScore:
 
 
 def _modules(file: Path) -> Iterator[tuple[str, str]]:
-    """The class and the folder of each; nothing where there is no such file."""
+    """The class and the folder of each module; nothing if the file does not exist."""
     if not file.is_file():
         return
     try:

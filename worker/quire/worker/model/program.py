@@ -1,9 +1,9 @@
-"""A model's description as the operations of one rank, with their weights.
+"""Compiles a model's description into the operations of one rank, and reads their weights.
 
-Split as in Megatron-LM (Shoeybi et al. 2019): Q, K, V, gate and up by their output, o and down by
-their input, the LM head by the vocabulary. The embedding is whole on every rank: that costs
-``vocab_size * hidden_size`` values and saves an all-reduce in every step; a tied LM head is a
-view of it.
+Matrices are split as in Megatron-LM (Shoeybi et al. 2019): Q, K, V, gate and up by their output, o
+and down by their input, the LM head by the vocabulary. Every rank holds the whole embedding: this
+costs ``vocab_size * hidden_size`` values and saves an all-reduce in every step. A tied LM head is a
+view of the embedding.
 """
 
 from collections import Counter
@@ -54,10 +54,9 @@ def make_program(
     backend: AttentionBackend,
     max_model_len: int,
 ) -> Program:
-    """The operations of ``shard``, whose weights are read here.
+    """The operations of the rank ``shard``, with their weights.
 
-    ``backend`` packs each matrix as soon as it is read, so that there are two copies of one at
-    most.
+    ``backend`` packs each matrix as soon as it is read, so at most one matrix is in memory twice.
 
     Raises:
         CheckpointError: No backend runs such a model, or as `Weights` says.
@@ -68,8 +67,8 @@ def make_program(
 
 
 def attention_options(attention: Attention, max_model_len: int) -> AttentionOptions:
-    """What a layer asks of attention: a window that no sequence outgrows is none. Sinks are zeros
-    that say how many there are."""
+    """A layer's options for the attention kernel. A window of ``max_model_len`` or more is dropped.
+    The sinks are placeholders: zeros, one per head."""
     window = attention.window
     return AttentionOptions(
         window=window if window and window < max_model_len else None,
@@ -101,7 +100,7 @@ class _Maker:
         tables = {each: self._table(each) for each in used}
         shape = (spec.vocab_size, spec.hidden_size)
         has_head = weights.has(names.lm_head)
-        # As in transformers: the one that is there is both.
+        # As in transformers, the tensor that exists serves as both.
         is_turned = spec.tied and has_head and not weights.has(names.embedding)
         name = names.lm_head if is_turned else names.embedding
         embedding_VC = weights.read(f"{name}.weight", shape)
@@ -319,7 +318,7 @@ class _Maker:
         return Expert(up=up, down=self._pack_down(down_OI, size))
 
     def _turned_expert(self, prefix: str, experts: described.Experts, number: int) -> Expert:
-        """One with biases and a clamped activation; gates and ups take turns in its rows."""
+        """An expert of gpt-oss: biases, a clamped activation, gate and up rows interleaved."""
         names, hidden, weights = self._spec.names, self._spec.hidden_size, self._weights
         mlp, start, num = experts.mlp, prefix + names.experts, experts.num_experts
         first, last = self._shard.range_of(mlp.size)
@@ -341,7 +340,7 @@ class _Maker:
         return Expert(up=up, down=self._pack_down(down_OI, mlp.size))
 
     def _mlp_of(self, gate: str, up: str, down: str, *, size: int) -> Expert:
-        """A gated MLP without biases, by the names of its matrices."""
+        """A gated MLP without biases, from the names of its matrices."""
         hidden, mine, weights = self._spec.hidden_size, self._shard.range_of(size), self._weights
         gate_up = weights.read_fused([(gate, size, mine), (up, size, mine)], hidden)
         packed = weights.pack(self._backend.pack_gated_linear, gate_up, None)
@@ -372,7 +371,7 @@ class _Maker:
         return Norm(x=x, out=out, **self._norm_fields(name, norm, self._spec.hidden_size))
 
     def _norm_fields(self, name: str, norm: described.Norm, size: int) -> dict[str, Any]:
-        """The fields of an operation. In float32 a wide norm is rounded as any RMS norm is."""
+        """A norm's fields of an operation. In float32 a wide norm rounds like any RMS norm."""
         weight_C = self._weights.read(f"{name}.weight", (size,))
         bias_C = self._weights.read(f"{name}.bias", (size,)) if norm.bias else None
         is_layer = norm.kind == "layer"
@@ -391,8 +390,8 @@ class _Maker:
     def _last_layer(
         self, name: str, size: int, mine: tuple[int, int], *, has_bias: bool, num_parts: int
     ) -> tuple[LinearLayer, Tensor | None]:
-        """A layer whose input of ``size`` is split, and its bias, which several ranks add to their
-        sum."""
+        """A row-parallel layer with an input of ``size``, and its bias, which the all-reduce adds
+        if there are several ranks."""
         hidden, weights = self._spec.hidden_size, self._weights
         matrix_OI = weights.read_matrix(name, (hidden, size), columns=mine)
         bias_O = weights.read(f"{name}.bias", (hidden,)) if has_bias else None
@@ -409,7 +408,7 @@ class _Maker:
         is_summed: bool = False,
         bias_C: Tensor | None = None,
     ) -> Iterator[Op]:
-        """``is_summed``: over all ranks, and with its ``bias``."""
+        """Adds a branch to the residual. ``is_summed``: it was all-reduced, with its bias."""
         layer, prefix = self._spec.layers[number], self._spec.names.layer.format(number)
         if self._shard.size > 1 and not is_summed:
             yield AllReduce(x="branch", bias_C=bias_C)
@@ -423,7 +422,7 @@ def _is_same(x: Tensor | GroupedWeight, y: Tensor | GroupedWeight) -> bool:
 
 
 def _stacked(parts: list[Part]) -> list[Part]:
-    """Parts of one name are rows of one tensor, one below the other."""
+    """Merges parts with the same name, which are consecutive rows of one tensor."""
     sizes, starts = Counter[str](), Counter[str]()
     for name, size, _ in parts:
         sizes[name] += size
@@ -438,7 +437,7 @@ _Rows = TypeVar("_Rows", Tensor, Tensor | GroupedWeight)
 
 
 def _reordered(rows: _Rows, count: int, order_D: Tensor | None, head_size: int) -> _Rows:
-    """The first ``count`` rows in another order within each head, and the rest."""
+    """The first ``count`` rows, reordered by ``order_D`` within each head, then the rest."""
     if order_D is None:
         return rows
     heads = torch.arange(count).view(-1, head_size)[:, order_D.cpu()].flatten()

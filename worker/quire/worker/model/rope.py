@@ -1,4 +1,4 @@
-"""Rotary tables, as transformers computes them, and the order of a head's channels."""
+"""Rotary embedding tables as transformers computes them, and the order of a head's channels."""
 
 import math
 
@@ -29,9 +29,9 @@ def rotary_table(
 
 
 def channel_order(rope: Rope | None, head_size: int) -> Tensor | None:
-    """Which of a head's channels goes where, so that each is rotated with the one half a head on.
+    """The order of a head's channels in which each is rotated with the one half a head later.
 
-    Q and K take the same order, so scores stay what they are. ``None`` is no change.
+    Q and K are reordered alike, so scores do not change. ``None`` if the order stays.
     """
     if rope is None or (rope.size == head_size and not rope.interleaved):
         return None
@@ -43,7 +43,7 @@ def channel_order(rope: Rope | None, head_size: int) -> Tensor | None:
 
 
 def query_scale(attention: Attention, num_positions: int) -> Tensor | None:
-    """What queries are multiplied with at each position; ``None`` where that is always 1."""
+    """The factor on queries at each position; ``None`` if it is always 1."""
     if not attention.position_scale or num_positions <= attention.position_period:
         return None
     periods_P = torch.arange(num_positions) // attention.position_period
@@ -66,12 +66,12 @@ def _inverse(rope: Rope, num_positions: int) -> Tensor:
             factors = rope.long_factors if is_long else rope.short_factors
             return 1.0 / (torch.tensor(factors) * waves_R)
         case _:
-            # "dynamic" changes nothing within the positions that the model was trained for.
+            # "dynamic" has no effect within the positions that the model was trained for.
             return inverse_R
 
 
 def _stretch_llama3(inverse_R: Tensor, rope: Rope) -> Tensor:
-    """Llama 3.1: long waves are stretched, short ones are not, those between are blended."""
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
     turns_R = rope.original_max_positions * inverse_R / (2 * math.pi)
     blend_R = (turns_R - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     blend_R = blend_R.clamp(0, 1)
@@ -79,8 +79,8 @@ def _stretch_llama3(inverse_R: Tensor, rope: Rope) -> Tensor:
 
 
 def _stretch_yarn(waves_R: Tensor, rope: Rope) -> Tensor:
-    """Peng et al. 2023: channels that turn ``beta_fast`` times or more within the first context
-    are left, those that turn ``beta_slow`` times or less are stretched."""
+    """YaRN (Peng et al. 2023): channels that rotate ``beta_fast`` times or more within the original
+    context are kept, those that rotate ``beta_slow`` times or less are stretched."""
 
     def channel(turns: float) -> float:
         ratio = rope.original_max_positions / (turns * 2 * math.pi)

@@ -1,7 +1,7 @@
-"""A model as a description: what its layers are made of, not how that is computed.
+"""The description of a model: the parts of its layers, but not how they are computed.
 
-Knows no torch, so that a gateway can use it. Each field is one that a program is made of; values
-and combinations that no backend runs are refused by `quire.worker.model.support`.
+Does not import torch, so that a gateway can use it. `quire.worker.model.program` builds a program
+from these fields. `quire.worker.model.support` refuses what no backend can run.
 """
 
 from dataclasses import dataclass, field
@@ -19,28 +19,30 @@ class Rope:
     """One table of rotary position embeddings."""
 
     size: int
-    """Channels of a head that are rotated: the first ones."""
+    """How many channels of a head are rotated: the first ones."""
     theta: float
     kind: Literal["default", "linear", "llama3", "dynamic", "yarn", "longrope"] = "default"
-    """"linear" is Chen et al. 2023, "llama3" Llama 3.1's; the others are transformers'."""
+    """Scaling: "linear" as in Chen et al. 2023, "llama3" as in Llama 3.1, else transformers'."""
     factor: float = 1.0
-    """The factor by which the context was stretched, for all kinds but "default"."""
+    """The factor by which the context was extended, for all kinds but "default"."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 0
-    """The context before it was stretched: "llama3", as are the two factors, and later kinds."""
+    """The context before it was extended, for "llama3" and the kinds listed after it. The two
+    frequency factors are for "llama3"."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """Channels between ``beta_fast`` and ``beta_slow`` are whole ones: "yarn", as are these."""
+    """Whether the range of channels from ``beta_fast`` to ``beta_slow`` is rounded to integers. All
+    three are for "yarn"."""
     attention_factor: float = 1.0
-    """Multiplies cosines and sines: "yarn" and "longrope"."""
+    """The factor on cosines and sines, for "yarn" and "longrope"."""
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
-    """One per pair of channels: "longrope". A sequence that may outgrow ``original_max_positions``
-    has the long ones from its start."""
+    """One factor per pair of channels, for "longrope". A sequence that may exceed
+    ``original_max_positions`` uses the long factors from its start."""
     interleaved: bool = False
-    """Channel 2 i turns with 2 i + 1, rather than i with i + size / 2."""
+    """Whether channels 2 i and 2 i + 1 are rotated together, rather than i and i + size / 2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,25 +56,26 @@ class Attention:
     value_size: int
     scale: float
     rope: int | None
-    """Which of `ModelSpec.ropes`; ``None`` is no position."""
+    """Index into `ModelSpec.ropes`; ``None`` for a layer without positions."""
     window: int | None = None
-    """Tokens that each query sees at most, itself the last; ``None`` is all."""
+    """How many tokens each query attends to, itself the last; ``None`` for all."""
     lookahead: int = 0
-    """Tokens behind itself that each query sees too."""
+    """How many later tokens each query attends to as well."""
     score_cap: float | None = None
     sinks: bool = False
-    """Each query head has a score that stands for no token."""
+    """Whether each query head has an attention sink: a score that belongs to no token."""
     qk_norm: Literal["none", "head", "whole"] = "none"
-    """The layer's norm of Q and K before they are rotated: each head's, or all heads' together."""
+    """Whether Q and K are normalised before rotation: per head, or over all heads together."""
     qkv_bias: bool = False
     o_bias: bool = False
     position_scale: float = 0.0
-    """Queries times ``1 + position_scale * log(1 + floor(position / position_period))``."""
+    """Queries are multiplied by
+    ``1 + position_scale * log(1 + floor(position / position_period))``."""
     position_period: int = 0
 
     @property
     def cached_size(self) -> int:
-        """Channels of K, and of V, in the KV cache: K and V of two sizes have the greater one."""
+        """Channels of K, and of V, in the KV cache: the greater size, if K and V differ."""
         return max(self.key_size, self.value_size)
 
 
@@ -81,23 +84,23 @@ class Mlp:
     size: int
     activation: Activation = "silu"
     gated: bool = True
-    """``activation(gate) * up``, rather than ``activation(up)``."""
+    """Whether the MLP is ``activation(gate) * up`` rather than ``activation(up)``."""
     bias: bool = False
     alpha: float = 1.0
-    """A parameter of "clamped_silu", as is ``limit``."""
+    """A parameter of "clamped_silu"; so is ``limit``."""
     limit: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
     mlp: Mlp
-    """Each expert's."""
+    """The MLP of each expert."""
     num_experts: int
     top_k: int
     score: Literal["softmax", "sigmoid"] = "softmax"
     softmax_after_top_k: bool = False
     correction_bias: bool = False
-    """Added to the scores for the choice only."""
+    """Whether a bias is added to the scores when experts are chosen, but not when weighted."""
     router_bias: bool = False
     groups: int = 1
     top_groups: int = 1
@@ -112,9 +115,9 @@ class Norm:
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     unit_offset: bool = False
-    """Weights are stored less one."""
+    """Whether the checkpoint stores weights minus one."""
     wide: bool = False
-    """The product with the weights is rounded, and not what is multiplied: RMS norms."""
+    """For RMS norms: whether only the product with the weights is rounded, not its input."""
     bias: bool = False
 
 
@@ -123,26 +126,26 @@ class Layer:
     attention: Attention
     mlp: Mlp | Experts
     norm: Norm
-    """The norm in all places."""
+    """The norm at each place in ``norms``."""
     norms: tuple[NormPlace, ...] = ("attention_in", "mlp_in")
     parallel: bool = False
-    """Attention and MLP read the same input."""
+    """Whether attention and MLP read the same input."""
     residual_scale: float = 1.0
-    """The factor on what attention and MLP add to the residual."""
+    """The factor on the outputs of attention and MLP when they are added to the residual."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorNames:
-    """What a checkpoint calls a model's tensors, without ``.weight`` and ``.bias``.
+    """A checkpoint's names of a model's tensors, without ``.weight`` and ``.bias``.
 
-    Q, K and V that have one name are one tensor, one below the other, and so are gate and up.
+    If Q, K and V have the same name, they are one tensor, concatenated by rows; so are gate and up.
     """
 
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
     lm_head: str = "lm_head"
     layer: str = "model.layers.{}"
-    """Before what follows; the braces are the layer's number."""
+    """Prefix of the names below; the braces are replaced by the layer's number."""
     attention_in: str = "input_layernorm"
     attention_out: str = "post_attention_layernorm"
     mlp_in: str = "post_attention_layernorm"
@@ -160,22 +163,22 @@ class TensorNames:
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts.{}."
-    """Before what follows; the braces are the expert's number. Without them, the matrices of all
-    experts are one tensor, and gate and up are one."""
+    """Prefix of an expert's names; the braces are replaced by its number. Without braces, one
+    tensor holds the matrices of all experts, and gate and up are one tensor."""
     experts_turned: bool = False
-    """That one tensor is ``[E, I, O]``, gates and ups take turns in it, its name ends as given
-    here, and its biases' with ``_bias`` (gpt-oss)."""
+    """Whether the tensor of all experts is ``[E, I, O]`` with gate and up interleaved. Its name has
+    no ``.weight``, and its biases' name ends with ``_bias`` (gpt-oss)."""
     expert_gate: str = "gate_proj"
     expert_up: str = "up_proj"
     expert_down: str = "down_proj"
     shared: str = "mlp.shared_experts."
-    """Before ``gate_proj``, ``up_proj`` and ``down_proj``."""
+    """Prefix of the shared expert's ``gate_proj``, ``up_proj`` and ``down_proj``."""
     shared_gate: str = "mlp.shared_expert_gate"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
-    """A decoder. Its parts are compared and hashed by value."""
+    """A model. Its parts are compared and hashed by value."""
 
     hidden_size: int
     layers: tuple[Layer, ...]
@@ -183,42 +186,42 @@ class ModelSpec:
     final_norm: Norm
     vocab_size: int
     max_positions: int
-    """Positions that the model was trained for."""
+    """The number of positions that the model was trained for."""
     tied: bool
-    """The LM head is the embedding."""
+    """Whether the LM head shares the weights of the embedding."""
     dtype: str
-    """The type in which the checkpoint wants to be computed."""
+    """The type of computation that the checkpoint asks for."""
     eos_token_ids: tuple[int, ...]
     embedding_scale: float = 1.0
-    """Rounded to the type that is computed in."""
+    """The factor on embeddings, rounded to the type of computation."""
     logit_scale: float = 1.0
     logit_cap: float | None = None
     """Logits become ``logit_cap * tanh(logit / logit_cap)``."""
     names: TensorNames = field(default_factory=TensorNames)
     num_extra_layers: int = 0
-    """Layers in the checkpoint behind the last one, which guess further tokens and are not run."""
+    """Layers in the checkpoint after the last one, for multi-token prediction; they are not run."""
     is_text_part: bool = False
-    """The checkpoint is of a larger model, of which this is the decoder of text."""
+    """Whether this is the text decoder of a larger, multimodal checkpoint."""
     stored: StoredWeights | None = None
-    """How the checkpoint has the matrices of linear layers; ``None`` is as they are."""
+    """How the checkpoint quantises linear layers; ``None`` if it does not."""
     through_transformers: str | None = None
-    """The configuration, as JSON, of a model that transformers computes. ``layers`` and ``ropes``
-    are empty then."""
+    """The configuration, as JSON, of a model that runs through transformers. In that case
+    ``layers`` and ``ropes`` are empty."""
     has_head: bool = True
-    """It can choose a next token. Without, it makes embeddings only."""
+    """Whether the model has an LM head. Without one it makes embeddings only."""
     is_encoder: bool = False
-    """A text's tokens may see those behind them, so that it is computed as a whole. Has no head."""
+    """Whether tokens attend to later ones, so that a text is computed as a whole. Has no head."""
     first_position: int = 0
-    """The position of a text's first token."""
+    """The position id of a text's first token."""
     pooling: Pooling | None = None
-    """How it makes embeddings; ``None`` where it does not."""
+    """How the model makes embeddings; ``None`` if it does not."""
 
     @property
     def is_classifier(self) -> bool:
-        """An encoder with a classifier, which scores texts instead."""
+        """Whether the model is an encoder with a classifier, which scores texts."""
         return self.pooling is not None and self.pooling.kind == "classifier"
 
     @property
     def attentions(self) -> tuple[Attention, ...]:
-        """Each layer's."""
+        """The attention of each layer."""
         return tuple(layer.attention for layer in self.layers)

@@ -1,8 +1,8 @@
-"""How a checkpoint stores quantised matrices, read from its ``quantization_config``: GPTQ, AWQ,
-fp8 (as DeepSeek and Qwen have it), MXFP4 (as gpt-oss has it), compressed-tensors, and ModelOpt,
-which may have a file of its own. Knows no torch.
+"""Reads how a checkpoint stores quantised matrices from its ``quantization_config``: GPTQ, AWQ, fp8
+(as in DeepSeek and Qwen), MXFP4 (as in gpt-oss), compressed-tensors, and ModelOpt, which may have a
+file of its own. Does not import torch.
 
-What a field's values mean is in the libraries of those names; what is not read is refused.
+The libraries of those names define the fields. Fields and values that are not read are refused.
 """
 
 import fnmatch
@@ -19,33 +19,33 @@ _INSTEAD = "; serve a checkpoint that is not quantized (quantization='w4' or 'in
 _LM_HEAD = "lm_head"
 MODELOPT_NAME = "hf_quant_config.json"
 _SCALES = ("weight_scale", "weight_scale_inv")
-"""Both are multiplied with; who writes fp8 without blocks takes either."""
+"""Names of scales; both multiply. Writers of fp8 without blocks use either name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredWeights:
-    """The form of all matrices of linear layers but the ignored ones."""
+    """The storage format of the matrices of linear layers, except the ignored ones."""
 
     layout: Literal["gptq", "awq", "packed", "int8", "float8", "nvfp4", "q4_0", "mxfp4"]
-    """The first three have several integers in 32 bits; "q4_0" is GGUF's. Only experts are stored
-    as the last."""
+    """The first three pack several integers into 32 bits. "q4_0" is GGUF's. "mxfp4" is for experts
+    only."""
     bits: int = 8
     block: tuple[int, int] = (0, 0)
-    """Outputs and inputs that share a scale; 0 is all."""
+    """How many outputs and inputs share a scale; 0 means all."""
     symmetric: bool = True
     scale: str = "weight_scale"
-    """What the scales' tensor is called."""
+    """The name of the tensor of scales."""
     zero_offset: int = 0
     """Added to stored zero points."""
     order: str | None = None
-    """What the tensor is called that says which group an input is in; ``None`` is their order."""
+    """The name of the tensor that maps inputs to groups; ``None`` if groups are consecutive."""
     ignored: tuple[str, ...] = ()
-    """Modules that are stored as they were: parts of names, or patterns after ``re:``."""
+    """Modules that are not quantised: parts of names, or regular expressions after ``re:``."""
     modules: tuple[str, ...] | None = None
-    """All that are stored so, where they are listed."""
+    """The modules that are quantised, if they are listed."""
 
     def named_as_in(self, names: Iterable[str]) -> "StoredWeights":
-        """A copy with the name of scales that occurs among ``names``, the checkpoint's tensors."""
+        """A copy whose name of scales is the one that occurs in ``names``, the tensor names."""
         if self.scale in _SCALES:
             endings = {name.rpartition(".")[2] for name in names}
             for scale in _SCALES:
@@ -54,18 +54,18 @@ class StoredWeights:
         return self
 
     def has(self, module: str) -> bool:
-        """Whether ``module``, which is one matrix, is stored so."""
+        """Whether ``module``, which is one matrix, is stored in this format."""
         if self.modules is not None:
             return module in self.modules
         return self.layout != "mxfp4" and not any(_matches(module, each) for each in self.ignored)
 
 
 def read_stored_weights(config: Fields) -> StoredWeights | None:
-    """``None`` where the checkpoint is not quantised. ModelOpt's file beside ``config.json`` counts
-    where the latter says nothing.
+    """The storage format of a checkpoint; ``None`` if it is not quantised. ModelOpt's own file is
+    used if ``config.json`` has no quantization.
 
     Raises:
-        CheckpointError: It is, in a way that is not read.
+        CheckpointError: It is quantised in an unsupported way.
     """
     fields, file = config.section("quantization_config"), config.file.with_name(MODELOPT_NAME)
     if not fields.raw and file.is_file():
@@ -73,7 +73,7 @@ def read_stored_weights(config: Fields) -> StoredWeights | None:
     if not fields.raw:
         return None
     if "quant_algo" in fields.raw:
-        # KV alone may be rounded, which is the engine's own business.
+        # Only the KV cache may be quantised, which is up to the engine.
         return None if fields.raw["quant_algo"] is None else _modelopt(fields)
     method = _one_of(fields, "quant_method", tuple(_METHODS))
     return _METHODS[method](fields)
@@ -185,7 +185,7 @@ def _compressed_tensors(fields: Fields) -> StoredWeights:
 
 
 def _modelopt(fields: Fields) -> StoredWeights:
-    """One algorithm for all layers; names of modules may have ``*``."""
+    """ModelOpt's format: one algorithm for all layers; module names may have ``*``."""
     algorithm = _one_of(fields, "quant_algo", ("FP8", "NVFP4"))
     patterns = (*fields.names("exclude_modules"), *fields.names("ignore"))
     ignored = (f"re:{fnmatch.translate(each)}" if "*" in each else each for each in patterns)
@@ -208,21 +208,21 @@ _METHODS: dict[str, Callable[[Fields], StoredWeights]] = {
 
 
 def _is_used(section: object) -> bool:
-    """Whether an object says something: writers leave some that say "dense"."""
+    """Whether a section has any effect: some writers leave one that says "dense"."""
     return bool(section) and not (isinstance(section, dict) and section.get("format") == "dense")
 
 
 def _one_of(fields: Fields, name: str, known: tuple[Any, ...], *, default: object = None) -> Any:
     value = fields.raw.get(name, default)
     value = default if value is None else value
-    # `1` is not `True`.
+    # The types are compared as well, since 1 == True.
     if not any(type(value) is type(each) and value == each for each in known):
         raise _refused(fields, name, value, f"; supported: {', '.join(map(repr, known))}")
     return value
 
 
 def _group_size(fields: Fields, name: str) -> int:
-    """Inputs, or 0 for all of them, which is -1 in the file."""
+    """The inputs per group; 0 for all of them, which is -1 in the file."""
     if fields.raw.get(name) == -1:
         return 0
     size = fields.count(name)

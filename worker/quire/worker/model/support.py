@@ -1,4 +1,4 @@
-"""Which descriptions can be run: what no backend computes is refused by name. Knows no torch."""
+"""Refuses model descriptions that no backend can compute. Does not import torch."""
 
 from collections.abc import Iterator
 
@@ -6,11 +6,11 @@ from quire.worker.api.errors import CheckpointError
 from quire.worker.model.spec import Experts, Mlp, ModelSpec
 
 _ACTIVATIONS = (("silu", True), ("gelu_tanh", True), ("gelu_tanh", False))
-"""And whether the MLP is gated."""
+"""Supported pairs of an activation and whether the MLP is gated."""
 
 
 def check_runnable(spec: ModelSpec, source: object = "model") -> None:
-    """Raises CheckpointError where the model has what no backend runs: place, field and value."""
+    """Raises CheckpointError if no backend can run the model: source, field and value."""
     for what in _refusals(spec):
         raise CheckpointError(f"{source}: {what}")
 

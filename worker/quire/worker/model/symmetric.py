@@ -1,4 +1,5 @@
-"""Memory that the GPUs of a group map into each other, for `quire.kernels.triton_all_reduce`."""
+"""Symmetric memory, which the GPUs of a group map into each other's address space, and the
+all-reduce with a fixed order over it (`quire.kernels.triton_all_reduce`)."""
 
 from typing import Any
 
@@ -13,7 +14,7 @@ class FixedOrder:
     """Sums tensors over the ranks of a group in one kernel, in the order of the ranks."""
 
     def __init__(self, *, rank: int, size: int, device: torch.device) -> None:
-        """Meets the other ranks.
+        """Maps the memory; blocks until all ranks have called it.
 
         Raises:
             RuntimeError: The GPUs cannot reach each other's memory.
@@ -23,7 +24,7 @@ class FixedOrder:
         from quire.kernels import triton_all_reduce as kernel
 
         self._kernel = kernel
-        # A buffer and its flags for small tensors, then those for large ones.
+        # A buffer and its flags for small tensors, then a buffer and its flags for large ones.
         sizes = (
             *(2 * kernel.MAX_BYTES, kernel.MAX_PROGRAMS * size * FLAG_BYTES),
             *(2 * kernel.TWO_SHOT_BYTES, kernel.TWO_SHOT_PROGRAMS * size * FLAG_BYTES),
@@ -34,7 +35,7 @@ class FixedOrder:
         )
         self._memory.zero_()
         torch.cuda.synchronize(device)
-        dist.barrier()  # nobody may be told anything before all flags are 0
+        dist.barrier()  # no rank may signal another before all flags are 0
         addresses = [
             self._handle.get_buffer(other, self._memory.shape, torch.uint8).data_ptr()
             for other in range(size)
@@ -55,22 +56,22 @@ class FixedOrder:
         return self._kernel.fits_two_shots(x)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in ``x`` itself; the same bits on every rank, and whatever else
-        is in the tensor."""
+        """Sums ``x`` over all ranks, in place. A value's bits are the same on every rank and do not
+        depend on the rest of the tensor."""
         if self._kernel.fits(x):
             return self._kernel.all_reduce(x, self._small)
         return self._kernel.all_reduce_in_two_shots(x, self._large)
 
 
 def open_fixed_order(*, rank: int, size: int, device: torch.device) -> FixedOrder | None:
-    """`FixedOrder` where all ranks of the default process group can have it, ``None`` elsewhere."""
+    """A `FixedOrder`; ``None`` on all ranks unless every rank of the default group can open it."""
     fixed_order = None
     if size in (2, 4, 8) and _all_reach_each_other(size):
         try:
             fixed_order = FixedOrder(rank=rank, size=size, device=device)
         except (ImportError, RuntimeError):
             fixed_order = None
-    # A rank that had no luck must not be waited for by the others.
+    # If one rank fails, the others must not wait for it.
     agreed = torch.tensor(int(fixed_order is not None), device=device)
     dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
     return fixed_order if agreed.item() else None

@@ -1,6 +1,6 @@
-"""The collectives of a group of ranks: what tensor parallelism adds to a forward pass.
+"""The collectives of tensor parallelism: all-reduce and gathers over a group of ranks.
 
-One rank alone needs no process group, and pays nothing.
+A single rank needs no process group and has no overhead.
 """
 
 import ctypes
@@ -26,20 +26,20 @@ log = logging.getLogger(__name__)
 
 
 class TensorParallel:
-    """One rank's end of a group of ``size`` ranks that run in lockstep."""
+    """One rank's communicator in a group of ``size`` ranks that run in lockstep."""
 
     rank: int = 0
     size: int = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in ``x`` itself."""
+        """Sums ``x`` over all ranks, in place."""
         return x
 
     def gather_columns(self, x_SV: Tensor, *, num_columns: int) -> Tensor | None:
-        """``[S, num_columns]`` on rank 0, of which each rank has a range; ``None`` elsewhere."""
+        """Gathers ``[S, num_columns]`` on rank 0 from each rank's columns; ``None`` elsewhere."""
         if self.size == 1:
             return x_SV
-        # A gather wants equal parts; ranges differ by a column at most.
+        # A gather needs equal parts, while ranges differ by up to one column.
         widths = [
             num_columns * (rank + 1) // self.size - num_columns * rank // self.size
             for rank in range(self.size)
@@ -53,11 +53,11 @@ class TensorParallel:
         )
 
     def gather_greatest(self, greatest_G2: Tensor, *, num_columns: int) -> Longs | None:
-        """The first of the greatest columns of each row on rank 0, ``None`` elsewhere; -1 where
-        the greatest is infinite, as it is where all of a row are NaN.
+        """The first column with the greatest value of each row, on rank 0; ``None`` elsewhere. It
+        is -1 if the greatest is infinite, as it is for a row of NaN.
 
-        ``greatest_G2`` has the value and the column of this rank's greatest in its range of
-        ``num_columns``.
+        ``greatest_G2``: for each row, the greatest value in this rank's range of ``num_columns``,
+        and its column.
         """
         parts = self._gather(greatest_G2)
         if parts is None:
@@ -75,8 +75,8 @@ class TensorParallel:
 
 
 class SharedMemoryTensorParallel(TensorParallel):
-    """CPU ranks of one machine, through memory that they share: a round takes microseconds, and
-    sums have the same bits at any number of ranks that divides the model's parts of a sum."""
+    """Collectives between CPU ranks of one machine over shared memory. A round takes microseconds.
+    Sums have the same bits for any number of ranks that divides the model's parts of a sum."""
 
     def __init__(self, library: ctypes.CDLL, fd: int, *, rank: int, size: int) -> None:
         self.rank = rank
@@ -91,17 +91,18 @@ class SharedMemoryTensorParallel(TensorParallel):
 
 
 class DistributedTensorParallel(TensorParallel):
-    """Collectives of torch.distributed: gloo on CPUs, NCCL on GPUs, and one of our own there.
+    """Collectives of torch.distributed: gloo on CPUs, NCCL on GPUs, where `FixedOrder` may replace
+    NCCL's all-reduce.
 
-    On CPUs sums are made of everybody's parts in float32 as a binary tree, like those in shared
-    memory and with the same bits. That moves ``size - 1`` tensors to each rank where gloo's own
-    sum moves about two; but its order depends on ``size``.
+    On CPUs each rank adds all ranks' parts in float32 as a binary tree, with the same bits as in
+    shared memory. This sends ``size - 1`` tensors to each rank, where gloo's own all-reduce sends
+    about two; but the order of gloo's sum depends on ``size``.
     """
 
     def __init__(
         self, *, rank: int, size: int, device: torch.device, store: Store, one_node: bool
     ) -> None:
-        """Meets the other ranks through ``store``."""
+        """Joins the process group through ``store``; blocks until all ranks have joined."""
         self.rank = rank
         self.size = size
         dist.init_process_group(
@@ -109,13 +110,13 @@ class DistributedTensorParallel(TensorParallel):
             store=store,
             rank=rank,
             world_size=size,
-            # The engine's own deadline comes long before; this only bounds a lost start.
+            # The engine's own deadline is much shorter; this only bounds a start that fails.
             timeout=datetime.timedelta(minutes=30),
             device_id=device if device.type == "cuda" else None,
         )
 
-        # NCCL's order depends on a value's place in the tensor: with 4 ranks or more a row's bits
-        # would depend on its batch. It is for GPUs that cannot reach each other.
+        # NCCL's order of a sum depends on a value's place in the tensor: with 4 ranks or more a
+        # row's bits would depend on its batch. It is for GPUs that cannot map each other's memory.
         self._fixed_order = (
             open_fixed_order(rank=rank, size=size, device=device)
             if device.type == "cuda" and one_node
@@ -157,11 +158,12 @@ def join(
     listener: socket.socket | None,
     shared_fd: int | None,
 ) -> TensorParallel:
-    """This rank's end of a group, over the fastest way there is between its ranks.
+    """Joins a group over the fastest transport between its ranks.
 
     On one node, ``shared_fd`` is a file of `quire.kernels.native_shared.shared_bytes` zeros, and
-    ``store`` an empty file: nothing can take it between the choice and the use, as a port could be.
-    On several, ``store`` is an address, to which rank 0's ``listener`` is bound; it is taken over.
+    ``store`` an empty file, because a port could be taken between its choice and its use. On
+    several nodes, ``store`` is the address to which rank 0's ``listener`` is bound; this function
+    takes ownership of the listener.
     """
     library = native.library() if device.type == "cpu" else None
     if library is not None and shared_fd is not None:
@@ -183,7 +185,7 @@ def join(
 
 
 def _tree_sum(parts_R: Tensor) -> Tensor:
-    """Four ranks add as two ranks of two would: see ``native/shared_sum.cpp``."""
+    """Sums as a binary tree, in the order of ``native/shared_sum.cpp``: ((0 + 1) + (2 + 3))."""
     if len(parts_R) == 1:
         return parts_R[0]
     middle = len(parts_R) // 2

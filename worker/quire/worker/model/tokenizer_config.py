@@ -1,7 +1,7 @@
-"""Tokens and chat templates that ``tokenizer_config.json`` tells of, beside ``tokenizer.json``.
+"""Reads the tokens and chat templates in ``tokenizer_config.json``, next to ``tokenizer.json``.
 
-As in transformers, a token that only the former lists is one too, and those that it names, such as
-``eos_token``, are special ones.
+As in transformers, tokens that only ``tokenizer_config.json`` lists are added, and those that it
+names, such as ``eos_token``, are special tokens.
 """
 
 import json
@@ -23,7 +23,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``tokenizer_config.json``; empty where there is none.
+    """The contents of ``tokenizer_config.json``; empty if the file does not exist.
 
     Raises:
         CheckpointError: It cannot be read.
@@ -33,7 +33,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Texts of tokens by their names, such as ``eos_token``."""
+    """The texts of named tokens, by names such as ``eos_token``."""
     tokens = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in config.items()
@@ -43,10 +43,10 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The checkpoint's chat templates by name; "default" is that of chats without tools. Files
-    of templates come before what the configuration has."""
+    """The checkpoint's chat templates by name; "default" is for chats without tools. Template files
+    take precedence over the configuration."""
     settings, found = folder / CONFIG_FILE, config.get("chat_template")
-    if found is None:  # Where older processors have theirs.
+    if found is None:  # Older processors keep it here.
         settings = folder / "chat_template.json"
         found = (read_json(settings) if settings.is_file() else {}).get("chat_template")
     named = found if isinstance(found, list) else [{"name": "default", "template": found}]
@@ -73,7 +73,7 @@ def chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def named_token_id(folder: Path, name: str) -> int | None:
-    """The token that the tokenizer calls ``name``, such as ``eos_token``, if any."""
+    """The id of the tokenizer's token named ``name``, such as ``eos_token``, if any."""
     config = read_config(folder)
     text = named_tokens(config).get(name)
     if text is None:
@@ -86,7 +86,7 @@ def named_token_id(folder: Path, name: str) -> int | None:
 
 
 def gives_types(config: Mapping[str, Any]) -> bool:
-    """Whether transformers' tokenizer tells the model which of two texts a token is of."""
+    """Whether transformers' tokenizer returns token type ids (which of two texts a token is in)."""
     names = config.get("model_input_names")
     if isinstance(names, list):
         return "token_type_ids" in names
@@ -115,7 +115,7 @@ def with_added_tokens(
     special = named | {text for text, token in listed.items() if token["special"]}
     if all(there[text].special for text in special & there.keys()):
         return backend
-    # The library keeps the flag of a token that is there.
+    # The library does not change the flag of an existing token.
     state = json.loads(backend.to_str())
     for token in state["added_tokens"]:
         token["special"] = token["special"] or token["content"] in special
@@ -123,7 +123,7 @@ def with_added_tokens(
 
 
 def _listed(config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Those of ``added_tokens_decoder``, in the order of their ids."""
+    """The entries of ``added_tokens_decoder``, ordered by id."""
     listed = config.get("added_tokens_decoder") or {}
     try:
         for token_id in sorted(listed, key=int):
@@ -138,7 +138,7 @@ def _listed(config: Mapping[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _vocabulary(file: Path) -> list[tuple[str, int]]:
-    """Every token of a ``tokenizer.json``; none where it is no such file, as loading it says."""
+    """All tokens of a ``tokenizer.json``; none if it is invalid, which loading it reports."""
     state = read_json(file)
     try:
         vocabulary = state["model"]["vocab"]

@@ -1,8 +1,8 @@
-"""Matrices of quantised checkpoints: a rank's part, as codes with scales or as values.
+"""Unpacks a rank's part of a quantised matrix, to codes with scales or to values.
 
-The layouts are those of GPTQModel, AutoAWQ, compressed-tensors and ModelOpt. Several integers lie
-in 32 bits, the first in the lowest: inputs in GPTQ and compressed-tensors, outputs in AWQ, where
-they are also out of order, and outputs wherever zero points are packed.
+The layouts are those of GPTQModel, AutoAWQ, compressed-tensors and ModelOpt. Several integers are
+packed into 32 bits, the first in the lowest bits. GPTQ and compressed-tensors pack along the
+inputs. AWQ packs along the outputs, in its own order. Packed zero points are always along outputs.
 """
 
 import math
@@ -23,12 +23,12 @@ or a part of it."""
 
 
 class UnpackError(Exception):
-    """Values that mean nothing; the message says which."""
+    """Stored values are invalid; the message says which."""
 
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _OF_BYTE = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])
-"""Two values of 4 bits, the first in the low half."""
+"""For each byte, its two 4-bit values (E2M1), the first from the low half."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
@@ -43,7 +43,7 @@ def unpack(
 ) -> Tensor | GroupedWeight:
     """The part ``rows`` by ``columns`` of a matrix of ``shape``.
 
-    In groups where 4 bits are stored so, else in float32.
+    It stays in groups of 4-bit codes if it is stored like that; else it is float32.
     """
     code_OI = _codes(stored, take, shape, rows, columns)
     group = stored.block[1] or shape[1]
@@ -51,7 +51,7 @@ def unpack(
     num_groups = math.ceil(shape[1] / group)
     if stored.order is not None:
         order_I = take(stored.order, "I32", (shape[1],), rows=columns).long()
-        # compressed-tensors has -1 where it kept the order.
+        # compressed-tensors stores -1 if it kept the order.
         is_kept = stored.layout == "packed" and bool((order_I == -1).any())
         if not is_kept and not torch.equal(order_I, column_I) and order_I.numel():
             _check_order(stored.order, order_I, num_groups)
@@ -82,8 +82,8 @@ def unpack(
 
 
 def decode_mxfp4(blocks_OGB: Tensor, scales_OG: Tensor) -> Tensor:
-    """float32 ``[O, I]`` of the OCP's MXFP4: 32 inputs share a power of two, and two of them a
-    byte, the first in its low half. A scale of 255 is NaN."""
+    """Decodes the OCP's MXFP4 to float32 ``[O, I]``. 32 inputs share a power of two as scale; two
+    inputs share a byte, the first in its low half. A scale of 255 is NaN."""
     of_scale = torch.tensor([*(2.0 ** (scale - 127) for scale in range(255)), math.nan])
     values_OGL = _OF_BYTE[blocks_OGB.int()].flatten(2)
     return (values_OGL * of_scale[scales_OG.int()][..., None]).flatten(1)
@@ -92,7 +92,7 @@ def decode_mxfp4(blocks_OGB: Tensor, scales_OG: Tensor) -> Tensor:
 def _codes(
     stored: StoredWeights, take: Take, shape: tuple[int, int], rows: Bounds, columns: Bounds
 ) -> Tensor:
-    """``[O, I]``: uint8, or the stored values where they are no integers in 32 bits."""
+    """The codes ``[O, I]``: uint8, or the stored values if they are not packed into 32 bits."""
     num_out, num_in = shape
     per_int = 32 // stored.bits
     if stored.layout == "gptq":
@@ -123,7 +123,7 @@ def _codes(
 def _scales(
     stored: StoredWeights, take: Take, shape: tuple[int, int], rows: Bounds, num_groups: int
 ) -> Tensor:
-    """float32 ``[O, G]``, finite."""
+    """The scales: float32 ``[O, G]``, checked to be finite."""
     if stored.layout in ("gptq", "awq"):
         return take(stored.scale, "float", (num_groups, shape[0]), columns=rows).T.float()
     block = stored.block[0] or shape[0]
@@ -140,7 +140,7 @@ def _scales(
 def _zeros(
     stored: StoredWeights, take: Take, shape: tuple[int, int], rows: Bounds, num_groups: int
 ) -> Tensor | None:
-    """``[O, G]`` on the scale of the codes; ``None`` where there are none."""
+    """Zero points ``[O, G]`` in units of the codes; ``None`` if there are none."""
     if stored.symmetric:
         return None
     per_int, bits = 32 // stored.bits, stored.bits
@@ -150,7 +150,7 @@ def _zeros(
         packed = take("qzeros", "I32", (num_groups, width), columns=covering)
         return _awq_integers(packed)[:, inner].T
     if stored.layout == "gptq":
-        # Added in 32 bits, as it was subtracted: 0 borrowed from its neighbour.
+        # Added to the packed 32 bits, as it was subtracted: a 0 borrowed from its neighbour.
         ones = stored.zero_offset * sum(1 << shift for shift in range(0, 32, bits))
         packed = take("qzeros", "I32", (num_groups, width), columns=covering) + ones
         return _integers(packed, bits)[:, inner].T
@@ -162,14 +162,14 @@ def _zeros(
 
 
 def _covering(bounds: Bounds, per_int: int) -> tuple[Bounds, slice]:
-    """The 32 bits that hold some integers, and where these are in them."""
+    """The range of 32-bit words that hold the integers ``bounds``, and their slice in it."""
     first, last = bounds[0] // per_int, math.ceil(bounds[1] / per_int)
     start = bounds[0] - first * per_int
     return (first, last), slice(start, start + bounds[1] - bounds[0])
 
 
 def _integers(packed: Tensor, bits: int) -> Tensor:
-    """uint8 ``[..., P n]`` of int32 ``[..., n]``."""
+    """Unpacks int32 ``[..., n]`` to uint8 ``[..., P n]``."""
     octets = packed.contiguous().view(torch.uint8)
     return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
 

@@ -1,5 +1,5 @@
-"""Tensors of a checkpoint that nothing reads: they are known to change no token, or are refused by
-name. Knows no torch."""
+"""Checks the tensors of a checkpoint that nothing reads: each must be known not to affect outputs,
+or it is refused by name. Does not import torch."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -14,11 +14,11 @@ _KNOWN = re.compile(
             # Made from config.json.
             r".*rotary_emb\.inv_freq",
             r".*\.weight_shape",
-            # Scales of activations and of KV, which are not rounded because a checkpoint's were.
+            # Scales of activations and KV, which Quire does not quantise by the checkpoint.
             r".*\.(input|activation|output)_scale",
             r".*\.input_global_scale",
             r".*\.([qkv]|kv|prob)_scale",
-            # Layers that guess further tokens.
+            # Layers for multi-token prediction.
             r"(model\.)?mtp(_layers|_block)?\..*",
         )
     )
@@ -27,18 +27,18 @@ _BESIDE_TEXT = re.compile(
     r"(model\.)?(vision_tower|vision_model|vision_encoder|visual|image_newline|audio_tower"
     r"|multi_modal_projector|mm_projector|connector|mlp1|projector)\b.*"
 )
-"""Parts of a model that is more than a decoder of text, which requests of text do not reach."""
+"""Parts of a multimodal model that text requests do not use."""
 _SHOWN = 3
 
 
 def refuse_unused(
     checkpoint: Checkpoint, names: Iterable[str], spec: ModelSpec, is_zero: Callable[[str], bool]
 ) -> None:
-    """Refuses the tensors ``names``, which were not read, but for those that change nothing: the
-    known ones, and biases that ``is_zero`` says to be.
+    """Checks that the unread tensors ``names`` do not affect outputs: they are known ones, or
+    biases for which ``is_zero`` is true.
 
     Raises:
-        CheckpointError: There is another one.
+        CheckpointError: A tensor may affect outputs.
     """
     beginnings: tuple[str, ...] = ()
     if spec.layers:

@@ -1,12 +1,12 @@
-"""SHA-256 over whole weight files, computed once on a node and kept.
+"""SHA-256 over whole weight files, computed once on a node and cached.
 
-Digests of a checkpoint's files are kept in `DIGESTS_NAME` beside them where the folder may be
-written to, else in the user's cache folder. A file is hashed again once its size, its inode or one
-of its times has changed, and where what is kept cannot be read or does not match its own checksum.
-Who may write to the checkpoint may write its digests too.
+Digests of a checkpoint's files are stored next to them in `DIGESTS_NAME` if the folder is writable,
+else in the user's cache folder. A file is hashed again if its size, its inode or one of its times
+has changed, or if the stored digests are unreadable or fail their own checksum. Anyone who can
+write to the checkpoint can write its digests too.
 
-Processes that start together wait for the first of them to hash. Files are read through the page
-cache, from which the weights are then loaded.
+Processes that start together wait for the first one to hash. Files are read through the page cache,
+from which the weights are loaded afterwards.
 """
 
 import contextlib
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 DIGESTS_NAME = ".quire-digests.json"
 
 _CHUNK_BYTES = 16 << 20
-"""Hashed by one thread; the digest depends on it. SHA-256 takes 1.6 GB/s on a Zen 4 core, BLAKE2b
-0.9, and one file must not wait for one core."""
+"""Bytes hashed by one thread; the digest depends on it. SHA-256 runs at 1.6 GB/s on a Zen 4 core
+and BLAKE2b at 0.9, so a file is hashed by several threads."""
 _READ_BYTES = 1 << 20
-"""Read at once, so that it is hashed from the core's own cache."""
+"""Bytes per read, so few that they are hashed from the core's own cache."""
 _Stamp = list[int]
 
 
@@ -39,14 +39,14 @@ def weight_digests(folder: Path, files: tuple[Path, ...]) -> dict[Path, str]:
     """The digest of each of ``files``, which belong to the checkpoint ``folder``, in hex.
 
     Raises:
-        CheckpointError: A file cannot be read, or changed meanwhile.
+        CheckpointError: A file cannot be read, or changed while it was hashed.
     """
     try:
         stamps = {file: _stamp(file) for file in files}
         found = _find(folder, stamps)
         if len(found) < len(files):
             with _alone(folder):
-                found = _find(folder, stamps)  # Another process may have been at it.
+                found = _find(folder, stamps)  # Another process may have hashed them.
                 if len(found) < len(files):
                     missing = [file for file in files if file not in found]
                     found |= _hash_files(missing, stamps)
@@ -84,15 +84,14 @@ def _hash_chunk(file: Path, offset: int) -> bytes:
 
 
 def _stamp(file: Path) -> _Stamp:
-    """A stamp that changes whenever the file does. The time of its inode's change cannot be set, so
-    a copy
-    over it that keeps the other time is noticed too."""
+    """A stamp that changes whenever the file does. It includes ctime, which cannot be set, so a
+    copy over the file that preserves mtime is noticed too."""
     stat = file.stat()
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _find(folder: Path, stamps: Mapping[Path, _Stamp]) -> dict[Path, str]:
-    """The kept digests of files that are still what they were."""
+    """The stored digests of files that have not changed."""
     found: dict[Path, str] = {}
     for kept in _places(folder):
         entries = _read(kept)
@@ -104,7 +103,7 @@ def _find(folder: Path, stamps: Mapping[Path, _Stamp]) -> dict[Path, str]:
 
 
 def _read(kept: Path) -> dict[str, object]:
-    """The entries of ``kept`` by file name; none where it is missing or damaged."""
+    """The entries of ``kept`` by file name; none if it is missing or damaged."""
     try:
         content = json.loads(kept.read_bytes())
         entries = content["files"]
@@ -116,7 +115,7 @@ def _read(kept: Path) -> dict[str, object]:
 
 
 def _keep(folder: Path, stamps: Mapping[Path, _Stamp], digests: Mapping[Path, str]) -> None:
-    """Beside those of the folder's other files, which are of other models."""
+    """Stores digests; keeps those of the folder's other files, which belong to other models."""
     new = {file.name: {"stamp": stamps[file], "sha256": digest} for file, digest in digests.items()}
     for kept in _places(folder):
         others = {
@@ -135,7 +134,7 @@ def _keep(folder: Path, stamps: Mapping[Path, _Stamp], digests: Mapping[Path, st
 
 
 def _is_of(file: Path, entry: object) -> bool:
-    """Whether the file is still what it was."""
+    """Whether ``entry`` is of the file in its current state."""
     try:
         return isinstance(entry, dict) and entry.get("stamp") == _stamp(file)
     except (OSError, ValueError):
@@ -159,9 +158,9 @@ def _check(entries: object) -> str:
 
 
 def _places(folder: Path) -> list[Path]:
-    """Where digests are looked for, the best place first."""
+    """Where digests may be stored, in order of preference."""
     places = [folder / DIGESTS_NAME]
-    with contextlib.suppress(native_build.BuildError):  # No home directory.
+    with contextlib.suppress(native_build.BuildError):  # There is no home directory.
         name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
         places.append(native_build.cache_dir() / "digests" / f"{name}.json")
     return places
@@ -169,7 +168,7 @@ def _places(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Waits until no other process hashes this checkpoint, where the file system can tell."""
+    """Waits until no other process hashes this checkpoint, if the file system supports locks."""
     lock = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

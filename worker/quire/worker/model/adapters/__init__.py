@@ -1,1 +1,1 @@
-"""LoRA adapters: which are read, where they are kept, and what they add to a model's layers."""
+"""LoRA adapters: reading and checking them, storing them on a node, and loading their weights."""

@@ -1,6 +1,6 @@
-"""The modules of a checkpoint that an adapter may change, by the model's description.
+"""Lists the modules of a model that a LoRA adapter may change, from the model's description.
 
-Knows no torch.
+Does not import torch.
 """
 
 from collections.abc import Iterator
@@ -15,20 +15,20 @@ Role = Literal["q", "k", "v", "o", "gate", "up", "down"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Module:
-    """A linear module: one of our layers, or some of its rows."""
+    """A linear module of the checkpoint: one of Quire's layers, or some rows of one."""
 
     number: int
-    """The number of the decoder layer that it is in."""
+    """The number of its decoder layer."""
     layer: str
-    """Our name of the linear layer, such as "layers.3.qkv"."""
+    """Quire's name of the linear layer, such as "layers.3.qkv"."""
     roles: tuple[Role, ...]
-    """The projections that it holds, one below the other."""
+    """The projections that it holds, concatenated by rows."""
     in_size: int
     out_size: int
 
 
 def modules_of(spec: ModelSpec) -> dict[str, Module]:
-    """The linear modules by their names in a decoder of text, such as
+    """The linear modules by their names in a text decoder, such as
     "model.layers.3.self_attn.q_proj"."""
     return {
         name: module
@@ -38,8 +38,8 @@ def modules_of(spec: ModelSpec) -> dict[str, Module]:
 
 
 def find_module(modules: dict[str, Module], path: str) -> Module | None:
-    """The module that an adapter calls ``path``; the decoder may be a part of a larger model, or
-    have been trained without its head."""
+    """The module that an adapter names ``path``. The adapter may have been trained on a multimodal
+    model with this decoder, or on the decoder without its head."""
     for prefix in TEXT_PREFIXES:
         if path.startswith(prefix):
             found = modules.get(f"model.{path.removeprefix(prefix)}")
@@ -49,7 +49,7 @@ def find_module(modules: dict[str, Module], path: str) -> Module | None:
 
 
 def why_refused(spec: ModelSpec, path: str) -> str:
-    """Why there is no module that an adapter could change as ``path``."""
+    """The reason why no module named ``path`` can be changed by an adapter."""
     names = spec.names
     if path.endswith((names.embedding.rpartition(".")[2], names.lm_head)):
         return "adapters of embeddings and of the LM head are not served; train without them"
@@ -103,7 +103,7 @@ def _mlp(
 def _stacked(
     number: int, layer: str, prefix: str, parts: list[tuple[str, Role, int]], *, in_size: int
 ) -> Iterator[tuple[str, Module]]:
-    """Parts of one name are one module."""
+    """Merges parts with the same name into one module."""
     for name in dict.fromkeys(name for name, _, _ in parts):
         own = [(role, size) for other, role, size in parts if other == name]
         yield (

@@ -1,10 +1,10 @@
-"""A LoRA adapter as PEFT writes it: `CONFIG_NAME` and `WEIGHTS_NAME` in a folder.
+"""Reads and checks a LoRA adapter in PEFT's format: `CONFIG_NAME` and `WEIGHTS_NAME` in a folder.
 
-The tensors in the file decide which modules are changed; the configuration only says how much.
-``fan_in_fan_out`` means nothing of linear modules, as in PEFT. What is read here is checked whole:
-an adapter that would be served in part, or as something that it is not, is refused by name.
+The tensors in the file determine which modules are changed; the configuration only gives the scale.
+``fan_in_fan_out`` has no effect on linear modules, as in PEFT. An adapter that would be applied
+only in part, or incorrectly, is refused by name.
 
-Knows no torch.
+Does not import torch.
 """
 
 import json
@@ -34,7 +34,7 @@ CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-"""``init_lora_weights`` that leave the model's own weights as they are."""
+"""Values of ``init_lora_weights`` that do not change the base model's weights."""
 _REFUSED = {
     "use_dora": "DoRA is not served; train without use_dora",
     "modules_to_save": "whole modules are not served; train without modules_to_save",
@@ -47,18 +47,18 @@ _REFUSED = {
 }
 _MAX_PATTERNS, _MAX_PATTERN_CHARS, _MAX_REPEATS = 10_000, 200, 3
 _MOST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
-"""What no value may exceed in a type that is computed in."""
+"""The largest magnitude of a value for each type of computation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeftConfig:
-    """What `CONFIG_NAME` says of the adapter's product with its input."""
+    """The fields of `CONFIG_NAME` that determine the scale of ``B A``."""
 
     rank: int
     alpha: float
     use_rslora: bool = False
     ranks: tuple[tuple[re.Pattern[str], float], ...] = ()
-    """Other ranks, by module; the first pattern that fits counts."""
+    """Ranks of particular modules; the first pattern that matches counts."""
     alphas: tuple[tuple[re.Pattern[str], float], ...] = ()
 
     def rank_of(self, path: str) -> float:
@@ -72,7 +72,7 @@ class PeftConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """What an adapter adds to one module: ``scale`` times ``B A``."""
+    """An adapter's update of one module: ``scale`` times ``B A``."""
 
     module: Module
     scale: float
@@ -83,9 +83,10 @@ class Part:
 
 
 def read_config(folder: Path) -> PeftConfig:
-    """
+    """Reads `CONFIG_NAME` in ``folder``.
+
     Raises:
-        AdapterError: It is missing, damaged, or of an adapter that is not served.
+        AdapterError: It is missing or damaged, or the adapter is of an unsupported kind.
     """
     file = folder / CONFIG_NAME
     try:
@@ -132,12 +133,12 @@ def read_config(folder: Path) -> PeftConfig:
 
 
 def read_parts(folder: Path, spec: ModelSpec, *, max_rank: int) -> tuple[Part, ...]:
-    """What the adapter in ``folder`` adds to the model's modules, in the order of their layers.
+    """The updates of the adapter in ``folder``, in the order of the model's layers.
 
-    Reads the configuration and the header of the weights.
+    Reads only the configuration and the header of the weights.
 
     Raises:
-        AdapterError: The files are missing or damaged, or are of an adapter that is not served.
+        AdapterError: The files are missing or damaged, or the adapter is of an unsupported kind.
     """
     config, file = read_config(folder), folder / WEIGHTS_NAME
     tensors = _tensors(folder)
@@ -168,12 +169,12 @@ def read_parts(folder: Path, spec: ModelSpec, *, max_rank: int) -> tuple[Part, .
 
 
 def check_adapter(folder: Path, spec: ModelSpec, *, max_rank: int, dtype: str) -> None:
-    """Reads the whole adapter: its files are in memory then, as long as the system has room.
+    """Checks every value of an adapter. This also brings its files into the page cache.
 
-    ``dtype`` is the type that the model is computed in.
+    ``dtype`` is the model's type of computation.
 
     Raises:
-        AdapterError: As `read_parts`, or a value is NaN or infinite as ``dtype``.
+        AdapterError: As `read_parts`, or a value is NaN or is infinite in ``dtype``.
     """
     parts = read_parts(folder, spec, max_rank=max_rank)
     file = folder / WEIGHTS_NAME
@@ -268,11 +269,12 @@ def _why(spec: ModelSpec, name: str, path: str) -> str:
 
 
 def _patterns(raw: Any, *, is_rank: bool) -> tuple[tuple[re.Pattern[str], float], ...]:
-    """PEFT matches names by regular expressions, which may take any time: those are refused in
-    which a group is repeated, or much else.
+    """A table of module patterns. PEFT matches names by regular expressions, which may take
+    unbounded time. So long patterns, and those with a repeated group or many repetitions, are
+    refused.
 
     Raises:
-        ValueError: It is no such table.
+        ValueError: It is not such a table.
     """
     if not isinstance(raw, dict) or len(raw) > _MAX_PATTERNS:
         raise ValueError(f"must be an object of {_MAX_PATTERNS} names at most")

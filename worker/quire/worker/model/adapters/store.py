@@ -1,16 +1,16 @@
-"""Adapters on this node's disk, by the digest of their content.
+"""Stores adapters on this node's disk, by the digest of their content.
 
     <root>/<digest>/adapter_config.json
     <root>/<digest>/adapter_model.safetensors
 
-The digest is a SHA-256 over the names and contents of both files, so what is under it never
-changes, whatever becomes of the folder that it came from. A folder appears whole or not at all.
+The digest is a SHA-256 over the names and contents of both files. So an entry never changes, even
+if the folder that it was copied from does. An entry appears atomically.
 
-The store is bounded: beyond ``max_bytes`` the least recently used are removed, but none that a
-process on this node holds (a shared lock on the folder). What interrupted processes have left
-behind is removed after an hour.
+The store is bounded: beyond ``max_bytes`` the least recently used adapters are removed, except
+those that a process on this node holds (by a shared lock on the folder). Files that interrupted
+processes left behind are removed after an hour.
 
-Knows no torch.
+Does not import torch.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from quire.worker.model.adapters.peft import CONFIG_NAME, WEIGHTS_NAME, read_con
 
 FILE_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
 MAX_BYTES = 16 << 30
-"""All adapters on a node together: 1,600 of rank 16 on all linear modules of a model of 3 B."""
+"""The limit for a node: 1,600 adapters of rank 16 on all linear modules of a 3B model."""
 MAX_CONFIG_BYTES = 1 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -40,7 +40,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class Held:
-    """An adapter that stays in the store until `release`. Can be released again."""
+    """An adapter that stays in the store until `release`, which is idempotent."""
 
     def __init__(self, folder: Path, lock: int) -> None:
         self.folder = folder
@@ -56,9 +56,9 @@ class Held:
 
 
 class AdapterStore:
-    """The adapters of a node; any process may have one on the same ``root``.
+    """The adapters of a node. Several processes may open the same ``root``.
 
-    ``root`` is what ``QUIRE_ADAPTER_DIR`` says, by default a folder in the user's cache folder.
+    ``root`` is set by ``QUIRE_ADAPTER_DIR``; the default is a folder in the user's cache folder.
     """
 
     def __init__(self, root: Path | None = None, *, max_bytes: int = MAX_BYTES) -> None:
@@ -82,8 +82,8 @@ class AdapterStore:
         """Copies the adapter in ``folder``; returns its digest.
 
         Raises:
-            AdapterError: A file is missing or cannot be kept, the configuration is of an adapter
-                that is not served, or the digest is not ``expected``.
+            AdapterError: A file is missing or cannot be stored, the adapter is of an unsupported
+                kind, or the digest is not ``expected``.
         """
         read_config(folder)
         digest = digest_of(folder)
@@ -96,7 +96,7 @@ class AdapterStore:
 
     @contextlib.contextmanager
     def receiving(self) -> Iterator[Path]:
-        """An empty folder in which to put both files for `keep`; gone when the context ends."""
+        """An empty folder for the two files to pass to `keep`; removed when the context ends."""
         with _explained(self.root):
             self.root.mkdir(parents=True, exist_ok=True)
             unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.root))
@@ -106,7 +106,7 @@ class AdapterStore:
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def keep(self, unfinished: Path, *, expected: str | None = None) -> str:
-        """Takes the files in a folder of `receiving` into the store; returns their digest.
+        """Moves the files in a folder of `receiving` into the store; returns their digest.
 
         Raises:
             AdapterError: As `put`.
@@ -117,7 +117,7 @@ class AdapterStore:
             raise AdapterError(f"the adapter's files have the digest {digest}, not {expected}")
         with _explained(unfinished):
             with contextlib.suppress(FileExistsError), _locked(unfinished, fcntl.LOCK_SH):
-                # Another process may have been faster; then that one's stays.
+                # Another process may have been faster; then its copy stays.
                 if self.folder(digest) is None:
                     _rename(unfinished, self.root / digest)
             self.prune(keep=digest)
@@ -126,7 +126,7 @@ class AdapterStore:
         return digest
 
     def folder(self, digest: str) -> Path | None:
-        """Where the adapter is; ``None`` where it is not. It counts as used now."""
+        """The adapter's folder; ``None`` if it is not stored. Marks it as used now."""
         if _DIGEST.fullmatch(digest) is None:
             return None
         folder = self.root / digest
@@ -134,12 +134,12 @@ class AdapterStore:
             os.utime(folder)
         except FileNotFoundError:
             return None
-        except OSError:  # Another user's, which may be read all the same.
+        except OSError:  # It belongs to another user but can be read.
             return folder if folder.is_dir() else None
         return folder
 
     def hold(self, digest: str) -> Held | None:
-        """The same, and it stays there until it is released."""
+        """Holds the adapter, so that it is not removed; ``None`` if it is not stored."""
         folder = self.folder(digest)
         if folder is None:
             return None
@@ -152,13 +152,13 @@ class AdapterStore:
             is_there = os.stat(folder).st_ino == os.fstat(lock).st_ino
         except FileNotFoundError:
             is_there = False
-        if not is_there:  # Removed between the two.
+        if not is_there:  # Removed between look-up and lock.
             os.close(lock)
             return None
         return Held(folder, lock)
 
     def prune(self, *, keep: str = "") -> None:
-        """Removes the least recently used beyond the bound, and what was never finished."""
+        """Removes the least recently used adapters beyond the bound, and stale unfinished ones."""
         now = time.time()
         found: list[tuple[float, Path, int]] = []
         for entry in os.scandir(self.root):
@@ -176,8 +176,8 @@ class AdapterStore:
                 num_bytes -= size
 
     def _remove(self, folder: Path) -> bool:
-        """Removes a folder that nobody holds: under another name first, so that none is ever there
-        in part."""
+        """Removes a folder unless a process holds it. It is renamed first, so that it disappears
+        atomically."""
         with contextlib.suppress(OSError), _locked(folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
             gone = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=self.root))
             folder.rename(gone)
@@ -187,10 +187,10 @@ class AdapterStore:
 
 
 def digest_of(folder: Path) -> str:
-    """The digest of the two files in ``folder``: all that tells adapters apart.
+    """The digest of the two files in ``folder``, which identifies an adapter.
 
     Raises:
-        AdapterError: One cannot be read.
+        AdapterError: A file cannot be read.
     """
     state = hashlib.sha256()
     for name in FILE_NAMES:
@@ -212,7 +212,7 @@ def _copy(source: Path, target: Path, *, max_bytes: int) -> None:
 
 
 def _rename(source: Path, target: Path) -> None:
-    """Raises FileExistsError: the target is there."""
+    """Renames a folder. Raises FileExistsError: the target exists."""
     try:
         source.rename(target)
     except OSError as error:

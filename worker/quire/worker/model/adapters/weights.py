@@ -1,4 +1,4 @@
-"""An adapter's tensors as one rank needs them: its own rows and columns, in the layers' order."""
+"""Loads one rank's rows and columns of an adapter's tensors, in the order of the model's layers."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -24,10 +24,10 @@ _Range = tuple[int, int]
 def read_layers(
     folder: Path, spec: ModelSpec, *, shard: Shard, dtype: torch.dtype, max_rank: int
 ) -> AdapterLayers:
-    """What the adapter in ``folder`` adds to the linear layers of ``shard``, on the CPU.
+    """The updates of the adapter in ``folder`` to the linear layers of ``shard``, on the CPU.
 
     Raises:
-        AdapterError: As `read_parts`, or a file cannot be read. Values are not looked at.
+        AdapterError: As `read_parts`, or a file cannot be read. Values are not checked.
     """
     parts = read_parts(folder, spec, max_rank=max_rank)
     file = folder / WEIGHTS_NAME
@@ -72,7 +72,7 @@ def _low_rank(
 
 
 def _size(layer: Layer, role: Role) -> int:
-    """The projection's outputs on all ranks together; of ``o`` and ``down`` the inputs."""
+    """The projection's outputs over all ranks; for ``o`` and ``down`` its inputs."""
     attention, mlp = layer.attention, layer.mlp
     if role in ("q", "o"):
         return attention.num_heads * attention.key_size
@@ -84,7 +84,7 @@ def _size(layer: Layer, role: Role) -> int:
 
 
 def _share(layer: Layer, role: Role, shard: Shard) -> _Range:
-    """Those of them that the rank has."""
+    """The rank's range of the projection's outputs; for ``o`` and ``down`` of its inputs."""
     attention = layer.attention
     if role in ("gate", "up", "down"):
         return shard.range_of(_size(layer, role))
@@ -96,7 +96,7 @@ def _share(layer: Layer, role: Role, shard: Shard) -> _Range:
 
 
 def _first_row(layer: Layer, role: Role, shard: Shard) -> int:
-    """The row of the rank's projections in one layer at which ``role`` begins."""
+    """The first row of ``role`` among the rank's projections in one layer."""
     before: dict[Role, tuple[Role, ...]] = {"k": ("q",), "v": ("q", "k")}
     mlp = layer.mlp.shared if isinstance(layer.mlp, Experts) else layer.mlp
     if mlp is not None and mlp.gated:
@@ -106,7 +106,7 @@ def _first_row(layer: Layer, role: Role, shard: Shard) -> int:
 
 
 def _ordered(spec: ModelSpec, layer: Layer, role: Role, rows_OR: Tensor) -> Tensor:
-    """Heads of Q and K in the order in which the program rotates their channels."""
+    """Reorders the channels of heads of Q and K as the program rotates them."""
     rope, head = layer.attention.rope, layer.attention.key_size
     if role not in ("q", "k"):
         return rows_OR

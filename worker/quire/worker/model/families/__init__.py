@@ -1,1 +1,1 @@
-"""One function per family: what its ``config.json`` says, as a `ModelSpec`."""
+"""One function per model family, which turns its ``config.json`` into a `ModelSpec`."""

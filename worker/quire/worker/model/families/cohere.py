@@ -1,5 +1,5 @@
-"""Cohere's Command R: attention and MLP read one layer norm. In the second generation layers that
-see all have no positions, and the others a window."""
+"""Cohere's Command R: attention and MLP read the same layer norm. In the second generation, layers
+with full attention have no positions, and the others have a window."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The parts that most families' configurations share, under transformers' names of fields."""
+"""Readers of the fields that most families' configurations share, by transformers' names."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +20,7 @@ _OTHERS = (
     *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"),
     *("no_rope_layers", "clip_qkv", "use_qk_norm", "use_bidirectional_attention"),
 )
-"""Fields that change what a model computes, and that few families know."""
+"""Fields that change what a model computes, and that only few families support."""
 
 
 def decoder(
@@ -33,10 +33,10 @@ def decoder(
     knows: tuple[str, ...] = (),
     **model: Any,
 ) -> ModelSpec:
-    """A model whose layers are alike but for attention and MLP.
+    """A model whose layers differ at most in attention and MLP.
 
-    ``layer`` and ``model`` are more fields of `Layer` and `ModelSpec`. A field that changes what is
-    computed is refused, unless the family ``knows`` it.
+    ``layer`` and ``model`` are further fields of `Layer` and `ModelSpec`. A configuration field
+    that changes what is computed is refused, unless the family ``knows`` it.
     """
     for name in _MULTIPLIERS:
         if name not in knows and config.raw.get(name) not in (None, 1):
@@ -72,13 +72,13 @@ def decoder(
 
 
 def extra_layers(config: Fields) -> int:
-    """Layers behind the last one, for multi-token prediction."""
+    """The number of layers for multi-token prediction, after the last regular layer."""
     names = ("num_nextn_predict_layers", "num_mtp_modules")
     return max(config.count(name) if config.raw.get(name) else 0 for name in names)
 
 
 def dtype_name(config: Fields) -> str:
-    """The type in which the checkpoint wants to be computed; "" where it does not say."""
+    """The type of computation that the checkpoint asks for; "" if it names none."""
     dtype = str(config.raw.get("dtype") or config.raw.get("torch_dtype") or "")
     if not dtype:
         return dtype
@@ -89,14 +89,15 @@ def dtype_name(config: Fields) -> str:
 
 
 def with_windows(attention: Attention, windows: Windows) -> tuple[Attention, ...]:
-    """Each layer's attention."""
+    """The attention of each layer, with its window."""
     return tuple(replace(attention, window=window) for window in windows)
 
 
 def attention(config: Fields, *, head_size: int | None = None, **options: Any) -> Attention:
-    """Heads of one size that are rotated; ``options`` are more fields of `Attention`.
+    """Attention with rotary embeddings and one head size; ``options`` are further fields of
+    `Attention`.
 
-    ``head_size`` is what a configuration means that does not say.
+    ``head_size`` is the default for a configuration without that field.
     """
     num_heads = config.count("num_attention_heads")
     num_kv_heads = config.count("num_key_value_heads", default=num_heads)
@@ -123,7 +124,7 @@ def attention(config: Fields, *, head_size: int | None = None, **options: Any) -
 def mlp(
     config: Fields, *, field: str = "hidden_act", activation: str = "silu", **options: Any
 ) -> Mlp:
-    """``field`` names the activation; ``activation`` is what a configuration means without it."""
+    """An MLP. ``field`` is the field that names the activation, ``activation`` its default."""
     return Mlp(
         size=config.count("intermediate_size"),
         activation=config.choice(field, _ACTIVATIONS, default=activation),
@@ -134,8 +135,8 @@ def mlp(
 def experts(
     config: Fields, *, size: str = "moe_intermediate_size", num: str = "num_experts", **options: Any
 ) -> Experts:
-    """``size`` and ``num`` name the fields of an expert's inner channels and of how many there
-    are, ``options`` are more fields of `Experts`."""
+    """A mixture of experts. ``size`` and ``num`` are the fields with an expert's inner channels and
+    the number of experts; ``options`` are further fields of `Experts`."""
     num_experts, top_k = config.count(num), config.count("num_experts_per_tok")
     if top_k > num_experts:
         raise config.broken(f"num_experts_per_tok={top_k} is more than the {num_experts} experts")
@@ -147,7 +148,7 @@ def experts(
 
 
 def windows(config: Fields) -> Windows:
-    """Windows by ``use_sliding_window`` and the fields that say which layers, as Qwen has them."""
+    """Windows by ``use_sliding_window`` and Qwen's fields that select the layers."""
     num_layers = config.count("num_hidden_layers")
     if not config.flag("use_sliding_window") or config.raw.get("sliding_window", 0) is None:
         return (None,) * num_layers
@@ -162,7 +163,7 @@ def windows(config: Fields) -> Windows:
 
 
 def windows_by_type(config: Fields, window: int | None, *, every: int | None = None) -> Windows:
-    """Windows by ``layer_types``. Without that field, one of ``every`` so many layers sees all."""
+    """Windows by ``layer_types``. Without that field, every ``every``-th layer has none."""
     num_layers = config.count("num_hidden_layers")
     kinds = config.names("layer_types")
     if not kinds and every is not None:

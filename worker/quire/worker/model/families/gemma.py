@@ -1,4 +1,5 @@
-"""Gemma 2 and 3 (text): four norms a layer, GELU, a scaled embedding, windows, and caps in 2."""
+"""Gemma 2 and 3 (text): four norms per layer, GELU, a scaled embedding, windows; Gemma 2 has
+soft caps."""
 
 from dataclasses import replace
 from typing import Any
@@ -75,7 +76,7 @@ def _windows(config: Fields, *, every: int) -> tuple[int | None, ...]:
 
 
 def _cap(config: Fields, name: str, default: float | None) -> float | None:
-    """A field of null is none."""
+    """A soft cap; null means none."""
     if config.raw.get(name, default) is None:
         return None
     return config.number(name, default=default or 0.0)

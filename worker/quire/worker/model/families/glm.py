@@ -1,4 +1,4 @@
-"""GLM-4, dense: interleaved rotation of half of each head, and norms behind attention and MLP."""
+"""GLM-4, dense: interleaved rotation of half of each head, and norms after attention and MLP."""
 
 from typing import Any
 

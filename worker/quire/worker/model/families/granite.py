@@ -1,4 +1,4 @@
-"""Granite: a Llama with four multipliers. In 4 its MLP has the name of shared experts."""
+"""Granite: a Llama with four multipliers. In Granite 4 the MLP is named like shared experts."""
 
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ def granite(config: Fields, **model: Any) -> ModelSpec:
 
 
 def granite_hybrid(config: Fields) -> ModelSpec:
-    """Granite 4 whose layers all attend."""
+    """Granite 4 models in which every layer is an attention layer."""
     refuse_states(config)
     if not config.names("layer_types"):
         raise config.broken("layer_types are missing, which says that no layer attends")

@@ -1,4 +1,5 @@
-"""Llama, and its nearest: Mistral and Ministral have windows, SmolLM3 layers without positions."""
+"""Llama and close relatives: Mistral and Ministral with windows, SmolLM3 with layers without
+positions."""
 
 from dataclasses import replace
 
@@ -28,7 +29,7 @@ def llama(config: Fields, *, window: int | None = None) -> ModelSpec:
 
 
 def mistral(config: Fields) -> ModelSpec:
-    """A ``sliding_window`` of null is none, and a file that does not say means 4096."""
+    """Mistral: a ``sliding_window`` of null means none, and a missing field means 4096."""
     kinds = set(config.names("layer_types"))
     if len(kinds) > 1:
         raise config.broken(f"layer_types={sorted(kinds)} in one model are not supported")
@@ -44,7 +45,7 @@ def ministral(config: Fields) -> ModelSpec:
 
 
 def ministral3(config: Fields) -> ModelSpec:
-    """Queries grow with the logarithm of how often the first context passed."""
+    """Ministral 3: queries are scaled by the logarithm of position / original context."""
     config.refuse("layer_types")
     if not rope_section(config).raw:
         raise config.broken("rope_parameters are missing")

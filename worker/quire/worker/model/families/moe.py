@@ -1,4 +1,4 @@
-"""Mixtures of experts: families that are otherwise like a dense one."""
+"""Mixture-of-experts families, each of which is otherwise like a dense one."""
 
 from dataclasses import replace
 
@@ -68,8 +68,8 @@ def qwen3_moe(config: Fields) -> ModelSpec:
 
 
 def qwen3_vl_moe(config: Fields) -> ModelSpec:
-    """Qwen3-VL's text: weights are always normalised, and each matrix of all experts is one
-    tensor."""
+    """Qwen3-VL's text decoder: routing weights are always normalised, and one tensor holds a matrix
+    of all experts."""
     config = Fields(config.raw | {"norm_topk_prob": True}, config.file)
     up = "gate_up_proj"
     names = TensorNames(experts="mlp.experts.", expert_gate=up, expert_up=up)
@@ -169,7 +169,7 @@ def glm4_moe(config: Fields) -> ModelSpec:
 
 
 def _sparse(config: Fields, dense: ModelSpec, mixed: Experts) -> ModelSpec:
-    """Experts in every ``decoder_sparse_step``-th layer, but in those of ``mlp_only_layers``."""
+    """Experts in every ``decoder_sparse_step``-th layer, except those of ``mlp_only_layers``."""
     step = config.count("decoder_sparse_step", default=1)
     only = config.raw.get("mlp_only_layers") or []
     layers = tuple(

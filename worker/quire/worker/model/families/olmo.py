@@ -1,4 +1,5 @@
-"""OLMo 2 and 3: norms behind attention and MLP, and over all heads of Q and of K; windows in 3."""
+"""OLMo 2 and 3: norms after attention and MLP, and over all heads of Q and of K; OLMo 3 has
+windows."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,8 +1,8 @@
-"""Any other decoder, and any encoder, which transformers computes: the fields that an engine and
-its gateways need.
+"""Reads the fields that an engine and its gateways need of any other decoder, and of any encoder,
+which run through transformers.
 
-What cannot work is refused here where ``config.json`` shows it, before weights are fetched; the
-rest is for `quire.worker.model.through.dry_run`.
+A model that cannot work is refused here, before its weights are downloaded, if ``config.json``
+shows it. `quire.worker.model.through.dry_run` checks the rest.
 """
 
 import json
@@ -19,7 +19,7 @@ _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
 _WITHOUT_HEAD = ("Model", "ForMaskedLM", CLASSIFIER)
 _AFTER_PADDING = ("camembert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
-"""Models whose positions begin behind that of the padding token."""
+"""Models whose position ids start after that of the padding token."""
 _LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _ALIBI = ("bloom", "mpt")
 _NO_ATTENTION = (
@@ -27,7 +27,7 @@ _NO_ATTENTION = (
     *("state_size", "conv_kernel", "time_step_", "attention_hidden_size"),
     *("attn_layer_period", "hybrid_override_pattern"),
 )
-"""How fields begin that only models have whose layers keep a state of their own."""
+"""Prefixes of fields that only models with recurrent layer states have."""
 _SPARSE = ("index_topk", "index_n_heads", "index_head_dim", "nsa_", "moba_")
 _NOT_IN_RESULTS = (
     *("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "use_cache"),
@@ -36,11 +36,11 @@ _NOT_IN_RESULTS = (
 
 
 def other(config: Fields, *, for_embeddings: bool = False) -> ModelSpec:
-    """A model of which only ``transformers`` knows the layers. ``for_embeddings`` leaves the head
-    of a decoder out, and computes each text as a whole.
+    """A model that runs through transformers. ``for_embeddings`` leaves out the head of a decoder,
+    and computes each text as a whole.
 
     Raises:
-        CheckpointError: It has no decoder, or one that no KV cache in blocks can serve.
+        CheckpointError: It has no decoder, or one that does not work with a paged KV cache.
     """
     raw, model_type = config.raw, str(config.raw.get("model_type", "unknown"))
     name = architecture_of(config)
@@ -91,9 +91,9 @@ def other(config: Fields, *, for_embeddings: bool = False) -> ModelSpec:
 
 
 def refuse_states(config: Fields) -> None:
-    """Raises CheckpointError: there are layers that do not attend, or to tokens of their choice.
+    """Raises CheckpointError: some layers have no attention, or select the tokens to attend to.
 
-    Where the types of layers are listed, fields of other types of layers mean nothing.
+    If the configuration lists the layers' types, fields for other types are ignored.
     """
     name = architecture_of(config)
     kinds = config.names("layer_types") or config.names("layers_block_type")
@@ -112,7 +112,7 @@ def _num_labels(config: Fields) -> int:
 
 
 def _first(config: Fields, names: tuple[str, ...]) -> str:
-    """The first of the names that the configuration has."""
+    """The first of ``names`` that is a field of the configuration."""
     return next((name for name in names if config.raw.get(name) is not None), names[0])
 
 

@@ -1,4 +1,4 @@
-"""Phi-3 and 4: tensors that hold several projections, and rotation of a part of each head."""
+"""Phi-3 and 4: fused projections in the checkpoint, and rotation of a part of each head."""
 
 from quire.worker.model.families.decoder import attention, decoder, mlp
 from quire.worker.model.families.rotary import rope, rope_section
@@ -8,7 +8,7 @@ from quire.worker.model.spec import ModelSpec, Norm, TensorNames
 QKV = "self_attn.qkv_proj"
 GATE_UP = "mlp.gate_up_proj"
 _OLD_LONGROPE = ("su", "yarn")
-"""What the first files called it."""
+"""Names of LongRoPE in the first checkpoints."""
 
 
 def phi3(config: Fields) -> ModelSpec:

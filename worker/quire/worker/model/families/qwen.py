@@ -1,4 +1,4 @@
-"""Qwen2, whose Q, K and V have biases, and Qwen3, whose heads of Q and K have norms."""
+"""Qwen2, with biases of Q, K and V, and Qwen3, with norms of each head of Q and K."""
 
 from quire.worker.model.families.decoder import attention, decoder, mlp, windows, with_windows
 from quire.worker.model.fields import Fields
@@ -20,5 +20,5 @@ def qwen3(config: Fields) -> ModelSpec:
         config,
         attention=with_windows(one, windows(config)),
         mlp=mlp(config),
-        knows=("use_qk_norm",),  # It always has these norms.
+        knows=("use_qk_norm",),  # Qwen3 always has these norms.
     )

@@ -1,4 +1,4 @@
-"""The families by what ``config.json`` calls their architecture."""
+"""The model families by the architecture name in ``config.json``."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Rotary tables as most families' configurations say them."""
+"""Reads rotary embeddings from the fields that most families' configurations share."""
 
 import math
 
@@ -23,14 +23,14 @@ _POSITIONS = "original_max_position_embeddings"
 
 
 def rope_section(config: Fields) -> Fields:
-    """Both ways of writing it are read: ``rope_theta`` + ``rope_scaling`` (transformers 4) and
+    """The RoPE fields, from either format: ``rope_theta`` + ``rope_scaling`` (transformers 4) or
     ``rope_parameters`` (transformers 5)."""
     names = ("rope_parameters", "rope_scaling")
     return config.section(next((name for name in names if config.raw.get(name)), names[0]))
 
 
 def max_positions(config: Fields, name: str = "max_position_embeddings") -> int:
-    """What the field ``name`` says, or more where YaRN is said to stretch a first context."""
+    """The value of the field ``name``, or more if YaRN extends an original context."""
     trained, section = config.count(name), rope_section(config)
     section = section.section("full_attention") if "full_attention" in section.raw else section
     original = section.raw.get(_POSITIONS, config.raw.get(_POSITIONS))
@@ -50,10 +50,10 @@ def rope(
     interleaved: bool = False,
     knows: tuple[str, ...] = (),
 ) -> Rope:
-    """The table of ``section``; without one, of the configuration.
+    """The rotary embedding of ``section``, or of the configuration if that is ``None``.
 
-    ``partial`` and ``theta`` are what a configuration means that does not say; where ``partial`` is
-    ``None`` the family rotates whole heads. ``knows`` names fields of the family's own.
+    ``partial`` and ``theta`` are the defaults of missing fields; if ``partial`` is ``None``, the
+    family always rotates whole heads. ``knows`` names fields of the family's own.
     """
     fields = rope_section(config) if section is None else section
     kind = fields.raw.get("rope_type", fields.raw.get("type", "default"))
@@ -106,8 +106,8 @@ def rope(
 def ropes_by_type(
     config: Fields, *, head_size: int, theta: float, sliding_theta: float
 ) -> tuple[Rope, Rope]:
-    """The tables of layers that see all and of those that have a window; the latter are stretched
-    only where the configuration has a section for them."""
+    """The rotary embeddings of layers with full attention and of layers with a window. The latter
+    are scaled only if the configuration has a section for them."""
     section = rope_section(config)
     full, sliding = section, Fields({"rope_theta": sliding_theta}, config.file)
     if "full_attention" in section.raw or "sliding_attention" in section.raw:
@@ -119,7 +119,7 @@ def ropes_by_type(
 
 
 def _attention_factor(kind: str, fields: Fields, *, factor: float, original: int) -> float:
-    """The attention factor that is given, or else that of yarn's or longrope's paper."""
+    """The configured attention factor, or else the one of the YaRN or LongRoPE paper."""
     if kind not in ("yarn", "longrope"):
         return 1.0
     if fields.raw.get("attention_factor") is not None or factor <= 1.0:

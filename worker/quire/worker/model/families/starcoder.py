@@ -1,4 +1,4 @@
-"""StarCoder2: layer norms, and an MLP without gates."""
+"""StarCoder2: layer norms, and an MLP without a gate."""
 
 from quire.worker.model.families.decoder import attention, decoder, mlp
 from quire.worker.model.fields import Fields

@@ -1,5 +1,6 @@
-"""Models that are more than a decoder of text: their text part, which answers requests of text as
-the whole does. And what a configuration means by fields that it does not have.
+"""Extracts the text decoder of multimodal models, which answers text requests like the whole model.
+
+It also fills in the defaults of fields that a configuration leaves out.
 """
 
 from typing import Any
@@ -10,10 +11,10 @@ _SERVED = (
     *("Gemma3", "InternVL", "KimiK25", "Kimi_K25", "Llava", "LlavaNext", "LlavaOnevision"),
     *("Mistral3", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe"),
 )
-"""Those whose decoder computes a text alone as it would without the other parts, which tests
-compare. Cohere's are not among them: in transformers their logits have another scale."""
+"""Models whose text decoder gives the same outputs without the other parts, which tests compare.
+Cohere's are not included: in transformers their logits have another scale."""
 _REFUSED = ("Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
-"""Those whose decoder is refused, by a reason of its own."""
+"""Models whose text decoder is refused for a reason of its own."""
 _ENDING = "ForConditionalGeneration"
 _TEXT = {
     **{"llama": "Llama", "mistral": "Mistral", "ministral3": "Ministral3", "qwen2": "Qwen2"},
@@ -24,13 +25,12 @@ _TEXT = {
     **{"qwen3_5_moe_text": "Qwen3_5Moe", "kimi_k2": "DeepseekV3", "deepseek_v3": "DeepseekV3"},
     **{"qwen2_vl": "Qwen2", "qwen2_5_vl": "Qwen2"},
 }
-"""Types of text parts, and the decoders that they are. The last two are of files without
-``text_config``."""
+"""The decoder for each type of text part. The last two occur in files without ``text_config``."""
 _THETA = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_vl_text", "qwen2_5_vl_text"), 1_000_000.0),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), 500_000.0),
 }
-"""Where the file has none; other types have their decoder's."""
+"""Defaults of ``rope_theta``; other types use their decoder's default."""
 _INHERITED = (
     *("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config"),
     "tie_word_embeddings",
@@ -49,25 +49,26 @@ _DEFAULTS: dict[str, dict[str, int]] = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _MISTRAL,
 }
-"""transformers' own, by which old files leave out most of ``text_config``."""
+"""transformers' defaults, on which old files rely to leave out most of ``text_config``."""
 _KV_HEADS = {
     **{"Gemma2": 4, "Gemma3": 4, "Glm": 2, "Glm4": 2, "Glm4Moe": 8, "GptOss": 8, "Ministral3": 8},
     **{"Ministral": 8, "Mistral": 8, "Mixtral": 8, "Qwen2": 32, "Qwen2Moe": 16, "Qwen3": 32},
     **{"Qwen3Moe": 4, "SmolLM3": 4, "Starcoder2": 2},
 }
-"""Where the field is not there. Null, and other families, mean as many as query heads."""
+"""Default number of KV heads if the field is missing. If it is null, and in other families, there
+are as many as query heads."""
 
 
 def architecture_of(config: Fields) -> str:
-    """The model's type where no architecture is named."""
+    """The first architecture that is named, or else the model's type."""
     return [*config.names("architectures"), str(config.raw.get("model_type", "unknown"))][0]
 
 
 def text_part(config: Fields) -> Fields | None:
-    """The configuration of the decoder of text; ``None`` where the model is not known to be more.
+    """The text decoder's configuration; ``None`` if the model is not known to be multimodal.
 
     Raises:
-        CheckpointError: It is more, and its text part is not served.
+        CheckpointError: The model is multimodal, and its text part is not supported.
     """
     name, raw = architecture_of(config), config.raw
     if not name.endswith(_ENDING) or config.flag("is_encoder_decoder"):
@@ -110,6 +111,6 @@ def with_defaults(config: Fields, *, is_text_part: bool) -> Fields:
 
 
 def _of_text(rope: dict[str, Any]) -> dict[str, Any]:
-    """Time, height and width of a text are one position."""
+    """Reduces multimodal RoPE to RoPE: time, height and width of a text are one position."""
     rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
     return {key: "default" if value == "mrope" else value for key, value in rope.items()}

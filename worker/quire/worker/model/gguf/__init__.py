@@ -1,3 +1,3 @@
-"""GGUF files, the format of llama.cpp, as one more kind of checkpoint: `container` reads the file,
-`describe` gives its metadata the names of a ``config.json``, `names` its tensors those of
-safetensors files, `weights` decodes them, `vocabulary` builds the tokenizer."""
+"""Support for GGUF checkpoints, llama.cpp's format. `container` reads the file, `describe` maps its
+metadata to a ``config.json``, `names` maps its tensors to those of safetensors files, `weights`
+decodes them, `vocabulary` builds the tokenizer."""

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: its metadata, and where each tensor lies. Knows no torch.
+"""Reads the header of a GGUF file: its metadata and the offsets of tensors. Does not import torch.
 
-Anyone may have written it: nothing is read beyond the file's end or beyond `_MAX_HEADER_BYTES`, and
-memory is bounded by the header's length. The reader of the package ``gguf`` makes a few arrays of
-each string and number: seconds for a vocabulary of 49,152 tokens, gigabytes for a hostile file.
+The file is untrusted: nothing is read beyond its end or `_MAX_HEADER_BYTES`, and memory is bounded
+by the header's length. The reader of the package ``gguf`` is not used, because it makes several
+arrays of each string and number: seconds for 49,152 tokens, gigabytes for a hostile file.
 """
 
 import mmap
@@ -21,13 +21,13 @@ from quire.worker.api.errors import CheckpointError
 SUFFIX = ".gguf"
 
 _MAX_HEADER_BYTES = 100_000_000
-"""The bound of safetensors' headers; a vocabulary of 262,144 tokens takes 16 million."""
+"""The limit of safetensors' headers too; a vocabulary of 262,144 tokens takes 16 million."""
 _MAX_DIMENSIONS = 4
 _MAX_ENTRIES = 1 << 17
-"""Fields of metadata, or tensors: models have thousands."""
+"""The largest number of metadata fields, or of tensors: models have thousands."""
 _VERSIONS = (2, 3)
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
-"""The types of metadata that are numbers, as `struct` calls them."""
+"""The metadata types that are numbers, with their `struct` format."""
 _LENGTH = struct.Struct("<Q")
 _STRING, _ARRAY = 8, 9
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -36,7 +36,7 @@ _GET_AGAIN = "it is truncated or damaged: get it again"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strings:
-    """An array of strings, decoded when it is asked for."""
+    """An array of strings, decoded on demand."""
 
     file: Path
     offset: int
@@ -51,7 +51,7 @@ class Strings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredTensor:
-    """Where a tensor lies, and its type as GGUF numbers it."""
+    """A tensor's place in a file, and GGUF's number of its type."""
 
     file: Path
     name: str
@@ -59,12 +59,12 @@ class StoredTensor:
     shape: tuple[int, ...]
     """The shape in PyTorch's order: GGUF has the innermost dimension first."""
     offset: int
-    """The place in bytes from the file's start."""
+    """Bytes from the file's start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header:
-    """One file's, or that of a model's first file with the tensors of all."""
+    """The header of one file, or of a model's first file with the tensors of all its files."""
 
     file: Path
     metadata: Mapping[str, Any]
@@ -73,7 +73,7 @@ class Header:
 
     @property
     def architecture(self) -> str:
-        """Raises CheckpointError: the file does not say."""
+        """The model's architecture. Raises CheckpointError: the file does not name it."""
         value = self.metadata.get("general.architecture")
         if not isinstance(value, str):
             raise CheckpointError(
@@ -84,11 +84,11 @@ class Header:
 
 
 def find_gguf(model: Path) -> Path | None:
-    """The GGUF file that ``model`` means: itself, or the only one in a folder without safetensors
-    files. ``None`` where it means none.
+    """The GGUF file at ``model``: itself, or the only one in a folder without safetensors files.
+    ``None`` if there is none.
 
     Raises:
-        CheckpointError: There are several, or it is a part of a file that is not the first.
+        CheckpointError: There are several, or it is a part of a split file but not the first.
     """
     if model.suffix == SUFFIX and model.is_file():
         part = _PART.fullmatch(model.name)
@@ -104,8 +104,8 @@ def find_gguf(model: Path) -> Path | None:
 
 
 def choose(folder: Path, names: list[str]) -> Path | None:
-    """The only model among the GGUF files ``names`` of a folder, which may be one on the hub: not
-    images' projectors, and of a file in parts its first.
+    """The only model among the GGUF files ``names`` of a folder, local or on the hub. Projectors of
+    images do not count. Of a split file, the first part is returned.
 
     Raises:
         CheckpointError: There are several.
@@ -125,7 +125,7 @@ def choose(folder: Path, names: list[str]) -> Path | None:
 
 
 def parts_of(file: Path) -> tuple[Path, ...]:
-    """All files of a model whose first is ``file``.
+    """All files of a model whose first part is ``file``.
 
     Raises:
         CheckpointError: Some are missing.
@@ -162,7 +162,7 @@ def read_model(file: Path) -> Header:
 
 
 def read_header(file: Path) -> Header:
-    """The header of one file. The last few are kept.
+    """The header of one file. The last few headers are cached.
 
     Raises:
         CheckpointError: The file cannot be read, or is damaged.
@@ -215,7 +215,7 @@ def _read_header(file: Path, stamp: tuple[int, ...]) -> Header:
 
 
 def _tensors(cursor: "_Cursor", count: int) -> Iterator[StoredTensor]:
-    """The tensors, with offsets from where the first one begins."""
+    """The tensors, with offsets relative to the first one."""
     for _ in range(count):
         name, num_dimensions = cursor.string(), cursor.number("I")
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
@@ -234,7 +234,7 @@ def _aligned(file: Path, offset: int, alignment: object) -> int:
 
 
 class _Cursor:
-    """Reads one value behind the other."""
+    """Reads values in sequence."""
 
     def __init__(self, file: Path, data: mmap.mmap, at: int) -> None:
         self.file = file
@@ -281,7 +281,7 @@ class _Cursor:
         strings = Strings(file=self.file, offset=self.at, count=count)
         self._step(8 * count)
         at, length_at = self.at - 8 * count, _LENGTH.unpack_from
-        for _ in range(count):  # A million, as fast as Python can.
+        for _ in range(count):  # There may be a million, so this is as fast as Python allows.
             if at + 8 > self._end:
                 at = self._end + 1
                 break
@@ -291,7 +291,7 @@ class _Cursor:
         return strings
 
     def _step(self, size: int) -> int:
-        """Moves past the next ``size`` bytes, and returns where they begin."""
+        """Moves past the next ``size`` bytes; returns the offset at which they begin."""
         at, self.at = self.at, self.at + size
         if self.at > self._end:
             raise CheckpointError(
@@ -301,6 +301,6 @@ class _Cursor:
 
 
 def mapped(file: Path) -> mmap.mmap:
-    """The file's bytes, of which the system reads those that are looked at."""
+    """The file's bytes, memory-mapped, so that only pages that are accessed are read."""
     with file.open("rb") as stream:
         return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

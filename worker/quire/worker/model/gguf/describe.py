@@ -1,8 +1,8 @@
-"""A GGUF file's metadata as the ``config.json`` of the checkpoint that it was made from, in
-transformers' names, so that the families describe the model. Knows no torch.
+"""Maps a GGUF file's metadata to the ``config.json`` of the checkpoint that it was made from, from
+which `quire.worker.model.families` describes the model. Does not import torch.
 
-What llama.cpp fixes by a model's architecture is written out here. A field of the architecture that
-is not known is refused: it may change what is computed.
+Values that llama.cpp derives from a model's architecture are written out here. An unknown field of
+the architecture is refused, because it may change what is computed.
 """
 
 import math
@@ -16,7 +16,7 @@ from quire.worker.model.gguf.container import Header, Strings
 
 _F32 = 0
 CONTROL, USER_DEFINED = 3, 4
-"""The types of tokens that are no text, and of those that are found whole in a text."""
+"""GGUF's token types for tokens that are not text, and for those that are matched as a whole."""
 
 _READ = {
     *("context_length", "embedding_length", "block_count", "feed_forward_length", "vocab_size"),
@@ -32,15 +32,15 @@ ENDS = {
     *("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|im_end|>", "<|eot_id|>"),
     *("<|eom_id|>", "<|end|>", "<end_of_turn>", "<EOT>", "[EOT]", "<end_of_utterance>"),
 }
-"""Tokens that end a text or a turn: files name but one of them."""
+"""Tokens that end a text or a turn, of which files name only one."""
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LLAMA3_POSITIONS = 8192
-"""Llama 3's context before it was stretched; files have the quotients and not their cause."""
+"""Llama 3's context before it was extended, which files lack: they only have frequency factors."""
 
 
 class _Metadata:
-    """The fields of a header's architecture, as each is asked for."""
+    """The fields of a header's architecture, and the names of those that are ``known``."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -48,7 +48,7 @@ class _Metadata:
         self.known = _READ | _IGNORED
 
     def get(self, name: str, default: Any = None) -> Any:
-        """One number for all layers, where the file has one for each."""
+        """A field's value; a single one if the file repeats it for each layer."""
         value = self.header.metadata.get(self.prefix + name, default)
         if isinstance(value, array):
             if len(set(value)) != 1:
@@ -70,7 +70,7 @@ class _Metadata:
         return CheckpointError(f"{self.header.file}: {self.prefix}{name}={value!r}: {why}")
 
     def check_known(self) -> None:
-        """Raises CheckpointError: a field says something that nothing here reads."""
+        """Raises CheckpointError: a field is set that is not known."""
         for key, value in self.header.metadata.items():
             name = key.removeprefix(self.prefix)
             if key == self.prefix + _CAUSAL and value is False:
@@ -84,11 +84,11 @@ class _Metadata:
 
 
 def describe(header: Header) -> dict[str, Any]:
-    """The fields of a ``config.json``.
+    """The fields of the ``config.json``.
 
     Raises:
-        CheckpointError: The architecture is none of `ARCHITECTURES`, or a field is missing, wrong
-            or not known.
+        CheckpointError: The architecture is not one of `ARCHITECTURES`, or a field is missing,
+            wrong or unknown.
     """
     architecture = header.architecture
     if architecture not in ARCHITECTURES:
@@ -104,7 +104,7 @@ def describe(header: Header) -> dict[str, Any]:
 
 
 def end_token_ids(header: Header) -> list[int]:
-    """The tokens that end texts: the file's, and those that llama.cpp takes for such."""
+    """The tokens that end texts: the file's own, and those that llama.cpp treats as such."""
     keys = ("eos", "eot", "eom")
     found = [header.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in keys]
     tokens = header.metadata.get("tokenizer.ggml.tokens")
@@ -119,7 +119,7 @@ def end_token_ids(header: Header) -> list[int]:
 
 
 def _shared(metadata: _Metadata) -> dict[str, Any]:
-    """What all architectures have."""
+    """The fields that all architectures have."""
     header = metadata.header
     num_heads = metadata.count("attention.head_count")
     hidden_size = metadata.count("embedding_length")
@@ -194,8 +194,8 @@ def _rope(metadata: _Metadata, head_size: int) -> dict[str, Any]:
 
 
 def _by_quotients(quotients: list[float], *, theta: float, size: int) -> dict[str, Any]:
-    """Llama 3's parameters where they give these quotients of the waves, so that the bits are those
-    of the safetensors checkpoint; otherwise the quotients."""
+    """Llama 3's RoPE parameters if they give these frequency factors, so that outputs have the bits
+    of the safetensors checkpoint; otherwise the factors themselves."""
     factor = max(quotients)
     low, high = _LLAMA3.values()
     expected = []
@@ -223,7 +223,7 @@ def _floats(header: Header, name: str) -> list[float] | None:
     """A small tensor that is part of the description.
 
     Raises:
-        CheckpointError: It is not in float32, or not there whole.
+        CheckpointError: It is not float32, or not complete.
     """
     tensor = header.tensors.get(name)
     if tensor is None:
@@ -254,7 +254,7 @@ def _llama(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _smollm3(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {"architectures": ["SmolLM3ForCausalLM"]}  # Each fourth layer has no positions.
+    return {"architectures": ["SmolLM3ForCausalLM"]}  # Every fourth layer has no positions.
 
 
 def _qwen2(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -287,7 +287,8 @@ def _phi3(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(metadata: _Metadata, config: Mapping[str, Any], *, largest: int) -> dict[str, Any]:
-    """``largest`` is the number of layers of that size which alone scales by its embedding."""
+    """Gemma's fields. ``largest``: the number of layers of the only model size whose queries are
+    scaled by the embedding size per head rather than the head size."""
     metadata.known |= {"attention.sliding_window", "attn_logit_softcapping"}
     metadata.known |= {"final_logit_softcapping"}
     scale = config["head_dim"]

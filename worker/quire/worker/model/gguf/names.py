@@ -1,7 +1,7 @@
-"""GGUF's names of tensors as those of safetensors checkpoints, and what llama.cpp's converter did
-to their values, which is undone when they are read. Knows no torch.
+"""Maps GGUF's tensor names to those of safetensors checkpoints, and records how llama.cpp's
+converter changed the values, which is undone when they are read. Does not import torch.
 
-Every tensor is read, part of the description, or refused by name.
+Every tensor is either read, or part of the description, or refused by name.
 """
 
 import re
@@ -57,14 +57,14 @@ _OTHERS = {
 _DESCRIBE = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 """Tensors that are part of the description."""
 _INTERLEAVED = ("llama", "smollm3")
-"""The rows of their Q and K have the two channels that turn together side by side."""
+"""Architectures whose Q and K rows have the two channels that are rotated together side by side."""
 _LESS_ONE = ("gemma2", "gemma3")
-"""Their norms have one added."""
+"""Architectures whose norm weights were stored plus one."""
 _MOST_EXPERTS = 1 << 12
 _LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 _Q4_0, GROUP = 2, 32
-"""The type whose blocks our kernels take as they are, and the inputs of a block."""
+"""The type whose blocks Quire's kernels read without decoding, and the inputs per block."""
 _CODES, _SCALES = ".codes", ".scales"
 
 
@@ -74,18 +74,18 @@ class PlacedTensor(TensorInfo):
 
     stored: StoredTensor
     interleaved_heads: int = 0
-    """Heads in each of which row 2 i is row i of a safetensors checkpoint, and row 2 i + 1 the one
-    half a head on. 0 where rows are in order."""
+    """The number of heads, in each of which row 2 i is row i of a safetensors checkpoint, and row
+    2 i + 1 the row half a head later. 0 if rows are in order."""
     offset: float = 0.0
-    """Added to the stored values."""
+    """The number to add to the stored values."""
     part: Literal["values", "codes", "scales"] = "values"
-    """What is read: decoded values; or, of blocks of 4 bits, codes (0 to 15) or scales."""
+    """Whether to read decoded values or, from 4-bit blocks, the codes (0 to 15) or the scales."""
     expert: int = 0
-    """Which of the matrices that are stored as one tensor."""
+    """The index among matrices that are stored as one tensor."""
 
 
 def stored_in_blocks(header: Header) -> StoredWeights | None:
-    """The linear layers of which `placed` gives codes and scales; ``None`` where there are none."""
+    """The linear layers whose codes and scales `placed` returns; ``None`` if there are none."""
     names = _names(header.architecture)
     modules = [
         name.format(expert).removesuffix(".weight")
@@ -105,11 +105,11 @@ def stored_in_blocks(header: Header) -> StoredWeights | None:
 
 
 def placed(header: Header, config: Mapping[str, Any]) -> dict[str, PlacedTensor]:
-    """A model's tensors, by their names in a safetensors checkpoint, or for linear layers in
-    blocks of 4 bits their codes and scales. ``config`` has the numbers of heads and layers.
+    """A model's tensors by their names in a safetensors checkpoint; for linear layers in 4-bit
+    blocks, their codes and scales. ``config`` has the numbers of heads and layers.
 
     Raises:
-        CheckpointError: A tensor is not known.
+        CheckpointError: A tensor is unknown.
     """
     architecture = header.architecture
     names = _names(architecture)
@@ -137,7 +137,7 @@ def placed(header: Header, config: Mapping[str, Any]) -> dict[str, PlacedTensor]
 
 
 def _num_experts(stored: StoredTensor, name: str) -> int:
-    """How many matrices one below the other it is."""
+    """The number of matrices that are concatenated in the tensor."""
     return stored.shape[0] if _is_of_experts(stored, name) else 1
 
 
@@ -150,7 +150,7 @@ def _names(architecture: str) -> dict[str, str]:
 
 
 def _stays_in_blocks(stored: StoredTensor, name: str) -> bool:
-    """Whether it is a matrix of a linear layer, in blocks that our kernels take as they are."""
+    """Whether it is a linear layer's matrix in blocks that Quire's kernels read directly."""
     is_linear = name.endswith(("_proj.weight", "lm_head.weight")) and len(stored.shape) == 2
     return stored.type == _Q4_0 and (is_linear or _is_of_experts(stored, name))
 

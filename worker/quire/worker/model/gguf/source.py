@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: its description and its tensors. Knows no torch."""
+"""Opens a GGUF file as a checkpoint: its description and its tensors. Does not import torch."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ from quire.worker.model.gguf.describe import describe
 from quire.worker.model.gguf.names import PlacedTensor, placed
 
 _NOT_DECODED = {"I8", "I16", "I32", "I64", "F64", "Q8_1", "Q8_K", "Q1_0", "NVFP4"}
-"""Types that are no weights', or whose values are not in one tensor."""
+"""Types that are not used for weights, or whose values are spread over several tensors."""
 _NOT_QUANTISED = {"F32", "F16", "BF16"}
 
 
@@ -23,7 +23,7 @@ def open_gguf(file: Path) -> Checkpoint:
     """The tensors of ``file`` and of its other parts, by their names in a safetensors checkpoint.
 
     Raises:
-        CheckpointError: A file is missing, damaged or of a kind that is not read.
+        CheckpointError: A file is missing, damaged or of an unsupported kind.
     """
     header = read_model(file)
     tensors = placed(header, describe(header))
@@ -38,9 +38,9 @@ def open_gguf(file: Path) -> Checkpoint:
 
 
 def _decoded(tensors: Mapping[str, PlacedTensor]) -> str:
-    """Empty where nothing is quantised."""
+    """A summary of the tensors that are decoded; empty if none is quantised."""
     parts: dict[str, set[StoredTensor]] = {"values": set(), "codes": set(), "scales": set()}
-    for tensor in tensors.values():  # Those of experts are there several times.
+    for tensor in tensors.values():  # Tensors of experts occur several times.
         if GGMLQuantizationType(tensor.stored.type).name not in _NOT_QUANTISED:
             parts[tensor.part].add(tensor.stored)
     said = []
@@ -60,8 +60,8 @@ def _counted(tensors: set[StoredTensor]) -> str:
 
 
 def _check_whole(stored: StoredTensor, size: int) -> None:
-    """Raises CheckpointError: its type is not read, or it does not lie in its file, which has so
-    many bytes."""
+    """Raises CheckpointError: the tensor's type is unsupported, or it exceeds its file, which has
+    ``size`` bytes."""
     where = f"{stored.file}: tensor {stored.name!r}"
     try:
         kind = GGMLQuantizationType(stored.type)

@@ -1,5 +1,5 @@
-"""The tokenizer that a GGUF file's metadata tells of: the vocabulary is there, and how text is
-split before it has a name, whose meaning llama.cpp and the published tokenizers fix."""
+"""Builds the tokenizer from a GGUF file's metadata, which contains the vocabulary and the name of a
+pre-tokenizer. llama.cpp and the published tokenizers define what each name means."""
 
 from array import array
 from collections.abc import Sequence
@@ -38,17 +38,17 @@ _GPT4O = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Split:
-    """How text is split before byte pairs are merged."""
+    """A pre-tokenizer: how text is split before byte pairs are merged."""
 
     pattern: str | None = None
-    """``None`` is GPT-2's."""
+    """The regular expression; ``None`` for GPT-2's."""
     digits: bool = False
-    """Each is on its own."""
+    """Whether each digit is a piece of its own."""
     nfc: bool = False
     ignore_merges: bool = False
-    """A piece that is a token is that token, whatever merges say."""
+    """Whether a piece that is in the vocabulary becomes that token without applying merges."""
     add_bos: bool = False
-    """Where the file does not say."""
+    """Whether texts begin with the BOS token, if the file does not say."""
 
 
 _SPLITS = {
@@ -67,11 +67,11 @@ _SPLITS = {
 
 
 def tokenizer_config(header: Header) -> dict[str, Any]:
-    """What a ``tokenizer_config.json`` would say: the texts of special tokens by their names, and
-    chat templates.
+    """The fields of a ``tokenizer_config.json``: the texts of special tokens by name, and chat
+    templates.
 
     Raises:
-        CheckpointError: It has no vocabulary.
+        CheckpointError: The file has no vocabulary.
     """
     vocabulary = _Vocabulary(header)
     config: dict[str, Any] = dict(vocabulary.named)
@@ -91,7 +91,7 @@ def build_tokenizer(header: Header) -> tokenizers.Tokenizer:
     """The tokenizer.
 
     Raises:
-        CheckpointError: It is of a kind that is not read, or parts of it are missing or wrong.
+        CheckpointError: It is of an unsupported kind, or parts of it are missing or wrong.
     """
     vocabulary = _Vocabulary(header)
     kind = header.metadata.get("tokenizer.ggml.model")
@@ -115,7 +115,7 @@ def build_tokenizer(header: Header) -> tokenizers.Tokenizer:
 
 
 class _Vocabulary:
-    """The fields of a header about the tokenizer."""
+    """The fields of a header that describe the tokenizer."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -148,7 +148,7 @@ class _Vocabulary:
 
     @property
     def named(self) -> dict[str, str]:
-        """The texts of special tokens by their names."""
+        """The texts of special tokens by name."""
         ids = {name: self.get(key) for name, key in _NAMES.items()}
         return {
             name: self.tokens[token_id]
@@ -158,7 +158,7 @@ class _Vocabulary:
 
 
 def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
-    """Byte pairs, as GPT-2 spells them; and whether texts begin with a token by default."""
+    """Byte-level BPE as in GPT-2; and whether texts begin with BOS by default."""
     name = vocabulary.get("pre")
     if name not in _SPLITS:
         raise CheckpointError(
@@ -186,10 +186,10 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
-    """Byte pairs over text in which spaces are characters, as sentencepiece has them."""
+    """sentencepiece's BPE, with spaces as characters; and whether BOS is added by default."""
     tokens = list(vocabulary.tokens)
     for token_id, kind in enumerate(vocabulary.types):
-        if kind == USER_DEFINED:  # They are found in the text itself.
+        if kind == USER_DEFINED:  # These are matched in the text itself.
             tokens[token_id] = tokens[token_id].replace(_SPACE, " ")
     vocabulary.tokens = tokens
     ids = {token: token_id for token_id, token in enumerate(tokens)}
@@ -213,7 +213,7 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]
 
 
 def _merges(vocabulary: _Vocabulary, ids: dict[str, int]) -> list[tuple[str, str]]:
-    """All ways to make a token of two others, the best token's first, in the order of
+    """All pairs of tokens that merge into a third, the best resulting token first, in the order of
     transformers' converter."""
     scores = vocabulary.get("scores")
     if not isinstance(scores, array) or len(scores) != len(vocabulary.tokens):
@@ -234,11 +234,11 @@ def _merges(vocabulary: _Vocabulary, ids: dict[str, int]) -> list[tuple[str, str
 
 
 _MOST_CHARS = 1000
-"""The longest token whose merges are derived: the work grows with the square of its length."""
+"""The longest token whose merges are derived, since the work is quadratic in its length."""
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Makes tokens that stand for themselves whole, wherever they are in a text."""
+    """Adds the tokens that are matched as a whole wherever they occur in a text."""
     named = set(vocabulary.named.values())
     is_phi3 = vocabulary.header.architecture == "phi3" and vocabulary.get("model") == "llama"
     added = []
@@ -251,7 +251,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
                 token,
                 special=is_special or token in ENDS,
                 normalized=False,
-                # White space behind Phi-3's tokens is part of them, which no field says.
+                # White space after Phi-3's tokens belongs to them, which no field says.
                 rstrip=is_phi3 and is_special and token not in _NOT_STRIPPED,
             )
         )
@@ -261,7 +261,7 @@ def _add_tokens(backend: tokenizers.Tokenizer, vocabulary: _Vocabulary) -> None:
 def _post_processor(
     vocabulary: _Vocabulary, *, add_bos: bool
 ) -> processors.TemplateProcessing | None:
-    """Adds the tokens that texts begin and end with."""
+    """The post-processor that adds the tokens at the beginning and end of texts."""
     named, ids = vocabulary.named, {}
     single = ["$A"]
     if vocabulary.get("add_bos_token", add_bos) and "bos_token" in named:

@@ -1,5 +1,5 @@
-"""The tensors of a GGUF file, decoded as they are asked for: each in pieces of some rows, so that
-beside the result little memory is taken. Values are decoded by the package ``gguf``."""
+"""Decodes the tensors of a GGUF file on demand, in pieces of some rows, so that little memory is
+needed besides the result. The package ``gguf`` decodes the values."""
 
 import mmap
 from collections.abc import Callable, Mapping
@@ -19,13 +19,13 @@ from quire.worker.model.gguf.container import mapped
 from quire.worker.model.gguf.names import PlacedTensor
 
 _PIECE = 1 << 14
-"""Bytes that are decoded at once. So few values PyTorch copies without its other threads, for which
-larger pieces wait: half the time on a busy machine."""
+"""Bytes decoded at once. PyTorch copies so few values in one thread. Larger pieces wait for its
+other threads, which takes twice as long on a busy machine."""
 
 
 class GgufFile(AbstractContextManager["GgufFile"]):
-    """One file's tensors, by the interface of ``safetensors.safe_open``: the values are bfloat16
-    where that is ``dtype``, or else float32."""
+    """One file's tensors, with the interface of ``safetensors.safe_open``. Values are bfloat16 if
+    ``dtype`` is, else float32."""
 
     def __init__(self, file: Path, tensors: Mapping[str, TensorInfo], dtype: torch.dtype) -> None:
         self._tensors = tensors
@@ -41,7 +41,7 @@ class GgufFile(AbstractContextManager["GgufFile"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """The file stays mapped while a traceback, or anything else, still holds a part of it."""
+        """Does not unmap the file: a traceback or a caller may still hold a view of it."""
 
     def get_tensor(self, name: str) -> Tensor:
         return self.get_slice(name)[()]
@@ -53,7 +53,7 @@ class GgufFile(AbstractContextManager["GgufFile"]):
 
 
 class _Slice:
-    """A tensor of which some rows and columns can be taken."""
+    """A tensor that can be indexed by rows and columns."""
 
     def __init__(self, tensor: PlacedTensor, data: mmap.mmap, dtype: torch.dtype) -> None:
         self._tensor = tensor
@@ -87,7 +87,7 @@ class _Slice:
             rows_R = np.arange(start, min(start + step, last))
             if len(self._tensor.shape) > 1:
                 rows_R = _places(self._tensor, rows_R)
-            with np.errstate(all="ignore"):  # The loader looks for what is not finite.
+            with np.errstate(all="ignore"):  # The loader checks that values are finite.
                 values_RC = decode(np.ascontiguousarray(bytes_RB[rows_R]))
             values_RC = values_RC[:, left - left_block * block :][:, : right - left]
             out_RC[start - first :][: len(values_RC)] = torch.from_numpy(values_RC)
@@ -95,7 +95,7 @@ class _Slice:
 
 
 def _decoder(tensor: PlacedTensor) -> tuple[Callable[[Any], Any], int, int]:
-    """What makes values ``[R, C]`` of bytes ``[R, B]``; the columns of a block and its bytes."""
+    """A decoder from bytes ``[R, B]`` to values ``[R, C]``; columns per block; bytes per block."""
     kind = GGMLQuantizationType(tensor.stored.type)
     block, block_bytes = GGML_QUANT_SIZES[kind]
     match tensor.part:
@@ -109,8 +109,8 @@ def _decoder(tensor: PlacedTensor) -> tuple[Callable[[Any], Any], int, int]:
 
 
 def _codes(bytes_RB: Any) -> Any:
-    """Those of Q4_0: behind a scale of 2 bytes, 16 in the low halves of bytes, then 16 in the
-    high."""
+    """The codes of Q4_0 blocks: after a scale of 2 bytes, 16 codes in the low halves of the bytes,
+    then 16 in the high halves."""
     halves_RGH = bytes_RB.reshape(len(bytes_RB), -1, 18)[..., 2:]
     return np.concatenate([halves_RGH & 15, halves_RGH >> 4], axis=-1).reshape(len(bytes_RB), -1)
 
@@ -121,7 +121,7 @@ def _scales(bytes_RB: Any) -> Any:
 
 
 def _places(tensor: PlacedTensor, rows_R: Any) -> Any:
-    """Where rows of a safetensors checkpoint lie in the file."""
+    """The rows of the file in which the rows ``rows_R`` of a safetensors checkpoint are stored."""
     if not tensor.interleaved_heads:
         return rows_R
     size = tensor.shape[0] // tensor.interleaved_heads

@@ -1,4 +1,4 @@
-"""Models that Quire does not describe, computed by transformers' modules on Quire's KV cache.
+"""Runs models without a description of Quire's own: transformers' modules on Quire's KV cache.
 
-Only these modules import transformers' models, and only where such a model is run.
+Only these modules import transformers' models, and only if such a model is run.
 """

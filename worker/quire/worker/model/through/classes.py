@@ -1,4 +1,4 @@
-"""Which of transformers' classes computes a model, and its configuration."""
+"""Selects the transformers classes of a model and of its configuration."""
 
 import inspect
 import json
@@ -28,10 +28,10 @@ from quire.worker.model.spec import ModelSpec
 
 
 def transformers_config(path: Path, spec: ModelSpec) -> Any:
-    """transformers' configuration of ``spec``. The architecture decides of which class.
+    """transformers' configuration of ``spec``. The architecture determines its class.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: transformers has no such class.
     """
     assert spec.through_transformers is not None
     raw = json.loads(spec.through_transformers)
@@ -70,7 +70,7 @@ def transformers_config(path: Path, spec: ModelSpec) -> Any:
 
 
 def auto_class(spec: ModelSpec) -> Any:
-    """The class of transformers that makes the model of a configuration."""
+    """The auto class of transformers that builds the model from a configuration."""
     if spec.is_classifier:
         return AutoModelForSequenceClassification
     return AutoModelForCausalLM if spec.has_head else AutoModel
@@ -78,12 +78,12 @@ def auto_class(spec: ModelSpec) -> Any:
 
 def packed_part(model: Any, spec: ModelSpec) -> Any:
     """The part of ``model`` that computes the packed tokens of a step: all but a classifier, which
-    gets one text after the other."""
+    runs on one text at a time."""
     return model.base_model if spec.is_classifier else model
 
 
 def no_pooler(config: Any) -> dict[str, bool]:
-    """Leaves out the layer that some encoders have behind their last one, for other tasks."""
+    """Arguments that leave out an encoder's pooling layer, which is for other tasks."""
     model_class = getattr(transformers, config.architectures[0])
     known = inspect.signature(model_class.__init__).parameters
     return {"add_pooling_layer": False} if "add_pooling_layer" in known else {}

@@ -1,7 +1,7 @@
-"""A forward pass of a transformers model without any values, before its weights are read.
+"""Runs a transformers model's forward pass on the device "meta", before its weights are read.
 
-It shows what each layer asks of attention, which matrices it multiplies with, and every operation
-between. A model that asks for what Quire's cache and kernels do not do is refused here.
+This records the attention of each layer, the matrices that it multiplies with, and every operation
+between. A model that needs something that Quire's cache or kernels cannot do is refused here.
 """
 
 import math
@@ -63,23 +63,23 @@ _ROWWISE = frozenset(
         *("view_as_real", "polar", "complex", "real", "imag"),
     )
 )
-"""Operations in which, over channels, a row's bits do not depend on the other rows."""
+"""Operations over channels in which a row's bits do not depend on the other rows."""
 _REPLACED = frozenset(("sigmoid", "silu", "gelu"))
-"""Operations that `quire.worker.model.through.modules` puts others in the place of."""
+"""Operations that `quire.worker.model.through.modules` replaces."""
 
 
 class Refused(Exception):
-    """An attention does something that Quire's cache or kernels do not."""
+    """An attention call needs something that Quire's cache or kernels do not support."""
 
 
 @dataclass(slots=True)
 class Found:
-    """What a dry run shows."""
+    """The result of a dry run."""
 
     attentions: list[Attention] = field(default_factory=list)
-    """Attentions in the order of their calls, which is the order of the cache's layers."""
+    """Attention layers in the order of their calls, which is the order of the cache's layers."""
     modules: list[str] = field(default_factory=list)
-    """The names of the modules that make the calls."""
+    """The names of the modules that make the calls, in the same order."""
     plan: Plan = field(default_factory=Plan)
 
 
@@ -92,12 +92,12 @@ def dry_run(
     is_deterministic: bool,
     on_gpu: bool = False,
 ) -> Found:
-    """Runs the model of ``path``, which is ``spec``, on the device "meta".
+    """Runs the model in ``path``, described by ``spec``, on the device "meta".
 
-    ``is_deterministic`` refuses operations that may mix rows.
+    ``is_deterministic``: refuse operations in which a row's bits may depend on other rows.
 
     Raises:
-        CheckpointError: transformers has no such model, or it cannot run here; the message says
+        CheckpointError: transformers has no such model, or it cannot run on Quire; the message says
             why.
     """
     config = transformers_config(path, spec)
@@ -172,8 +172,8 @@ def dry_run(
 def _run(
     model: Any, recorder: "_Recorder", *, has_head: bool
 ) -> tuple[Tensor, dict[str, list[str]]]:
-    """The logits, or without a head the hidden states, and the names of modules by the operations
-    that they do themselves."""
+    """The logits, or hidden states if there is no head; and for each operation, the names of the
+    modules that call it directly."""
     for module in model.modules():
         module.quire_step = recorder
     ops = _Operations()
@@ -186,7 +186,7 @@ def _run(
         output = model(
             input_ids=torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=meta),
             position_ids=torch.zeros(1, _NUM_TOKENS, dtype=torch.long, device=meta),
-            # Without it, positions are searched for the ends of sequences.
+            # Without it, transformers searches the positions for the ends of sequences.
             attention_mask=torch.ones(1, _NUM_TOKENS, dtype=torch.long, device=meta),
             **asked,
         )
@@ -194,7 +194,7 @@ def _run(
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records each operation with the innermost module that does it."""
+    """Records each operation with the innermost module that calls it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -206,7 +206,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         name = func._schema.name.split("::")[1]
         tensors = [each for each in args if isinstance(each, Tensor)]
-        # A parameter alone gives the same in any batch.
+        # An operation on parameters alone gives the same result in any batch.
         if len(tensors) != 1 or tensors[0].numel() > 1:
             self.modules_of.setdefault(name, []).append(self.stack[-1])
         return func(*args, **(kwargs or {}))
@@ -227,7 +227,7 @@ def _watched(model: nn.Module, ops: _Operations) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """Stands in for a mask: the function of positions that transformers would make it from."""
+    """A placeholder for a mask: the function of positions from which transformers builds it."""
 
     visible: Any
 
@@ -237,7 +237,7 @@ def _mask(*_: Any, mask_function: Any = None, **__: Any) -> _Mask:
 
 
 class _Recorder:
-    """The calls of attention, by module."""
+    """Records the calls of attention, by module."""
 
     def __init__(self, max_model_len: int, *, is_encoder: bool) -> None:
         self._max_model_len = max_model_len
@@ -246,7 +246,7 @@ class _Recorder:
         self._masks: dict[nn.Module, _Mask | None] = {}
 
     def attentions(self) -> list[Attention]:
-        """The calls in their order. Masks decide where there are some."""
+        """The recorded layers, in the order of the calls. Their masks, if any, give the windows."""
         reaches: dict[int, tuple[int | None, int]] = {}
         found = []
         for module, attention in self.calls.items():
@@ -315,8 +315,8 @@ class _Recorder:
         return out, None
 
     def _reach(self, mask: _Mask, where: str) -> tuple[int | None, int]:
-        """The window that a mask's function means, ``None`` being all tokens, and how many tokens
-        behind itself each one sees."""
+        """The window that a mask's function amounts to (``None``: all tokens), and how many later
+        tokens each token attends to."""
         length, kinds = self._max_model_len, "attention in chunks is not supported"
         batch, head = torch.zeros(2, dtype=torch.long)
         tokens_P = torch.arange(length)
@@ -324,7 +324,7 @@ class _Recorder:
         def visible(position: int) -> Tensor:
             try:
                 seen = mask.visible(batch, head, torch.tensor(position), tokens_P)
-            except RuntimeError as error:  # It looks at values of tensors.
+            except RuntimeError as error:  # It depends on values of tensors.
                 raise Refused(f"{where}'s mask is neither causal nor a window: {kinds}") from error
             return torch.as_tensor(seen).expand(length)
 

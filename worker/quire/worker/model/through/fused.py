@@ -1,4 +1,4 @@
-"""Linear layers with the same input, computed in one product: fewer calls for a step."""
+"""Fuses linear layers with the same input into one product, which saves calls per step."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 def fuse(model: nn.Module, backend: AttentionBackend, device: torch.device) -> None:
     """Replaces Q, K and V of each attention, and MLPs that are ``down(silu(gate(x)) * up(x))``."""
     gated: dict[type, bool] = {}
-    # Names alone: each matrix is to be freed as soon as it is packed.
+    # Only names are kept, so that each matrix is freed as soon as it is packed.
     names = [name for name, module in model.named_modules() if type(module) is not nn.Linear]
     for name in names:
         module: Any = model.get_submodule(name)
@@ -40,7 +40,7 @@ def fuse(model: nn.Module, backend: AttentionBackend, device: torch.device) -> N
 
 
 class Product(nn.Module):
-    """A packed layer of inputs ``[..., I]``."""
+    """A packed linear layer as a module, for inputs ``[..., I]``."""
 
     def __init__(self, layer: LinearLayer) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Product(nn.Module):
 
 
 class _Shared:
-    """A product, and the last input that it was taken with."""
+    """A fused product, with its last input and output."""
 
     def __init__(self, layer: LinearLayer, sizes: list[int]) -> None:
         self._layer = layer
@@ -71,7 +71,7 @@ class _Shared:
 
 
 class SharedProduct(nn.Module):
-    """Some of the outputs of a product; the first of its layers that is asked computes all."""
+    """One layer's outputs of a fused product; the first layer that is called computes all."""
 
     def __init__(self, shared: _Shared, number: int) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class SharedProduct(nn.Module):
 
 
 class _GatedMlp:
-    """The forward pass of an MLP whose first layer does all up to its last one."""
+    """The forward pass of an MLP whose ``gate_proj`` computes everything before ``down_proj``."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -115,7 +115,7 @@ def _joined(parts: list[Any], device: torch.device) -> tuple[Tensor, Tensor | No
 
 @torch.no_grad()
 def _is_gated(module: Any) -> bool:
-    """Whether it computes that formula, by trial."""
+    """Whether the module computes ``down(silu(gate(x)) * up(x))``, by trial."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, module.gate_proj.in_features, generator=generator)
     x = x.to(module.gate_proj.weight.dtype)

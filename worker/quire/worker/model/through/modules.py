@@ -1,5 +1,5 @@
-"""What is replaced in a transformers model: on the device "meta" to see whether it can run, then,
-with weights, by what a backend made of them."""
+"""Replaces modules of a transformers model: on the device "meta" for the dry run, then, with
+weights, by the layers that a backend packed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,13 +32,13 @@ _EXPERTS = "quire"
 
 @dataclass(slots=True)
 class Plan:
-    """What to replace, by the names of modules."""
+    """The modules to replace, by name."""
 
     norms: dict[str, str] = field(default_factory=dict)
-    """RMS norms, and their kinds."""
+    """The kind of each RMS norm."""
     tables: dict[str, rowwise.RotaryTables] = field(default_factory=dict)
     weights: dict[str, PackedWeight] = field(default_factory=dict)
-    """Matrices, by the names of parameters. They know the types that were asked for."""
+    """Matrices, by the names of parameters, each with the types that it was used in."""
     by_rows: list[str] = field(default_factory=list)
     """Modules that call functions which need `_RowFunctions`."""
 
@@ -46,15 +46,15 @@ class Plan:
 def install_for_dry_run(
     model: Any, *, num_positions: int, dtype: torch.dtype, is_strict: bool
 ) -> Plan:
-    """Replaces parts of ``model``, which is on the device "meta", and says which.
+    """Replaces modules of ``model``, which is on the device "meta", and returns which.
 
     Raises:
-        NotALayer: ``is_strict``, and there are parameters of layers of an unknown kind.
+        NotALayer: ``is_strict``, and there are matrices in modules of an unknown kind.
     """
     plan = Plan()
     for name, module in list(model.named_modules()):
         if rowwise.is_rotary(module):
-            # With values: its tables are made of them.
+            # On the CPU, with values, from which the tables are computed.
             inner: Any = type(module)(config=module.config)
             plan.tables[name] = rowwise.RotaryTables(
                 inner, num_positions, dtype=dtype, device=torch.device("cpu")
@@ -83,9 +83,8 @@ def install_for_dry_run(
 
 
 def install(model: Any, plan: Plan, backend: AttentionBackend, device: torch.device) -> None:
-    """Replaces the same parts of ``model``, which has its weights, and moves it to ``device``.
-
-    There is one copy of a matrix more than there are matrices, at most.
+    """Replaces the modules of ``plan`` in ``model``, which has its weights, and moves it to
+    ``device``. At most one matrix is in memory twice.
 
     Raises:
         CheckpointError: A weight is NaN or infinite.
@@ -100,7 +99,7 @@ def install(model: Any, plan: Plan, backend: AttentionBackend, device: torch.dev
             )
     fuse(model, backend, device)
     lm_head = model.get_output_embeddings()
-    # Names alone: each matrix is to be freed as soon as it is packed.
+    # Only names are kept, so that each matrix is freed as soon as it is packed.
     for name in [name for name, *_ in _matrices(model)]:
         parent, _, attribute = name.rpartition(".")
         module = model.get_submodule(parent)
@@ -108,7 +107,7 @@ def install(model: Any, plan: Plan, backend: AttentionBackend, device: torch.dev
         weight = _packed(module, attribute, plan.weights[name].dtypes, pack, device)
         if type(module) is nn.Linear and weight.dtype in weight.layers:
             layer = Product(weight.layers[weight.dtype])
-            layer.weight = weight  # Some modules ask for its type.
+            layer.weight = weight  # Some modules read its type.
             _replace(model, parent, layer)
     for module in model.modules():
         if is_experts(module):
@@ -129,7 +128,7 @@ def install(model: Any, plan: Plan, backend: AttentionBackend, device: torch.dev
 
 
 class _OnMeta(nn.Module):
-    """Tables of positions that have no values."""
+    """Rotary tables without values, for the dry run."""
 
     def __init__(self, tables: rowwise.RotaryTables) -> None:
         super().__init__()
@@ -144,7 +143,7 @@ class _OnMeta(nn.Module):
 
 
 class _RowFunctions(TorchFunctionMode):
-    """Functions whose bits depend on where a value stands, by formulas whose do not."""
+    """Replaces functions whose bits depend on a value's place in the tensor."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -182,7 +181,7 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Parameters that products are taken with: all matrices but those of embeddings."""
+    """Parameters used in matrix products: all matrices except those of embeddings."""
     for name, module, parameter in _parameters(model):
         is_layer = isinstance(module, nn.Linear) or min(parameter.shape, default=0) > 1
         is_matrix = parameter.dim() == 2 and is_layer
@@ -202,7 +201,7 @@ def _packed(
     pack: Callable[..., LinearLayer],
     device: torch.device,
 ) -> PackedWeight:
-    """Packs a matrix of ``module``, and puts the result into its place."""
+    """Packs a matrix of ``module`` and replaces it by the result."""
     matrix: Tensor = getattr(module, attribute).detach()
     transposed = isinstance(module, Conv1D)
     bias = getattr(module, "bias", None)

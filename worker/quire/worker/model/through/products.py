@@ -1,8 +1,8 @@
-"""Matrices of transformers' modules, packed by a backend: a product's row has the same bits in any
-batch.
+"""Replaces the matrices of transformers' modules by packed ones, so that a row of a product has the
+same bits in any batch.
 
-A module keeps its own code. Where that multiplies with a matrix, it finds a `PackedWeight`, which
-answers ``linear`` and ``addmm`` and has a shape and a type; any other use of it raises.
+A module keeps its own code, but its matrix is a `PackedWeight`. That supports ``linear`` and
+``addmm`` and has a shape and a type; any other use of it raises.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,15 +25,15 @@ _ASKS = {
 
 
 class NotALayer(Exception):
-    """A module does with a matrix what no packed layer does."""
+    """A module uses a matrix in a way that no packed layer supports."""
 
 
 class PackedWeight(Tensor):
-    """Stands for a matrix ``[O, I]``, or ``[I, O]`` where it is ``transposed``. Holds no values.
+    """A placeholder, without values, for a matrix ``[O, I]``, or ``[I, O]`` if ``transposed``.
 
-    ``layers`` are its products by the type in which they are computed, with ``bias`` added; a
-    module may ask for another type than its own (routers in float32). Without any, as on the
-    device "meta", results have no values either and ``dtypes`` gathers what was asked for.
+    ``layers`` are the packed layers by type of computation, with ``bias`` added. A module may use
+    another type than its own (routers use float32). Without layers, as on the device "meta",
+    results have no values either, and ``dtypes`` collects the types that were used.
     """
 
     layers: dict[torch.dtype, LinearLayer]
@@ -108,12 +108,12 @@ def _linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tens
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether transformers lets its computation be replaced by `run_experts`."""
+    """Whether transformers allows replacing the module's computation by `run_experts`."""
     return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
 
 
 class ExpertLayers:
-    """The packed layers of a module of experts, each ``[I]`` to ``[O]``."""
+    """The packed layers of a module of experts, each from ``[I]`` to ``[O]``."""
 
     def __init__(self, up: list[LinearLayer], down: list[LinearLayer]) -> None:
         self.up = up
@@ -121,10 +121,10 @@ class ExpertLayers:
 
 
 def expert_matrices(module: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """``[E, O, I]`` and biases ``[E, O]`` of what is before the activation, and behind it.
+    """Matrices ``[E, O, I]`` and biases ``[E, O]`` before the activation, then those after it.
 
     Raises:
-        NotALayer: It is of a kind that is not known.
+        NotALayer: The module is of an unknown kind.
     """
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
     if getattr(module, "has_post_expert_norm", False) or not all(
@@ -143,14 +143,14 @@ def expert_matrices(module: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor 
 
 
 def run_experts(module: Any, hidden: Tensor, experts_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-    """Tokens sorted by expert, one packed product each; a token's results are added in the order
-    in which its router named them."""
+    """Sorts the tokens by expert and computes one packed product per expert. A token's results are
+    added in the order in which its router listed the experts."""
     num_tokens, top_k = experts_Tk.shape
     if hidden.is_meta:
         return torch.empty_like(hidden)
     layers: ExpertLayers = module.quire_layers
     out_NC = hidden.new_zeros(num_tokens * top_k, hidden.shape[-1])
-    # A router may send a token to no expert, which it calls by the number behind the last one.
+    # A router may send a token to no expert, which it encodes as the number of experts.
     for expert, rows_N in rows_by_expert(experts_Tk, len(layers.up)):
         inner = layers.up[expert](hidden[rows_N // top_k])
         inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)

@@ -1,4 +1,4 @@
-"""A trial of a loaded model: a sequence gets beside another one what it gets alone."""
+"""Tests a loaded model: a sequence must get the same results in a batch as alone."""
 
 from dataclasses import replace
 
@@ -13,14 +13,14 @@ from quire.worker.api.errors import CheckpointError, ConfigError
 # S rows that are sampled   V vocabulary
 
 LENGTHS = (5, 11)
-"""Prompts of two sequences; each then gets one token more."""
+"""Prompt lengths of two sequences, each of which is then extended by one token."""
 _PART = 4
-"""Tokens of the second one that are computed before the rest of it."""
+"""Tokens of the second prompt that are computed before the rest of it."""
 _MOST = 0.1
-"""A greater difference, in standard deviations of the logits, does not come from rounding."""
+"""The largest difference from rounding, in standard deviations of the logits."""
 
 Row = tuple[int, int, int]
-"""A sequence, and the positions from and to which it is computed."""
+"""A sequence's index, and the range of positions to compute of it."""
 
 
 def check_rows(
@@ -32,14 +32,14 @@ def check_rows(
     device: torch.device,
     is_encoder: bool = False,
 ) -> None:
-    """Computes two sequences alone, together, and one of them in parts.
+    """Computes two sequences alone, together, and one of them in chunks.
 
     Args:
-        kv: Has room for both; its contents are lost.
+        kv: A cache with room for both; its contents are overwritten.
         is_encoder: Sequences are computed as a whole.
 
     Raises:
-        CheckpointError: Sequences see each other's tokens.
+        CheckpointError: Sequences attend to each other's tokens.
         ConfigError: A row's bits depend on the batch, which ``deterministic`` does not allow.
     """
     first, second = LENGTHS
@@ -117,5 +117,5 @@ def _batch(rows: list[Row], kv: KvCache, vocab_size: int, device: torch.device) 
 
 
 def num_blocks(block_size: int) -> int:
-    """Blocks that `check_rows` needs."""
+    """The number of KV blocks that `check_rows` needs."""
     return len(LENGTHS) * -(-(max(LENGTHS) + 1) // block_size)

@@ -1,5 +1,5 @@
-"""Parts of transformers' modules whose bits would depend on the batch, replaced by parts whose do
-not: activations, RMS norms and tables of rotary embeddings."""
+"""Batch-invariant replacements of those modules of transformers whose bits depend on the batch:
+activations, RMS norms and tables of rotary embeddings."""
 
 import copy
 import math
@@ -16,9 +16,9 @@ from quire.kernels.backend import AttentionBackend
 
 
 class RowActivation(nn.Module):
-    """An activation, of a formula's float32.
+    """An activation, computed by a formula in float32.
 
-    PyTorch's own ones take the last few values of a tensor another way than the others.
+    PyTorch's own activations compute the last few values of a tensor differently from the others.
     """
 
     def __init__(self, formula: Callable[[Tensor], Tensor]) -> None:
@@ -30,7 +30,7 @@ class RowActivation(nn.Module):
 
 
 def row_activation(module: nn.Module) -> nn.Module | None:
-    """The same activation, or ``None`` for other modules."""
+    """The `RowActivation` of an activation module, or ``None`` for other modules."""
     formula = _FORMULAS.get(type(module).__name__)
     if type(module).__name__ == "GELUTanh" or getattr(module, "approximate", None) == "tanh":
         formula = gelu_tanh
@@ -42,7 +42,7 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    # In place where it can be: the first touch of new memory takes as long as the formula.
+    # In place where possible: the first touch of new memory takes as long as the formula.
     return (0.5 * x).mul_((x * math.sqrt(0.5)).erf_().add_(1))
 
 
@@ -89,10 +89,10 @@ class RowNorm(nn.Module):
 
 
 def norm_kind(module: nn.Module) -> str | None:
-    """ "rms", "wide" or "offset" (wide, with weights stored less one): which RMS norm computes
-    what the module does, by trial. ``None`` where none does.
+    """The kind of RMS norm that a module computes, found by trial: "rms", "wide" or "offset" (wide,
+    with weights stored minus one). ``None`` if it is none of these.
 
-    Values and weights of the trial are random bfloat16, so that rounding tells kinds apart.
+    The trial uses random values and weights in bfloat16, so that rounding distinguishes the kinds.
     """
     weight_C = getattr(module, "weight", None)
     eps = _eps(module)
@@ -101,7 +101,7 @@ def norm_kind(module: nn.Module) -> str | None:
     if weight_C.dim() != 1 or [*dict(module.named_parameters())] != ["weight"]:
         return None
     generator = torch.Generator().manual_seed(0)
-    # Some values so small that `eps` matters.
+    # Some values are so small that `eps` matters.
     scale = torch.tensor([[1.0], [eps**0.5]])
     x_TC = torch.randn(2, len(weight_C), generator=generator) * scale
     x_TC = x_TC.bfloat16()
@@ -129,7 +129,7 @@ def row_norm(module: nn.Module, kind: str, backend: AttentionBackend) -> RowNorm
     eps = _eps(module)
     assert eps is not None, "`norm_kind`"
     weight_C: Any = module.weight
-    # In float32 both are rounded alike, and the kernel of plain RMS norms is the fast one.
+    # In float32 both kinds round alike, and the kernel for "rms" is faster.
     kind = "rms" if kind == "wide" and weight_C.dtype == torch.float32 else kind
     return RowNorm(weight_C, eps=eps, kind=kind, backend=backend)
 
@@ -147,23 +147,24 @@ def is_rotary(module: nn.Module) -> bool:
 
 
 class RotaryTables(nn.Module):
-    """What a module of rotary embeddings gives for each position up to ``num_positions``.
+    """The precomputed outputs of a rotary embedding module for positions below ``num_positions``.
 
-    It is asked once for all of them: some take their factors from the largest position of a step.
+    They are computed in one call, because some modules derive factors from a step's largest
+    position.
     """
 
     def __init__(
         self, inner: Any, num_positions: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__()
-        self._ask = inner.forward  # no module of this one: it keeps its own device and type
+        self._ask = inner.forward  # not a submodule, so it keeps its own device and type
         self._num_positions = num_positions
         self._x = torch.empty(1, 1, 1, dtype=dtype)
         self._device = device
         self._tables: dict[tuple[Any, ...], tuple[bool, list[Tensor]]] = {}
 
     def move(self, device: torch.device) -> None:
-        """Keeps the tables on ``device`` from here on."""
+        """Moves the tables to ``device``."""
         self._device = device
         self._tables.clear()
 
@@ -181,7 +182,7 @@ class RotaryTables(nn.Module):
         self, num_dims: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[bool, list[Tensor]]:
         positions = torch.arange(self._num_positions)[None]
-        if num_dims == 3:  # time, height and width: of text all three are the position
+        if num_dims == 3:  # time, height and width: for text all three are the position
             positions = positions.expand(3, 1, -1)
         with torch.device("cpu"):
             made = self._ask(self._x, positions, *args, **kwargs)

@@ -1,5 +1,5 @@
-"""A transformers model as a `quire.kernels.ops.ProgramRunner`: its own modules compute a packed
-step, and its attention reads and writes Quire's KV cache."""
+"""Runs a transformers model as a `quire.kernels.ops.ProgramRunner`: the model's own modules compute
+a packed step, and its attention reads and writes Quire's KV cache."""
 
 import warnings
 from collections.abc import Callable
@@ -41,11 +41,11 @@ _OTHER_TASKS = (
     r"(^|\.)embeddings\.position_ids$",
     r"^(cls|lm_head|head|decoder|predictions|vocab_\w+)\.",
 )
-"""Tensors of encoders that no embedding needs."""
+"""Tensors of encoders that embeddings do not need."""
 
 
 class ThroughTransformers:
-    """One rank's whole model. Not for two threads at once."""
+    """A whole model on one rank. Not thread-safe."""
 
     chooses = False
     adapters = None
@@ -60,10 +60,11 @@ class ThroughTransformers:
         device: torch.device,
         backend: AttentionBackend,
     ) -> None:
-        """Reads the weights. ``options`` are each layer's.
+        """Reads the weights. ``options`` has one entry per layer.
 
         Raises:
-            CheckpointError: Tensors are missing, misshapen, NaN or infinite, or nothing reads them.
+            CheckpointError: Tensors are missing or unused, have a wrong shape, or have values that
+                are NaN or infinite.
         """
         whole = _read(weights, spec)
         self._model = packed_part(whole, spec)
@@ -108,7 +109,7 @@ class ThroughTransformers:
         return logits_SV.float() if logits_SV.device.type == "cpu" else logits_SV
 
     def _encode(self, batch: Batch, pooling: PoolingKind) -> Tensor:
-        """Fills in the vector of each sequence, all of which are whole; there are no logits."""
+        """Sets the vector of each sequence, all of which are whole; returns no logits."""
         bounds = list(pairwise(batch.query_starts_B1.tolist()))
         more = {}
         if pooling == "classifier":
@@ -134,7 +135,7 @@ class ThroughTransformers:
 
 
 class _Classifier:
-    """What is behind an encoder, on one text at a time."""
+    """The classifier after an encoder, which runs on one text at a time."""
 
     def __init__(self, model: Any, encoder: Any, *, path: Path) -> None:
         self.model = model
@@ -146,7 +147,7 @@ class _Classifier:
             self._separator = named_token_id(path, "sep_token")
 
     def types_of(self, token_ids_T: Tensor, bounds: list[tuple[int, int]]) -> dict[str, Tensor]:
-        """The types of tokens: 0 to a text's first separator, 1 behind it."""
+        """Token type ids: 0 up to a text's first separator, 1 after it; empty if unused."""
         if self._separator is None:
             return {}
         behind_T = (token_ids_T == self._separator).long()
@@ -157,7 +158,7 @@ class _Classifier:
         return {"token_type_ids": torch.cat(types)[None]}
 
     def logits(self, states_LC: Tensor, token_ids_L: Tensor) -> Tensor:
-        """One for each label, float32."""
+        """One logit for each label, float32."""
         self._states.states_1LC = states_LC[None]
         ids_1L = token_ids_L[None]
         logits_1O = self.model(input_ids=ids_1L, attention_mask=torch.ones_like(ids_1L)).logits
@@ -166,7 +167,7 @@ class _Classifier:
 
 
 class _States(torch.nn.Module):
-    """Stands for the encoder in a model with a classifier: gives the states that it has made."""
+    """Replaces the encoder in a model with a classifier: returns states computed before."""
 
     states_1LC: Tensor
 
@@ -180,7 +181,7 @@ class _States(torch.nn.Module):
 
 
 class _Step:
-    """What attention reads of the step that runs."""
+    """The data of the current step that attention reads."""
 
     batch: Batch
     kv: KvCache
@@ -202,7 +203,7 @@ class _Step:
         options: AttentionOptions,
     ) -> Tensor:
         batch, (k_cache, v_cache) = self.batch, self.kv[layer]
-        # K and V of two sizes have the greater one in the cache; zeros change no score.
+        # If K and V differ in size, the cache has the greater; padding zeros change no score.
         size = attention.cached_size
         q_THD, k_TKD, v_TKD = (
             pad(x[0].transpose(0, 1), (0, size - x.shape[3]))
@@ -225,7 +226,7 @@ def _pooled(states_LC: Tensor, kind: PoolingKind) -> Tensor:
             return states_LC[0].float()
         case "last":
             return states_LC[-1].float()
-    # In float64 the order of the sum, which is torch's affair, is lost in rounding.
+    # In float64, the effect of torch's order of the sum is lost in rounding.
     return states_LC.double().mean(0).float()
 
 

@@ -1,5 +1,5 @@
-"""A checkpoint's tensors as transformers' loader takes them: each is read, and decoded where it is
-quantised, when the loader asks for it."""
+"""Presents a checkpoint's tensors to transformers' loader: each is read, and decoded if it is
+quantised, when the loader accesses it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from quire.worker.model.stored_weights import StoredWeights
 
 
 class _Lazy:
-    """Stands for a tensor until it is sliced."""
+    """A tensor that is read when it is sliced."""
 
     def __init__(self, read: Callable[[], Tensor]) -> None:
         self._read = read
@@ -23,7 +23,7 @@ class _Lazy:
 
 
 def state_of(weights: Weights) -> dict[str, Any]:
-    """The weights by the names of a decoder of text."""
+    """The weights by their names in a text decoder."""
     modules = set(_stored_modules(weights))
     state: dict[str, Any] = {f"{each}.weight": _Lazy(_matrix(weights, each)) for each in modules}
     for name in weights.checkpoint.tensors:
@@ -52,7 +52,7 @@ def _matrix(weights: Weights, module: str) -> Callable[[], Tensor]:
 
 
 def _shape(weights: Weights, stored: StoredWeights, module: str) -> tuple[int, int]:
-    """Outputs and inputs."""
+    """A matrix's shape: outputs and inputs."""
     if stored.layout == "packed":
         num_out, num_in = weights.raw(f"{module}.weight_shape").tolist()
         return num_out, num_in
