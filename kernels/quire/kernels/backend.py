@@ -1,8 +1,8 @@
 """The interface of a kernel backend, and the choice of a backend for a device.
 
 `AttentionBackend` is a namespace of pure functions of tensors. The plain-PyTorch definition of each
-is the function of the same name in `quire.kernels.reference` (`attend` is `paged_attention`), or in
-`quire.kernels.linear`.
+is the function of the same name in `quire.kernels.reference` or `quire.kernels.linear`; those of
+the functions of the KV cache are in `tools.kernels.twins` (`attend` is `paged_attention`).
 """
 
 from collections.abc import Collection
