@@ -210,8 +210,8 @@ def _is_running(pid: int) -> bool:
 
 @contextlib.contextmanager
 def cluster_under_fire(settings: Mapping[str, Any], *, keep_logs: bool) -> Iterator[Cluster]:
-    """Starts everything, and ends it."""
-    folder = Path(tempfile.mkdtemp(prefix="quire-"))  # Short: there are sockets in it.
+    """Starts the whole cluster and stops it after the block."""
+    folder = Path(tempfile.mkdtemp(prefix="quire-"))  # Sockets in it need a short path.
     try:
         (folder / "lives").mkdir()
         environment = {LIVES: str(folder / "lives")}

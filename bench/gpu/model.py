@@ -154,7 +154,7 @@ class RandomWeights(Weights):
         self._unchecked = []
 
     def has(self, module: str) -> bool:
-        """There is no file."""
+        """Whether a checkpoint has the tensor; there is no file here."""
         return False
 
     def refuse_unread(self, spec: ModelSpec, *, known: tuple[str, ...] = ()) -> None:
@@ -180,7 +180,7 @@ class RandomWeights(Weights):
 def open_random(
     checkpoint: object, *, dtype: torch.dtype, device: torch.device, stored: object
 ) -> Iterator[RandomWeights]:
-    """Instead of `Weights.open`."""
+    """Replaces `Weights.open`."""
     del checkpoint, stored
     yield RandomWeights(std=0.02, dtype=dtype, device=device)
 
