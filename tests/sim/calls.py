@@ -21,7 +21,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class RpcError(grpc.aio.AioRpcError):
-    """As gRPC raises it at the caller."""
+    """An error as gRPC raises it at the caller."""
 
     def __init__(self, code: grpc.StatusCode, details: str, trailing: Metadata = ()) -> None:
         super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
@@ -82,7 +82,7 @@ class Call:
             self._handler.cancel()
 
     def cancel(self) -> None:
-        """By the caller."""
+        """The caller cancels the call."""
         if self.is_open and self.connection.is_open:
             self.down.put(None)
 

@@ -7,9 +7,9 @@ from tests.sim.cluster import Cluster
 from tests.sim.faults import Chaos
 
 _AFTERMATH_S = 30.0
-"""What a fault leaves behind, recovery included, lasts so long at most."""
+"""Longest time that effects of a fault last, recovery included."""
 _START_S = 3.0
-"""Until gateways have met the first groups."""
+"""Time allowed for gateways to connect to the first groups."""
 _SLACK_S = 0.5
 """Above the latency of some messages, by far."""
 _IDLE_S = 2.0

@@ -69,7 +69,7 @@ class Process:
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
-        """Those that have not ended."""
+        """The tasks that have not ended."""
         return [task for task in self._tasks if not task.done()]
 
     def park(self, handle: asyncio.Handle) -> None:

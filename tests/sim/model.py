@@ -109,7 +109,7 @@ class HashExecutor(DirectExecutor):
 
 
 class _Inbox(queue.SimpleQueue[Callable[[], object] | None]):
-    """Tells when something was put in."""
+    """A queue that signals when an item was put in."""
 
     def __init__(self) -> None:
         self.filled = asyncio.Event()
