@@ -294,7 +294,7 @@ def _command(pid: int) -> str:
 
 @contextlib.contextmanager
 def _peak(pid: int) -> Iterator[Callable[[], float]]:
-    """The largest resident memory of a process so far, in MB."""
+    """Yields a function that returns a process's peak resident memory so far, in MB."""
     most, ended = [resident_mb(pid)], threading.Event()
 
     def watch() -> None:

@@ -231,7 +231,7 @@ async def _serve_group(
 
 
 def _pace(group: GroupServer, step_s: float) -> None:
-    """Makes each step take at least so long."""
+    """Makes each step take at least ``step_s`` seconds."""
     engine = group._engine
     step = engine.step
 

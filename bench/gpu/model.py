@@ -80,7 +80,7 @@ def model_timings(timer: Timer) -> None:
 
 
 def ways(runner: ModelRunner) -> Iterator[str]:
-    """The ways of a decode step; the runner goes each in turn, and in the end as it did before."""
+    """Yields the modes of a decode step; sets each on the runner, and restores it at the end."""
     graphs = runner._graphs
     for way, used in {"call by call": None, "graph": graphs}.items():
         if way == "graph" and graphs is None:
