@@ -49,7 +49,7 @@ class Phase:
     """Seconds from the begin until the last stream ended."""
     streams: list[Stream]
     lag_s: list[float]
-    """Seconds by which the client sent each request late."""
+    """Samples of the lag of the client's event loop, in seconds."""
 
     @property
     def completed(self) -> list[tuple[float, float]]:

@@ -68,7 +68,7 @@ class Call:
             self.finish(RpcError(grpc.StatusCode.UNKNOWN, repr(error)))
 
     def finish(self, status: RpcError | None) -> None:
-        """The server is done; the caller will know behind the last message."""
+        """The server is done; the caller receives the status after the last message."""
         self._status = status
         self.up.put(None)
 
@@ -87,7 +87,7 @@ class Call:
             self.down.put(None)
 
     def fail(self, error: RpcError) -> None:
-        """The connection broke: both sides know, of whichever still lives."""
+        """The connection broke: each side that is still alive receives the error."""
         if not self.is_open:
             return
         self.error = error

@@ -11,9 +11,9 @@ _AFTERMATH_S = 30.0
 _START_S = 3.0
 """Time allowed for gateways to connect to the first groups."""
 _SLACK_S = 0.5
-"""Above the latency of some messages, by far."""
+"""Slack in seconds, far above the latency of a few messages."""
 _IDLE_S = 2.0
-"""Gateways know for certain of a group that it has been idle for so long."""
+"""Seconds of idleness after which every gateway knows that a group is idle."""
 
 
 class Judge:

@@ -29,7 +29,7 @@ class NetworkConfig:
     max_latency_s: float = 0.003
     """Upper bound of a message's latency."""
     retransmit_s: float = 0.2
-    """What a cut has held back takes so much longer at most, once it is healed."""
+    """Upper bound of the extra delay of held-back messages, once a cut is healed."""
     tcp_timeout_s: float = 60.0
     """A connection on which nothing gets through for this long is given up."""
     window: int = 64
@@ -38,7 +38,7 @@ class NetworkConfig:
 
 class Tamper(Protocol):
     def __call__(self, pipe: Pipe, message: Message) -> list[Message]:
-        """What arrives in place of ``message``."""
+        """The messages that arrive in place of ``message``."""
 
 
 class GroupLinkOver:
