@@ -32,7 +32,7 @@ from quire.worker.api.config import EngineConfig
 MODEL = "base"
 MAX_TOKENS = 40
 Figures = tuple[float, float, float]
-"""p50 and p99 of the time to the first token in ms, and tokens a second."""
+"""p50 and p99 of the time to first token in ms, and tokens per second."""
 
 
 def main() -> None:
@@ -142,7 +142,7 @@ async def _run(address: str, requests: Sequence[Request]) -> Figures:
 
 
 def write_adapter(folder: Path, model: Path, seed: int, *, rank: int) -> Path:
-    """A random adapter of all linear layers of a Llama, as PEFT writes it."""
+    """Writes a random adapter of all linear layers of a Llama, in PEFT's format."""
     config = json.loads((model / "config.json").read_text())
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     head = config.get("head_dim") or hidden // heads

@@ -96,7 +96,7 @@ def _adapter(shape: Shape, rank: int, what: str, *, seed: int) -> AdapterLayers:
 def _times(
     runner: ProgramRunner, shape: Shape, kinds: dict[str, list[int]], arguments: object
 ) -> tuple[float, dict[str, float]]:
-    """Medians in milliseconds."""
+    """Median step times in milliseconds."""
     context, rounds = arguments.context, arguments.rounds  # type: ignore[attr-defined]
     batch = len(kinds["mixed"])
     blocks = -(-(context + 1) // BLOCK)

@@ -47,7 +47,7 @@ MAX_IN_FLIGHT = 100
 PROMPT_TOKENS = (16_384, 131_072)
 
 Times = dict[str, float]
-"""Microseconds, by case and quantile."""
+"""Microseconds by case and quantile."""
 
 
 def main() -> None:
@@ -135,7 +135,7 @@ class _Cluster:
     def _hold(self, group: GroupId, hashes: BlockHashes) -> None:
         seq = self.table.events_position(group).next_seq
         events = [BlocksStored(hashes)]
-        if self._num_tiers > 1:  # The second half of it is in host memory.
+        if self._num_tiers > 1:  # The second half of the chain is in host memory.
             half = len(hashes) // 2
             events = [BlocksStored(hashes[:half]), BlocksStored(hashes[half:], 1)]
         batch = EventBatch(epoch=1, first_seq=seq, events=tuple(events))

@@ -28,7 +28,7 @@ from bench.provenance import ROOT, commit, cpu
 from bench.report import command, markdown
 
 HASH = 32
-"""Bytes of a block's name."""
+"""Bytes of a block hash."""
 CHAIN_BLOCKS = 8_000
 EVENT_BLOCKS = 512
 PROMPT_BLOCKS = (100, 1_000, 8_000)
@@ -105,7 +105,7 @@ class Subject(Protocol):
     def apply(self, group: int, event: Any) -> None: ...
     def query(self, names: bytes) -> Any: ...
     def look_up(self, query: Any) -> dict[Any, int]:
-        """Blocks by group."""
+        """Returns the number of leading blocks that each group holds."""
 
 
 class Quire:
@@ -267,7 +267,7 @@ def _apply(subject: Subject, group: int, events: list[Any]) -> float:
 
 
 def _quantiles(name: str, work: Callable[[Any], object], queries: list[Any]) -> Figures:
-    """The first few calls only warm up."""
+    """Quantiles of the times; the first few calls only warm up."""
     for query in queries[:5]:
         work(query)
     times = []

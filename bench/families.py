@@ -43,7 +43,7 @@ _PLAIN = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qw
 """Described ones that the golden tests have elsewhere."""
 
 Answer = list[tuple[list[int], list[dict[int, float]]]]
-"""Of each prompt: tokens, and at each the log probabilities of the likeliest."""
+"""For each prompt: its output tokens, and the likeliest tokens' log probabilities at each."""
 
 
 def cases() -> dict[str, tuple[str, dict[str, Any], int]]:

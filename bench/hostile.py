@@ -60,10 +60,10 @@ KEY = "sk-a-victim-of-the-bench"
 
 @dataclass
 class Felt:
-    """What the victims felt, in seconds."""
+    """The latencies that the victims measured, in seconds."""
 
     latencies_s: list[float] = field(default_factory=list)
-    """From each request to its last token."""
+    """The time from each request to its last token."""
     gaps_s: list[float] = field(default_factory=list)
     num_tokens: int = 0
     errors: Counter[str] = field(default_factory=Counter)
@@ -294,7 +294,7 @@ def _command(pid: int) -> str:
 
 @contextlib.contextmanager
 def _peak(pid: int) -> Iterator[Callable[[], float]]:
-    """The largest resident memory of a process so far, in MB."""
+    """Yields a function that returns a process's peak resident memory so far, in MB."""
     most, ended = [resident_mb(pid)], threading.Event()
 
     def watch() -> None:

@@ -11,7 +11,7 @@ def frame(kind: int, stream: int, data: bytes = b"", *, flags: int = 0) -> bytes
 
 
 def header(name: str, value: str) -> bytes:
-    """As HPACK writes one that is in no table."""
+    """Encodes a header as an HPACK literal that refers to no table."""
     return b"\0" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
 
 

@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def _memcpy(host_XC: Bytes, num_copied: int, rng: np.random.Generator) -> Callable[[], Way]:
-    """In one piece, by one thread, from memory that no CPU cache has."""
+    """Copies in one piece, on one thread, from memory that is in no CPU cache."""
     from_NC = np.ones((CACHE_BYTES // host_XC.shape[1], host_XC.shape[1]), np.uint8)
 
     def prepare() -> Way:

@@ -99,7 +99,7 @@ def main() -> None:
 
 
 class ReadyBlocks:
-    """An engine's side of a loan: every block lies in host memory already."""
+    """The engine's side of a transfer, with every block already in host memory."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -161,7 +161,7 @@ async def lend(shape: Shape) -> None:
 
 
 def send_plainly(server: socket.socket, shape: Shape) -> None:
-    """To each who connects, as many bytes as a pull has."""
+    """Sends each client that connects as many bytes as a pull transfers."""
     memory = shape.host_memory()
     while True:
         connection, _ = server.accept()

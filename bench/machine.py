@@ -18,17 +18,17 @@ _CLOCK_ERROR_S = 0.02
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Seconds since the machine started."""
+    """Counters at one moment, in seconds since the machine started."""
 
     time_s: float
     busy_s: float
-    """CPU time of all cores, what the host took of them included."""
+    """CPU time of all cores, including what the host took of them."""
     ours_s: float
     """CPU time of a process and its descendants."""
 
     @classmethod
     def now(cls, pid: int | None = None, *, proc: Path = _PROC) -> Self | None:
-        """``pid`` is that of the process; ours unless told otherwise."""
+        """Reads the counters now. ``pid`` is the process to watch; by default this one."""
         try:
             busy, ours = _busy(proc), sum(tree(pid or os.getpid(), proc=proc).values())
         except (OSError, ValueError):
@@ -51,7 +51,7 @@ class Machine:
 
 
 def _busy(proc: Path) -> int:
-    """Ticks of all cores since the machine started, what the host took of them included."""
+    """Ticks of all cores since the machine started, including what the host took of them."""
     fields = (proc / "stat").read_text().split("\n", 1)[0].split()[1:9]
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
     return user + nice + system + irq + softirq + steal
@@ -81,7 +81,7 @@ def tree(pid: int, *, proc: Path = _PROC) -> dict[int, int]:
 
 
 def resident_mb(pid: int) -> float:
-    """0 for a process that has ended."""
+    """Resident memory of a process in MB; 0 for one that has ended."""
     with contextlib.suppress(OSError):
         pages = int((_PROC / str(pid) / "statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -89,7 +89,7 @@ def resident_mb(pid: int) -> float:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Its children, theirs, and so on: cheaper than `tree`."""
+    """Process ids of all descendants of the process; cheaper than `tree`."""
     with contextlib.suppress(OSError):
         for task in (_PROC / str(pid) / "task").iterdir():
             for child in (task / "children").read_text().split():

@@ -35,7 +35,7 @@ from bench.serving.load import Request, Stream, run
 
 _WORDS = ["the", "a", "cat", "dog", "harbor", "sea", "light", "stone", "river", "old", "new"]
 _REST_S = 3.0
-"""Between phases: what was sent in one ends before the next begins anyhow."""
+"""Pause between phases, after all requests of the earlier one have ended."""
 _LOOK_S = 0.02
 
 
@@ -44,17 +44,17 @@ class Phase:
     name: str
     offered_per_s: float
     begin_s: float
-    """By `time.monotonic`; each stream's ``at_s`` counts from it."""
+    """Begin by `time.monotonic`; each request's ``at_s`` counts from it."""
     span_s: float
-    """Until the last one ended."""
+    """Seconds from the begin until the last stream ended."""
     streams: list[Stream]
     lag_s: list[float]
-    """By how much the client itself was late."""
+    """Samples of the lag of the client's event loop, in seconds."""
 
     @property
     def completed(self) -> list[tuple[float, float]]:
-        """When each was due, from the begin of the phase, and its time to first token. It counts
-        from when it was due, so that a client that lags is no excuse."""
+        """For each completed stream, its due time since the begin of the phase and its TTFT. The
+        TTFT counts from the due time and so includes the client's own lag."""
         return [
             (stream.request.at_s, stream.times[0] - self._due_s(stream))
             for stream in self.streams

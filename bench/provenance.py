@@ -29,6 +29,6 @@ def _git(*arguments: str) -> str:
         done = subprocess.run(
             ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
         )
-    except FileNotFoundError:  # There is no git.
+    except FileNotFoundError:  # git is not installed.
         return ""
     return done.stdout.strip()

@@ -26,7 +26,7 @@ def command(module: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """NaN of nothing."""
+    """A percentile of the values; NaN if there are none."""
     return float(np.percentile(values, percent)) if len(values) else float("nan")
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Addresses:
     http: str
-    """With its scheme."""
+    """The HTTP address, with its scheme."""
     grpc: str
     pid: int
     """The process ID of ``quire serve``."""

@@ -54,7 +54,7 @@ def main() -> None:
     print("| --- | ---: | ---: | ---: | ---: | ---: |")
     with tempfile.TemporaryDirectory() as folder:
         path = make_checkpoint(SHAPES[arguments.shape], Path(folder))
-        shutil.copy(demo_model.PATH / "tokenizer.json", path)  # Constraints are of its tokens.
+        shutil.copy(demo_model.PATH / "tokenizer.json", path)  # Constraints use its tokens.
         llms = {
             speculation: LLM(
                 path,
@@ -80,7 +80,7 @@ class _Case(NamedTuple):
     form: dict[str, Any] | None
     """The schema that the output must have."""
     before: list[int]
-    """The output of a request before."""
+    """The output of an earlier request."""
 
 
 def _compare(llms: dict[bool, LLM], case: _Case, count: int, rounds: int) -> None:
@@ -103,7 +103,7 @@ def _compare(llms: dict[bool, LLM], case: _Case, count: int, rounds: int) -> Non
 
 
 def _speed(llm: LLM, case: _Case, count: int) -> float:
-    """Tokens per second behind the first ones."""
+    """Tokens per second after the first ones."""
     salt = str(next(_NUMBERS))  # What another round has written is not known.
     if case.before:
         _run(llm, case.prompt, case.before, None, 1, salt)

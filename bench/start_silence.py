@@ -23,12 +23,12 @@ SERVES = "Serving "
 
 @dataclass(frozen=True)
 class Start:
-    """Seconds."""
+    """The times of one start, in seconds."""
 
     up_s: float
     longest_silence_s: float
     silent_after: str
-    """The line that it followed."""
+    """The line of output before the longest pause."""
 
 
 def main() -> None:

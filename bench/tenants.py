@@ -47,7 +47,7 @@ SMALL = [f"small{number}" for number in range(9)]
 GREEDY = "greedy"
 _SHARE = 0.8
 _WARM_UP = 0.2
-"""Which part of a phase is not counted."""
+"""Share of a phase, at its start, that is not counted."""
 
 
 _SHARED = "all"
@@ -89,7 +89,7 @@ class _Phase:
     waits_s: list[float]
     """The time until the first token, or the end, of each request of the small tenants."""
     cores: float
-    """What this process took."""
+    """CPU cores that this process used."""
 
 
 async def _capacity_per_s(addresses: Sequence[str], options: argparse.Namespace) -> float:
@@ -231,7 +231,7 @@ async def _serve_group(
 
 
 def _pace(group: GroupServer, step_s: float) -> None:
-    """Makes each step take at least so long."""
+    """Makes each step take at least ``step_s`` seconds."""
     engine = group._engine
     step = engine.step
 

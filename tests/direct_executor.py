@@ -18,7 +18,7 @@ NUM_HOST_BLOCKS = 32
 
 
 class DirectExecutor(ABC):
-    """An executor that runs a step when it is asked for its result, and makes its copies before.
+    """An executor that makes a step's copies first and runs it when its result is requested.
 
     Its KV cache is an array of 64-bit words, some for each token. Subclasses say what they mean,
     and run the model.

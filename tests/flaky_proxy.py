@@ -1,4 +1,4 @@
-"""A TCP proxy that does to what a server sends what networks and broken machines do.
+"""A TCP proxy that injects faults of networks and machines into what a server sends.
 
 What clients send passes unharmed. A fault is of one byte stream, from its first byte on, and each
 connection has all of it.
@@ -15,17 +15,17 @@ _CHUNK_BYTES = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """By default none."""
+    """What to do to each connection; by default nothing."""
 
     cut_at: int | None = None
-    """The connection ends behind so many bytes."""
+    """The number of bytes after which the connection ends."""
     stall_at: int | None = None
-    """Nothing more comes behind so many bytes, and the connection stands."""
+    """The number of bytes after which nothing more is sent, with the connection left open."""
     flip_at: int | None = None
-    """One bit of this byte is another."""
+    """The index of a byte of which one bit is flipped."""
     bytes_per_s: float | None = None
     edit: Callable[[bytes], bytes] | None = None
-    """Makes another stream of the whole one, which is sent once it has ended."""
+    """Rewrites the whole stream, which is sent once the server has ended it."""
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class FlakyProxy:
 
     port_behind: int
     fault: Fault = field(default_factory=Fault)
-    """May be exchanged; it takes effect with the next connection."""
+    """The fault of new connections; a replacement takes effect with the next one."""
 
     def __enter__(self) -> "FlakyProxy":
         self._closed = threading.Event()

@@ -17,7 +17,7 @@ TOKEN = "hf_right"
 
 @dataclass
 class Repository:
-    """Its commits, and where branches and tags are. Changed by `commit`."""
+    """A repository's commits, and its branches and tags by name. `commit` changes them."""
 
     is_gated: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -34,13 +34,13 @@ class Repository:
 
 
 class Hub:
-    """Repositories by name, and what was asked of them."""
+    """Repositories by name, and the requests received."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
-        """As ``GET /path``, in the order of their coming."""
+        """Requests as ``GET /path``, in order of arrival."""
         self.amid_weights: Callable[[], object] = lambda: None
         """Called between the halves of a weight file."""
 
@@ -50,7 +50,7 @@ class Hub:
         return kept | {"HF_ENDPOINT": self.url, "HF_HOME": str(home)} | more
 
     def sent(self, suffix: str = "") -> list[str]:
-        """The files that were sent, and not only asked about."""
+        """The files whose contents were sent, not only their headers."""
         return [
             each.rpartition("/")[2]
             for each in self.requests

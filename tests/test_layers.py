@@ -1,4 +1,4 @@
-"""Who may import whom: the table of the design, and that nothing goes in a circle."""
+"""Which packages may import which: the table of the design, and no import cycles."""
 
 import ast
 from collections.abc import Iterator

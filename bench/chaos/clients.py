@@ -14,7 +14,7 @@ from bench.serving.gateways import Gateways
 from bench.serving.load import Request, Stream, run
 
 _LIMIT_S = 180.0
-"""A stream that is still not done then is broken."""
+"""Seconds after which an unfinished stream counts as broken."""
 _BEGUN_TOKENS = 3
 _PAUSE_S = 0.2  # After a stream that failed, before it is asked for again.
 
@@ -44,7 +44,7 @@ class Load:
         return self._streams.result(_LIMIT_S + 30)
 
     def kill(self) -> None:
-        """Ends the process that all connections belong to, without a word to anybody."""
+        """Kills the process that owns all connections, without closing them first."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     async def send(self, stream: Stream) -> None:

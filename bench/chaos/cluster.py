@@ -78,7 +78,7 @@ class Cluster:
         self.ray.start_node(name, {kind: 1})
 
     def deploy(self, *, loss: Mapping[str, float] = {}, **changes: Any) -> None:
-        """Starts or upgrades; ``changes`` are to the settings, and stay."""
+        """Starts or upgrades the application. ``changes`` to the settings are kept."""
         self.settings |= changes
         self._args = {"settings": self.settings, "loss": dict(loss)}
         self.scale(len(GROUPS))
@@ -89,14 +89,14 @@ class Cluster:
         self.ray.run_on_head(_DEPLOY, self.ray.address, json.dumps(self._args), str(num_groups))
 
     def add_group(self) -> None:
-        """Has a third group, if there are two. Returns once it serves; raises NotReady."""
+        """Adds a third group, if there are two. Returns once it serves; raises NotReady."""
         if self._num_groups == len(GROUPS):
             self.start_node(THIRD_GROUP)
             self.scale(len(GROUPS) + 1)
             self.wait_ready()
 
     def lives(self) -> dict[str, Life]:
-        """The groups that there are, by host."""
+        """The running groups, by host."""
         hosts = {host.address: name for name, host in self.network.hosts.items()}
         found = {}
         for path in (self.folder / "lives").glob("*.json"):
@@ -111,7 +111,7 @@ class Cluster:
         return pid
 
     def metrics(self, front: str) -> dict[str, dict[str, float]] | None:
-        """A gateway's, by name and by their labels' values; ``None`` where none answers."""
+        """A gateway's metrics by name and label values; ``None`` if it does not answer."""
         url = f"http://{self.network.hosts[front].address}:{HTTP_PORT}/metrics"
         try:
             with (
@@ -210,8 +210,8 @@ def _is_running(pid: int) -> bool:
 
 @contextlib.contextmanager
 def cluster_under_fire(settings: Mapping[str, Any], *, keep_logs: bool) -> Iterator[Cluster]:
-    """Starts everything, and ends it."""
-    folder = Path(tempfile.mkdtemp(prefix="quire-"))  # Short: there are sockets in it.
+    """Starts the whole cluster and stops it after the block."""
+    folder = Path(tempfile.mkdtemp(prefix="quire-"))  # Sockets in it need a short path.
     try:
         (folder / "lives").mkdir()
         environment = {LIVES: str(folder / "lives")}

@@ -28,7 +28,7 @@ _FREE = f"both gateways' KV gauges are 0 {FREE_WITHIN_S:g} s after the last of t
     "the other serves; clients of the dead one get an error, never a false end",
 )
 def gateway_killed(stage: Stage) -> None:
-    """One of two. Its clients have no other."""
+    """Kills one of two gateways. Its clients know no other."""
     clients = stage.cluster.clients
     half = len(stage.requests) // 2
     requests = stage.salted("gateway")
@@ -74,7 +74,7 @@ def clients_cancel(stage: Stage) -> None:
 
 @fault("disconnect", "clients are killed, connections and all", _FREE)
 def clients_disconnect(stage: Stage) -> None:
-    """The process that all connections belong to is killed."""
+    """Kills the process that owns all client connections."""
     others = stage.cluster.new_clients()
     load = others.load(stage.salted("disconnect"), stage.cluster.gateways)
     load.wait_begun()

@@ -97,7 +97,7 @@ def partitioned(stage: Stage) -> None:
 
 @fault("disk-full", "disk full under a group's logs and temporary files", "all exact")
 def disk_filled(stage: Stage) -> None:
-    """The disk with a group's logs, while it serves."""
+    """Fills the disk that holds a group's logs while the group serves."""
     filler = stage.cluster.folder / VICTIM / "filler"
     load = stage.begin("disk", again=True)
     stage.strike()
@@ -117,7 +117,7 @@ def disk_filled(stage: Stage) -> None:
     "3 groups die at most, the request is refused, the others are exact",
 )
 def poisoned(stage: Stage) -> None:
-    """A request that kills the process that runs it, among others."""
+    """Sends, among others, a request that kills the process that runs it."""
     cluster = stage.cluster
     before = _lives_so_far(cluster.folder)
     load = stage.begin("poison")

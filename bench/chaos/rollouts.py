@@ -34,7 +34,7 @@ _EXACT_WITHIN_S = 5.0
 events, a second apart, and the buckets that differ are requested after a pause of 0.1 s. The rest
 allows for a busy machine and for polled gauges."""
 _ROUNDS_S = 4 * _SETTLE_S
-"""In which each prompt is sent two or three times."""
+"""Seconds in which each prompt is sent two or three times."""
 _RECOVERED = 0.8
 """Share of the hit rate before the loss of a group that must be reached again, and of what is
 cached then that the gateways must have known to be."""
@@ -104,7 +104,7 @@ def overloaded(stage: Stage) -> None:
     "all complete, all exact",
 )
 def cache_exhausted(stage: Stage) -> None:
-    """All requests at once at groups that can hold a few of them."""
+    """Sends all requests at once to groups that can hold only a few of them."""
     with stage.deployed(engine={**stage.cluster.settings["engine"], "num_blocks": SMALL_CACHE}):
         load = stage.begin("exhausted")
         stage.strike()

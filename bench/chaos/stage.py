@@ -32,7 +32,7 @@ class Stage:
     prefill_rate: float
     """Prompt tokens a second that the cluster computes with nothing beside, as measured before."""
     outcome: Outcome = field(default_factory=Outcome)
-    """What was seen of the fault that happens now."""
+    """The observations of the current fault."""
     _struck_s: float = 0.0
 
     def salted(self, salt: str) -> list[Request]:
@@ -63,7 +63,7 @@ class Stage:
         self.cluster.wait_ready()
 
     def strike(self) -> float:
-        """Notes that it happens now."""
+        """Records the time of the fault and returns it."""
         self._struck_s = now_s()
         return self._struck_s
 
@@ -84,14 +84,14 @@ class Stage:
         check_exact(self.outcome, streams, self.reference)
 
     def check_resumed(self, before: float) -> None:
-        """Streams were resumed since the gateways' count was ``before``."""
+        """Checks that streams were resumed since the gateways' count was ``before``."""
         resumed = self.cluster.total("quire_resumes_total") - before
         self.see(f"{resumed:.0f} resumed")
         self.check(resumed > 0, "nothing was resumed: the fault hit nobody")
 
 
 Act: TypeAlias = Callable[[Stage], None]
-"""Returns when the cluster can become whole and idle again, for which `Fault.run` waits."""
+"""Injects a fault. Returns once the cluster can recover, for which `Fault.run` waits."""
 
 
 class Fault(NamedTuple):

@@ -10,7 +10,7 @@ from bench.serving.load import Stream, differences
 Reference = Mapping[str, Sequence[int]]
 """The expected tokens of each request, by its name."""
 
-_SHOWN = 4  # Errors of a kind.
+_SHOWN = 4  # Errors of one kind.
 
 
 @dataclass(kw_only=True)
@@ -19,7 +19,7 @@ class Outcome:
 
     seen: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
-    """The broken promises; empty if all were kept."""
+    """The broken guarantees; empty if all held."""
     was_run: bool = True
 
     def check(self, holds: bool, what: str) -> None:
@@ -28,7 +28,7 @@ class Outcome:
 
 
 def check_exact(outcome: Outcome, streams: Sequence[Stream], reference: Reference) -> None:
-    """All of them complete, none with other tokens."""
+    """Checks that all streams completed with the expected tokens."""
     wrong = differences(streams, reference)
     failed = [stream for stream in streams if not stream.is_complete]
     num_exact = sum(
@@ -69,7 +69,7 @@ def check_clean_ends(
 
 
 def num_under_way(streams: Sequence[Stream], at_s: float) -> int:
-    """Streams that had begun and not ended."""
+    """Number of streams that had begun and not ended."""
     return sum(bool(s.times) and s.times[0] <= at_s < s.ended_s for s in streams)
 
 

@@ -34,12 +34,12 @@ class Case:
         return all(queries == 1 for _, queries in self.rows)
 
     def kv_bytes(self, shape: Shape) -> int:
-        """K and V of every row, once."""
+        """Bytes of K and V of every row, read once."""
         tokens = sum(tokens for tokens, _ in self.rows)
         return 2 * tokens * shape.num_kv_heads * shape.head_size * shape.dtype.itemsize
 
     def flops(self, shape: Shape) -> int:
-        """Two products of a query with each token it sees."""
+        """Two products of each query with each token that it attends to."""
         pairs = sum(q * (t - q) + q * (q + 1) // 2 for t, q in self.rows)
         return 4 * shape.num_heads * shape.head_size * pairs
 

@@ -70,7 +70,7 @@ class Lines:
         self._append({"kind": "part", "seconds": round(seconds, 1), "outcome": outcome})
 
     def read(self) -> list[Line]:
-        """Those of all parts so far."""
+        """The lines of all parts so far."""
         return read_lines(self._folder)
 
     def _append(self, line: Line) -> None:

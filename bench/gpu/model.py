@@ -80,7 +80,7 @@ def model_timings(timer: Timer) -> None:
 
 
 def ways(runner: ModelRunner) -> Iterator[str]:
-    """The ways of a decode step; the runner goes each in turn, and in the end as it did before."""
+    """Yields the modes of a decode step; sets each on the runner, and restores it at the end."""
     graphs = runner._graphs
     for way, used in {"call by call": None, "graph": graphs}.items():
         if way == "graph" and graphs is None:
@@ -154,7 +154,7 @@ class RandomWeights(Weights):
         self._unchecked = []
 
     def has(self, module: str) -> bool:
-        """There is no file."""
+        """Whether a checkpoint has the tensor; there is no file here."""
         return False
 
     def refuse_unread(self, spec: ModelSpec, *, known: tuple[str, ...] = ()) -> None:
@@ -180,7 +180,7 @@ class RandomWeights(Weights):
 def open_random(
     checkpoint: object, *, dtype: torch.dtype, device: torch.device, stored: object
 ) -> Iterator[RandomWeights]:
-    """Instead of `Weights.open`."""
+    """Replaces `Weights.open`."""
     del checkpoint, stored
     yield RandomWeights(std=0.02, dtype=dtype, device=device)
 

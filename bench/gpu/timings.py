@@ -18,7 +18,7 @@ from quire.kernels.backend import backend_for
 
 
 class Timer:
-    """One part of a run: times calls; each time is a line at once."""
+    """Times the calls of one part of a run and writes each time as a line at once."""
 
     def __init__(self, scale: Scale, lines: Lines, *, share: int = 0, num_shares: int = 1) -> None:
         self.scale = scale
@@ -128,7 +128,7 @@ def linear_timings(timer: Timer) -> None:
 
 
 def stream_timings(timer: Timer) -> None:
-    """The kernels that memory limits."""
+    """Times the memory-bound kernels."""
     scale, device = timer.scale, timer.scale.device
     backend = backend_for(device)
     counts = (1, 64) if scale.is_dry else (1, 64, 2048, 16384)

@@ -19,7 +19,7 @@ from quire.worker.cache import disk, disk_file
 from quire.worker.cache.disk_file import HEADER_BYTES
 
 Harm = Callable[[Path, Path, np.random.Generator], None]
-"""Does something to the first file; the second is another block's."""
+"""Damages the first file; the second file is another block's."""
 
 
 def store_of(group: GroupServer) -> disk.DiskStore:
@@ -48,7 +48,7 @@ def _truncate(path: Path, other: Path, rng: np.random.Generator) -> None:
 
 
 def _swap(path: Path, other: Path, rng: np.random.Generator) -> None:
-    """The two blocks' files have each other's names."""
+    """Swaps the names of the two blocks' files."""
     between = path.with_name("between")
     path.rename(between)
     other.rename(path)
@@ -109,5 +109,5 @@ def full_disk(group: GroupServer) -> Iterator[None]:
 
 
 def remove_folder(folder: Path) -> None:
-    """With all that is in it, while an engine uses it."""
+    """Removes the folder and its contents while an engine uses it."""
     shutil.rmtree(folder, ignore_errors=True)

@@ -47,9 +47,9 @@ from quire.worker.cache.pull import Pull
 T = TypeVar("T")
 
 _NUM_LENT, _LENT_TOKENS = 4, 1024
-"""Prompts that the lender has cached, and that are pulled again and again."""
+"""Number and length of the prompts that the lender has cached, which are pulled repeatedly."""
 _CONTEXT_TOKENS = 64
-"""Prompt of a stream."""
+"""Prompt length of a stream."""
 
 _streams: set["asyncio.Task[None]"] = set()
 
@@ -186,7 +186,7 @@ class _Puller:
 
     @contextlib.asynccontextmanager
     async def pulling(self) -> AsyncIterator[None]:
-        """Again and again, in a thread."""
+        """Pulls repeatedly, on a thread, for the block."""
         ended = threading.Event()
 
         def run() -> None:
@@ -202,7 +202,7 @@ class _Puller:
             await asyncio.to_thread(thread.join)
 
     def pull(self) -> None:
-        """The next chain, whole."""
+        """Pulls the next chain, whole."""
         over = threading.Event()
 
         def take() -> None:
@@ -234,7 +234,7 @@ async def begin(group: GroupServer, prompts: list[TokenIds]) -> tuple[KvFormat, 
 
 
 async def begin_streams(group: GroupServer, num_streams: int) -> None:
-    """Streams that go on until `end_streams`."""
+    """Starts streams that run until `end_streams`."""
 
     async def stream(number: int) -> None:
         for turn in itertools.count():

@@ -45,12 +45,12 @@ _WAIT_S = 60.0
 
 class Moved(NamedTuple):
     gaps_s: list[float]
-    """The longest of each stream, from when the drain began."""
+    """The longest gap of each stream since the drain began."""
     num_prefilled: int
     """Tokens of prompts that the taker computed, outputs so far among them."""
     num_fetched: int
     tokens: list[list[int]]
-    """All that came, by stream."""
+    """All tokens received, by stream."""
 
 
 @dataclass
@@ -63,7 +63,7 @@ class _Stream:
         self.times_s.append(asyncio.get_running_loop().time())
 
     def gap_s(self, since_s: float) -> float:
-        """The longest from ``since_s`` on."""
+        """The longest gap from ``since_s`` on."""
         before = max((each for each in self.times_s if each < since_s), default=since_s)
         times_s = [before, *(each for each in self.times_s if each >= since_s)]
         return max(np.diff(times_s), default=0.0)

@@ -34,7 +34,7 @@ DTYPES: dict[str, dict[str, str]] = {
     "int8 KV": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
 }
 WAYS = ((2, 1), (1, 2))
-"""Ranks of the lender, and of the borrower."""
+"""Number of ranks of the lender and of the borrower, by case."""
 _CACHE_BLOCKS, _HOST_BLOCKS, _DISK_BLOCKS = 80, 48, 600
 _RUNS = 3
 """Times that a borrower is started, with the same disk."""
@@ -54,7 +54,7 @@ class Prompt:
 
 @dataclass
 class Found:
-    """What all requests so far had."""
+    """The results of all requests so far."""
 
     num_requests: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By cell and place; a request whose KV came from several places counts for each."""

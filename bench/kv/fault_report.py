@@ -21,7 +21,7 @@ class Asked:
     """The same prompt, without a cache, measured beside."""
     wait_s: float = 0.0
     told: str = ""
-    """What the engine told about its blocks."""
+    """What the engine reported about its blocks."""
 
     @property
     def ratio(self) -> float:
@@ -41,7 +41,7 @@ class Tally:
     num_given_up: int = 0
     """The request computed before the fault could show, and said that."""
     num_harmless: int = 0
-    """All blocks came, as they should be."""
+    """Requests whose blocks all arrived intact."""
     unnamed: list[str] = field(default_factory=list)
     """Those that could have been noticed, and were not."""
 

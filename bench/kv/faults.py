@@ -81,7 +81,7 @@ _LENT = {
     _CUT: 0.06,
     **dict.fromkeys(_WIRE[1:], 0.025),
     "lender stopped": 0.02,
-    "lender killed": 0.0,  # Each `_KILLED_EVERY` requests.
+    "lender killed": 0.0,  # Every `_KILLED_EVERY` requests.
     "lender's host memory flipped": 0.04,
     "wrong address": 0.02,
     "wrong token": 0.02,
@@ -100,7 +100,7 @@ _KINDS = {**_LENT, **_OWN}
 
 
 def faults(*, num_requests: int, model: Path = demo_model.PATH, seed: int = 0) -> int:
-    """Prints what became of each kind of fault; returns 1 where a token was wrong, or a fault that
+    """Prints the outcome of each kind of fault; returns 1 where a token was wrong, or a fault that
     could be noticed was not named. ``model`` is a folder with a checkpoint."""
     report = Report()
     logging.getLogger("quire").addHandler(logging.NullHandler())
@@ -195,12 +195,12 @@ class _Bench:
         self._num_computed = 0
 
     async def run(self, config: ClusterConfig, disk: Path, num_requests: int) -> None:
-        """One borrower's requests."""
+        """Runs the requests of one borrower."""
         self._known.clear()
         async with running(config, "borrower") as group:
             self._group = group
             borrower = peers_of(group)._borrower
-            borrower._shunned_s = 0.0  # Else most requests would ask nobody.
+            borrower._shunned_s = 0.0  # Otherwise most requests would fetch from no group.
             borrower._stall_s = _STALL_S
             block_bytes = travel_of(group).format.block_bytes
             self._wire = self._wire or wire_faults(block_bytes=block_bytes, rng=self._rng)

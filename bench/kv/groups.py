@@ -48,11 +48,11 @@ Answer = tuple[tuple[int, ...], tuple[float, ...]]
 
 
 class Said(NamedTuple):
-    """What a group says to a prompt."""
+    """A group's answer to a prompt."""
 
     answer: Answer
     first_s: float
-    """Until its first token."""
+    """Time to first token."""
     fetched: Fetched
     num_cached_tokens: int
 
@@ -116,7 +116,7 @@ async def ask(
 
 
 async def answers(group: GroupServer, prompts: Sequence[TokenIds]) -> list[Answer]:
-    """To prompts that are asked at once."""
+    """Answers to prompts that are sent at once."""
     return [said.answer for said in await asyncio.gather(*[ask(group, each) for each in prompts])]
 
 
@@ -158,11 +158,11 @@ def source_of(contact: GroupContact, prompt: TokenIds, *, group_id: str) -> Peer
 
 
 class RemoteFailed(Exception):
-    """What went wrong in another process."""
+    """A function failed in another process; the message says how."""
 
 
 class Remote:
-    """A group in a process of its own, as long as it is entered."""
+    """A group in a process of its own, which runs while the context is entered."""
 
     def __init__(self, config: ClusterConfig, name: str) -> None:
         self.name = name
@@ -177,7 +177,7 @@ class Remote:
         await asyncio.to_thread(self.end)
 
     async def start(self) -> None:
-        """Again, after `kill`."""
+        """Starts the group again, after `kill`."""
         if self._process is not None:
             await asyncio.to_thread(self.end)
         self._pipe, theirs = multiprocessing.Pipe()
@@ -214,7 +214,7 @@ class Remote:
         return self._process.pid
 
     def kill(self) -> None:
-        """At once, with no chance to say goodbye."""
+        """Kills the process at once, without a shutdown."""
         os.kill(self.pid, signal.SIGKILL)
 
     def pause(self) -> None:
@@ -256,7 +256,7 @@ def _serve(config: ClusterConfig, name: str, pipe: "Connection[Any, Any]") -> No
                 except Exception as error:
                     pipe.send((None, repr(error)))
 
-    logging.getLogger("quire").addHandler(logging.NullHandler())  # Faults are what is asked for.
+    logging.getLogger("quire").addHandler(logging.NullHandler())  # Faults are intended.
     try:
         asyncio.run(serve())
     except Exception as error:

@@ -9,7 +9,7 @@ from quire.cluster.config import ClusterConfig
 
 
 class Lenders:
-    """Two that can be killed, of which one lends, and some that have other blocks."""
+    """Two groups that can be killed, one of which lends, and some with other blocks."""
 
     def __init__(self, config: ClusterConfig, wrong: dict[str, ClusterConfig]) -> None:
         self._spare = Remote(config, "lender-1")

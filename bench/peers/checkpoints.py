@@ -29,7 +29,7 @@ class Shape:
     head_size: int
     intermediate_size: int
     tied: bool = False
-    """The LM head is the embedding."""
+    """Whether the LM head shares the embedding's weights."""
     vocab_size: int = VOCAB_SIZE
     num_requests: int
     num_experts: int = 0

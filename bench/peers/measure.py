@@ -39,7 +39,7 @@ class OutOfTime(Exception):
 
 
 class Run(NamedTuple):
-    """A measurement."""
+    """One measurement."""
 
     seconds: float
     disturbance: float | None
@@ -89,18 +89,18 @@ class Measured:
     agreed: dict[str, str] = field(default_factory=dict)
     """By engine: the commit at which its tokens in fp32 were seen to be ours."""
     runs: dict[tuple[str, str, str], list[Run]] = field(default_factory=dict)
-    """By model, workload and engine."""
+    """Measurements by model, workload and engine."""
     failures: list[Failure] = field(default_factory=list)
     versions: dict[str, dict[str, str]] = field(default_factory=dict)
     """Package versions, by engine."""
 
     def median(self, shape: Shape, workload: Workload, engine: str) -> float | None:
-        """In the workload's unit."""
+        """The median figure, in the workload's unit."""
         runs = self.counting(shape, workload, engine)
         return workload.figure(statistics.median(r.seconds for r in runs), shape) if runs else None
 
     def counting(self, shape: Shape, workload: Workload, engine: str) -> list[Run]:
-        """The least disturbed runs."""
+        """The least disturbed runs, of which the median is reported."""
         runs = self.runs.get((shape.name, workload.name, engine), [])
         return sorted(runs, key=lambda run: run.disturbance or 0.0)[: self.repeats]
 

@@ -33,11 +33,11 @@ class Peer:
     name: str
     requirements: tuple[str, ...]
     unwanted: tuple[str, ...] = ()
-    """Packages to remove again."""
+    """Packages to uninstall after the installation."""
     build: dict[str, str] = field(default_factory=dict)
     """Environment of pip, for packages that are compiled here."""
     finish: Callable[[Path], None] | None = None
-    """Called with the environment's path, last."""
+    """Last step of the installation; called with the environment's path."""
     export: Callable[[Path, Path, str, Path], None] | None = None
     """How to convert a checkpoint, where the engine does not read it as it is: called with the
     environment's path, the checkpoint, the type and a directory that is not there yet."""

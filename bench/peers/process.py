@@ -89,11 +89,11 @@ class EngineProcess:
         return answer["seconds"], answer["token_ids"]
 
     def disturbance_of_start(self) -> float | None:
-        """As `disturbance`, since the process began."""
+        """Like `disturbance`, but since the process began."""
         return self._others_since(self._machine)
 
     def _others_since(self, before: Machine | None) -> float | None:
-        """What others took of all cores' time."""
+        """Share of all cores' time that other processes used."""
         now = Machine.now(self._process.pid)
         if before is None or now is None:
             return None

@@ -21,7 +21,7 @@ RESULTS = Path(__file__).resolve().parent.parent / "results"
 
 @dataclass(frozen=True, kw_only=True)
 class About:
-    """When, where and of what a run was."""
+    """Date, machine and subject of a run."""
 
     date: str
     machine: str
@@ -108,7 +108,7 @@ def write_results(
 
 
 def read_results(path: Path, *, repeats: int) -> tuple[Measured, Limits]:
-    """What `write_results` wrote."""
+    """Reads what `write_results` wrote."""
     content = json.loads(path.with_suffix(".json").read_text())
     measured = Measured(
         repeats=repeats,

@@ -14,7 +14,7 @@ SHARED = 768
 OWN = 48
 SHORT = 16
 NEW_TOKENS = 64
-FIRST_TOKEN_ID = 3  # After the special tokens.
+FIRST_TOKEN_ID = 3  # The first token id after the special tokens.
 
 Prompt = list[int]
 
@@ -28,7 +28,7 @@ class Workload:
     shared: int
     """Tokens that all prompts begin with."""
     own: int
-    """Tokens of each prompt behind them."""
+    """Tokens of each prompt after the shared ones."""
     alone: bool = False
     """One request instead of the model's ``num_requests``."""
     new_tokens: int = NEW_TOKENS

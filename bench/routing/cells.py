@@ -26,7 +26,7 @@ BASELINES = (
     *("ray_prefix", "llmd", "preble", "mooncake", DYNAMO, "dynamo_20"),
 )
 BOUND = "one cache"
-"""No policy, but what ours would do if all groups had one cache without end."""
+"""Not a policy but an upper bound: ours, if all groups shared one infinite cache."""
 ROWS = (OURS, OURS_POLICY, *BASELINES, BOUND)
 LOADS = (0.6, 0.78, 0.85, 0.92, 0.95)
 WARM_UP = 0.1
@@ -34,9 +34,9 @@ WARM_UP = 0.1
 
 class Source(NamedTuple):
     file: str | None
-    """None where it is made up."""
+    """The trace's file; None for a synthetic trace."""
     target_s: float
-    """For the 99th percentile of TTFT."""
+    """Target of the 99th percentile of TTFT."""
     spread_ms: float
     """How coarse its clock is: seeds differ in where in between a request arrives."""
 
@@ -49,7 +49,7 @@ SOURCES = {
     # Of prompts with 15,000 tokens in the mean, 190,000 at most.
     "mooncake_synthetic": Source("mooncake_synthetic_trace.jsonl", 10.0, 1000.0),
     **{name: Source(None, 2.0, 0.0) for name in WORKLOADS},
-    "contrast": Source(None, 20.0, 0.0),  # Where prompts take seconds each.
+    "contrast": Source(None, 20.0, 0.0),  # For traces whose prompts take seconds each.
 }
 DISTURBANCES: dict[str, dict[str, float]] = {
     "none": {},

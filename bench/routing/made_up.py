@@ -34,7 +34,7 @@ Workload: TypeAlias = Callable[[Random], Iterator[Row]]
 
 
 def made_up_trace(name: str, *, seed: int) -> Trace:
-    """A seed gives one trace."""
+    """Draws a synthetic trace; equal seeds give equal traces."""
     rows = list(WORKLOADS[name](Random(f"{name}/{seed}")))
     return Trace.of(rows, name=name, block_size=BLOCK_SIZE)
 
@@ -201,7 +201,7 @@ def _turns(
 
 
 def _begun(endless: Workload, num_requests: int = NUM_REQUESTS) -> Workload:
-    """The first requests of a workload without end."""
+    """The first requests of an endless workload."""
     return lambda rng: islice(endless(rng), num_requests)
 
 

@@ -143,7 +143,7 @@ class Bench:
                 )
 
     def _idle(self, server: Server, shape: Shape, engine: str) -> Run:
-        """What the server spends while nobody asks anything of it, in its first minutes."""
+        """The server's CPU use without requests, in its first minutes."""
         time.sleep(_SETTLE_S)
         roles, begin_s = cpu_s(server.pid), time.monotonic()
         time.sleep(self._idle_s)

@@ -43,21 +43,21 @@ class Load:
     num_clients: int
     """Requests under way at a time."""
     server_pid: int | None
-    """Known of a server of ours alone."""
+    """The server's process ID; known only if this benchmark started it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Times in seconds."""
+    """The result of a load; times are in seconds."""
 
     elapsed_s: float
     cpu_s: dict[str, float]
-    """By role: that of the server's processes, "client" and "others"."""
+    """CPU seconds by role: those of the server's processes, "client" and "others"."""
     num_tokens: int
     ttft_s: list[float]
-    """From when each request was sent."""
+    """Time to first token of each request."""
     gaps_s: list[float]
-    """Between events of the same stream."""
+    """Times between two events of a stream."""
     errors: list[str]
 
 
@@ -66,7 +66,7 @@ class Answer:
     """One stream as it arrives."""
 
     times: list[float] = field(default_factory=list)
-    """When each event came."""
+    """Arrival time of each event."""
     num_tokens: int = 0
     error: str = ""
     is_over: bool = False

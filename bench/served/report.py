@@ -13,7 +13,7 @@ OFFLINE, IDLE = "offline", "idle"
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One measurement; what an offline engine, or an idle server, does not show is missing."""
+    """One measurement; figures that its way cannot have keep their defaults."""
 
     model: str
     load: str
@@ -28,7 +28,7 @@ class Run:
     cpu_s: Mapping[str, float] = field(default_factory=dict)
     """CPU seconds per output token, by role."""
     idle_cores: Mapping[str, float] = field(default_factory=dict)
-    """Cores that the processes of each role take together while nobody asks anything."""
+    """Cores that the processes of each role use together without requests."""
     num_failed: int = 0
 
 

@@ -57,10 +57,10 @@ class Server(NamedTuple):
     """A server that answers."""
 
     pid: int | None
-    """Known of one that was started here alone."""
+    """The server's process ID; known only if this benchmark started it."""
     model: str
     addresses: dict[str, str]
-    """By protocol: "http" and perhaps "grpc"."""
+    """Addresses by protocol: "http" and perhaps "grpc"."""
 
 
 @contextlib.contextmanager

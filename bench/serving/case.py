@@ -8,7 +8,7 @@ from quire.router.config import POLICY_NAMES
 from quire.worker.api.errors import ConfigError
 
 LOOPS = ("closed", "open")
-"""Chats that go on when an answer is there, or requests at times fixed before."""
+"""Chats whose next turn follows the answer, or requests at predetermined times."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +35,11 @@ class Case:
     chats_per_s: float = 10.0
     """Arrival rate of an open loop."""
     limit_s: float = 60.0
-    """After which what has not ended is cancelled."""
+    """Seconds after which unfinished requests are cancelled."""
     num_tenants: int = 40
     num_chats: int = 120
     think_s: float = 0.3
-    """On average, before each turn."""
+    """Mean pause before each turn, in seconds."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from bench.serving.load import Stream
 
 WARM_UP = 0.2
-"""The share of the requests, first sent, that find caches empty and are not counted."""
+"""Share of the requests, the first ones sent, that meet empty caches and are not counted."""
 
 Row = dict[str, Any]
 
@@ -65,7 +65,7 @@ def figures(rows: Sequence[Row], *, num_groups: int) -> dict[str, float]:
 
 
 def num_unlike(runs: Sequence[Sequence[Row]]) -> tuple[int, int]:
-    """Requests that several runs answered, and those of them not answered alike by all."""
+    """Number of requests that several runs answered, and of those with unequal answers."""
     answers: dict[str, Counter[str]] = {}
     for rows in runs:
         for row in rows:

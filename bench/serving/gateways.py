@@ -38,7 +38,7 @@ class Gateways:
         metadata: Sequence[tuple[str, str]] = (),
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """``num_channels`` to each address."""
+        """Opens ``num_channels`` channels to each address."""
         options = [("grpc.use_local_subchannel_pool", 1)]
         self._channels = [
             grpc.aio.insecure_channel(address, options=options)

@@ -23,25 +23,25 @@ class Request:
     """One completion to ask for. It goes on past the end token unless ``may_stop``."""
 
     name: str
-    """By which runs are compared: of no other request of the run."""
+    """Identifies the request in comparisons of runs; unique within a run."""
     token_ids: Sequence[int] = ()
     text: str = ""
-    """In place of tokens."""
+    """The prompt as text, in place of token ids."""
     max_tokens: int
     at_s: float = 0.0
-    """When it is sent, from the run's begin."""
+    """Seconds from the begin of the run until the request is sent."""
     temperature: float = 0.0
     seed: int = 0
     cache_salt: str = ""
     may_stop: bool = False
     deadline_s: float | None = None
-    """That the call is given, as a gRPC deadline."""
+    """The gRPC deadline of the call, in seconds."""
     cancel_after: int | None = None
     """The client cancels after this number of tokens; the stream's finish is "cancelled"."""
     model: str = ""
-    """Or an adapter; empty is the only model."""
+    """The name of a model or adapter; empty for the only model."""
     form: Mapping[str, str] = field(default_factory=dict)
-    """Of the output: the kind of a constraint and its text."""
+    """The constraint of the output: its kind and its text."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -51,7 +51,7 @@ class Stream:
     request: Request
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    """When each token came."""
+    """Arrival time of each token."""
     error: str | None = None
     """``CODE: details`` of the call, or what was wrong with its chunks."""
     finish: str = ""
@@ -59,11 +59,11 @@ class Stream:
     sent_s: float = 0.0
     ended_s: float = 0.0
     group: str = ""
-    """That it went to first."""
+    """The first group that ran the request."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in that group's cache."""
+    """Prompt tokens found in the cache of ``group``."""
     num_predicted_tokens: int = 0
-    """Expected there by the gateway."""
+    """Prompt tokens that the gateway expected in the cache of ``group``."""
 
     @property
     def is_complete(self) -> bool:
@@ -75,14 +75,14 @@ class Stream:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time between tokens, behind the first."""
+        """Mean time between tokens, after the first."""
         if len(self.times) < 2:
             return None
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
 
     @property
     def largest_gap_s(self) -> float:
-        """Between two tokens."""
+        """The longest time between two tokens, in seconds."""
         return max((b - a for a, b in pairwise(self.times)), default=0.0)
 
 
@@ -93,7 +93,7 @@ class Turn:
     token_ids: Sequence[int]
     max_tokens: int
     think_s: float = 0.0
-    """Before it is sent, after the answer to the turn before."""
+    """Seconds between the previous turn's answer and this message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,7 @@ class Chat:
 
 
 class Target(Protocol):
-    """Whom requests are sent to."""
+    """The server that requests are sent to."""
 
     async def send(self, stream: Stream) -> None:
         """Asks for ``stream.request`` and fills the stream in until it ends. Never raises, but
@@ -218,7 +218,7 @@ async def _within(limit_s: float, jobs: Sequence[Coroutine[None, None, None]]) -
         await asyncio.gather(*late, return_exceptions=True)
     for task in tasks:
         if task not in late:
-            task.result()  # Only our own mistakes raise here.
+            task.result()  # Only bugs of the load generator raise here.
 
 
 def _ended(stream: Stream, limit_s: float) -> Stream:

@@ -28,15 +28,15 @@ from quire.worker.api.config import EngineConfig
 from quire.worker.model.config import read_model_spec
 
 _CHANNELS = 8
-"""Connections to each gateway that there is, so that the kernel spreads them about evenly."""
+"""Connections per gateway: enough for the kernel to spread them about evenly."""
 _SETTLE_S = 1.5
-"""For gateways to attach to all groups: only one of them is waited for."""
+"""Seconds for gateways to attach to all groups, as the start waits for one gateway only."""
 
 Record = dict[str, Any]
 
 
 class Runs:
-    """Records, a line of JSON each."""
+    """A file of records, one JSON line each."""
 
     def __init__(self, state: Path) -> None:
         self._state = state
@@ -130,7 +130,7 @@ async def _apply_load(
 
 
 def _warm_up(case: Case) -> Sequence[Request]:
-    """A few on every connection, which share nothing with what is measured."""
+    """Sends a few requests per connection, which share nothing with the measured ones."""
     rng = random.Random(-1)
     return [
         Request(

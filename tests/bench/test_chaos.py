@@ -1,4 +1,4 @@
-"""What `bench.chaos` makes of streams: a promise that was broken is never called kept."""
+"""Verdicts of `bench.chaos` on streams: a broken guarantee is never reported as kept."""
 
 from collections.abc import Callable, Sequence
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces: whom they reach, and that nothing is left of them."""
+"""Hosts as network namespaces: which hosts they reach, and that they are cleaned up."""
 
 import os
 import signal

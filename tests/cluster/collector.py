@@ -18,7 +18,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 @dataclass(frozen=True)
 class Received:
-    """A span as it came."""
+    """A span as received, with its resource's attributes."""
 
     span: Span
     resource: dict[str, Any]
@@ -43,12 +43,12 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return pb.ExportTraceServiceResponse()
 
     async def wait(self, num_spans: int) -> None:
-        """Until so many have come; pytest's patience is the limit."""
+        """Waits until ``num_spans`` have arrived; pytest's timeout is the limit."""
         while len(self.spans) < num_spans:
             await asyncio.sleep(0.01)
 
     def named(self, name: str) -> list[Received]:
-        """In the order in which they began."""
+        """The spans of this name, in the order in which they began."""
         found = [each for each in self.spans if each.span.name == name]
         return sorted(found, key=lambda each: each.span.start_time_unix_nano)
 

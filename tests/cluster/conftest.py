@@ -81,7 +81,7 @@ def anyio_backend() -> str:
 
 
 class _HurriedAsyncio:
-    """asyncio for uvicorn, which looks ten times a second whether it should end."""
+    """asyncio with shorter sleeps: uvicorn polls ten times a second whether it should stop."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
@@ -92,7 +92,7 @@ class _HurriedAsyncio:
 
 @pytest.fixture(scope="session", autouse=True)
 def hurried_listeners() -> Iterator[None]:
-    """HTTP listeners stop without the waits in which a client might still come."""
+    """HTTP listeners stop without waiting for late clients."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(leaving, "HANDSHAKE_S", 0.0)
         patch.setattr(uvicorn.server, "asyncio", _HurriedAsyncio())
@@ -101,7 +101,7 @@ def hurried_listeners() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """HTTP clients trust one authority, and do not read the system's hundred each time."""
+    """HTTP clients trust one test CA, which spares each of them reading the system's hundred."""
     path = tmp_path_factory.mktemp("authority") / "ca.pem"
     trustme.CA().cert_pem.write_to_path(str(path))
     with pytest.MonkeyPatch.context() as patch:
@@ -130,7 +130,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @dataclass
 class HashModel:
-    """The model: a hash of context and seed chooses among letters and, rarely, the end token."""
+    """A model that draws letters and, rarely, the end token by a hash of context and seed."""
 
     tokenizer: Tokenizer
     eos: int = field(init=False)
@@ -174,14 +174,14 @@ class HashModel:
 
 
 class HashExecutor(DirectExecutor):
-    """Runs steps of `HashModel`; ``step_s`` makes them take their time."""
+    """Runs steps of `HashModel`; ``step_s`` slows each of them down."""
 
     def __init__(self, model: HashModel, *, num_blocks: int, host_kv_bytes: int = 0) -> None:
         super().__init__(num_blocks=num_blocks, block_size=BLOCK_SIZE, host_kv_bytes=host_kv_bytes)
         self.step_s = 0.0
         self.fails = False
         self.breaks_at: int | None = None
-        """A token behind which the logits are NaN."""
+        """The token after which the logits are NaN."""
         self.num_steps = 0
         self._model = model
         self._slots = self.kv_NLW.reshape(-1)
@@ -230,7 +230,7 @@ def _logprobs(token_id: int, num_top: int, asked: Sequence[int]) -> TokenLogprob
 
 @dataclass
 class Clock:
-    """The real one, which can be put forward: deadlines pass when a test says so."""
+    """The real clock, which a test can put forward so that deadlines pass."""
 
     ahead_s: float = 0.0
 
@@ -262,15 +262,15 @@ class Group:
         await self.engine_loop.close()
 
     async def settle(self) -> None:
-        """Returns once nothing is left in the engine; pytest's patience is the limit.
+        """Returns once the engine has no requests; pytest's timeout is the limit.
 
-        Requests that wait hold no blocks, so that blocks alone would not tell that all have gone.
+        Waiting requests hold no blocks, so a count of held blocks alone would not show them.
         """
         while self.engine_loop.num_requests or await self._num_held_blocks():
             await asyncio.sleep(0.01)
 
     async def _num_held_blocks(self) -> int:
-        """And requests that came while the engine was asked, which are not in its answer."""
+        """Held blocks, plus requests, as some may have arrived while the engine was asked."""
         stats = await self.engine_loop.call(lambda engine: engine.stats())
         return stats.num_held_blocks + self.engine_loop.num_requests
 
@@ -286,15 +286,15 @@ class Cluster:
     gateway: ModelService
     models: Models
     clock: Clock
-    """The gateway's."""
+    """The gateway's clock."""
     grpc_address: str = ""
     http_url: str = ""
     inference: "inference_pb2_grpc.InferenceAsyncStub" = field(init=False)
     openai: AsyncOpenAI = field(init=False)
 
     def take_steps_of(self, step_s: float) -> None:
-        """Slow ones keep a request from ending before a test has done to it what it is about,
-        however long that takes on a busy machine."""
+        """Sets the duration of each step. Slow steps keep a request running until the test has
+        acted on it, even on a busy machine."""
         for group in self.groups.values():
             group.executor.step_s = step_s
 
@@ -304,7 +304,7 @@ class Cluster:
 
 
 def held_in(store: AdapterStore) -> Read:
-    """The hash takes any adapter whose rank is 64 at most."""
+    """Reads adapters of rank 64 at most, all of which the hash model accepts."""
 
     def read(digest: str) -> Held:
         held = store.hold(digest)

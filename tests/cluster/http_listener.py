@@ -18,7 +18,7 @@ FOREVER_S = 1000.0
 
 
 class App:
-    """``/stream`` answers in pieces, the last when it may; what else is asked reads its body."""
+    """Reads the body, then answers; ``/stream`` in two pieces, the last after ``may_end``."""
 
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
@@ -44,7 +44,7 @@ class App:
 
 
 class Server:
-    """One listener, what it was asked and which connections it cut."""
+    """One listener, its application and clients, and the reasons of its connection cuts."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Server:
             await asyncio.sleep(0.005)
 
     async def client(self, data: bytes = b"", *, sees: bytes = b"") -> "Client":
-        """A client that has said ``data`` and heard an answer up to ``sees``."""
+        """A client that has sent ``data`` and read the answer up to ``sees``."""
         client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
         self.clients.append(client)
         client.writer.write(data)
@@ -88,7 +88,7 @@ class Server:
         return client
 
     async def answer(self, data: bytes) -> bytes:
-        """All that comes until the server closes."""
+        """Sends ``data``; returns all bytes received until the server closes."""
         client = await self.client(data)
         return await client.rest()
 
@@ -98,7 +98,7 @@ class Client:
         self.reader, self.writer = reader, writer
 
     async def rest(self) -> bytes:
-        """What comes until the server has closed; pytest's patience is the limit."""
+        """Reads until the server has closed; pytest's timeout is the limit."""
         data = b""
         with contextlib.suppress(ConnectionError):
             while piece := await self.reader.read(2**16):

@@ -26,7 +26,7 @@ NUM_SLOTS = 3
 
 
 def chain(num_blocks: int, *, format: KvFormat = FORMAT) -> dict[BlockHash, bytes]:
-    """Blocks of one chain by name; their bytes are random."""
+    """Blocks of one chain by hash; their bytes are random."""
     rng = np.random.default_rng(num_blocks)
     return {
         BlockHash(bytes([index]) * 32): rng.bytes(format.block_bytes) for index in range(num_blocks)
@@ -58,7 +58,7 @@ class LendingEngine:
         return self._loan(held) if held else "it has none"
 
     def lend_kept(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> None:
-        """Nothing lies in host memory before it is lent."""
+        """Lends nothing, because no block is in host memory before it is lent."""
 
     def lend_most_useful(self, num_bytes: int) -> Loan:
         return self._loan(list(self.blocks)[: num_bytes // self.format.block_bytes])
@@ -159,7 +159,7 @@ class LendingGroup:
     source: PeerSource
 
     async def settle(self) -> None:
-        """Returns once no loan is left; pytest's patience is the limit."""
+        """Returns once no loan is left; pytest's timeout is the limit."""
         while self.lender.num_loans or self.engine.num_open:
             await asyncio.sleep(0.01)
 

@@ -1,4 +1,4 @@
-"""A completion behind which groups say what they should not."""
+"""A completion whose groups send invalid messages."""
 
 import asyncio
 from typing import Any

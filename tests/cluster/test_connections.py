@@ -1,4 +1,4 @@
-"""What HTTP connections may be and do, seen by clients that speak bytes."""
+"""Limits and behaviour of HTTP connections, tested by clients that write raw bytes."""
 
 import asyncio
 import json

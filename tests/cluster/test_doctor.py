@@ -1,4 +1,4 @@
-"""``quire doctor`` says of each thing that serving needs whether it is there."""
+"""``quire doctor`` reports for each requirement of serving whether it is met."""
 
 import os
 import socket

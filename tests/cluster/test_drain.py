@@ -1,4 +1,4 @@
-"""Groups that stop while they work: no stream fails, and nobody is blamed."""
+"""Groups that drain under load: no stream fails, and no request is blamed."""
 
 import asyncio
 from typing import Any

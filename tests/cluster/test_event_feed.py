@@ -1,4 +1,4 @@
-"""When a subscriber hears what, on a virtual clock; over gRPC it is in test_group_events.py."""
+"""When a subscriber receives which events, on a virtual clock (gRPC: test_group_events.py)."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""All ways into a cluster: who is answered that shows nothing, or something wrong.
+"""Every port of a cluster: which callers without or with wrong credentials are answered.
 
 Routes and calls are those of the servers themselves, so that a new one cannot be forgotten here.
 """

@@ -1,4 +1,4 @@
-"""Why requests went where they did, as clients and operators ask for it."""
+"""Explanations of routing decisions, as clients and operators request them."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""What gateways hear of a group that fails."""
+"""What a failing group reports to its gateways."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Clients that flood the gRPC port, in the bytes of HTTP/2, beside one that does not."""
+"""Clients that flood the gRPC port with raw HTTP/2 frames, beside a well-behaved one."""
 
 import asyncio
 import contextlib

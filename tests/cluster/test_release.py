@@ -1,4 +1,4 @@
-"""Clients that go away, a hundred at once: the engine lets go within a step, and says so."""
+"""A hundred clients disconnect at once: the engine frees their blocks within a step."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""What clients with keys of different tenants know of each other: nothing."""
+"""Tenant isolation: clients with keys of different tenants learn nothing of each other."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

@@ -66,11 +66,11 @@ def greedy(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
 
 
 Checkpoint = tuple[Path, list[list[int]], list[list[float]]]
-"""And what transformers makes of some prompts: tokens and their log probabilities."""
+"""A checkpoint directory, and transformers' output tokens and log probabilities by prompt."""
 
 
 def with_answers(path: Path, prompts: list[list[int]]) -> Checkpoint:
-    """The checkpoint in ``path``, computed in float32."""
+    """The checkpoint in ``path`` with transformers' answers, computed in float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     )

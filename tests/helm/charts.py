@@ -47,14 +47,14 @@ def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
 
 
 def applications(manifests: list[Manifest]) -> list[Manifest]:
-    """Serve's: the gateways, and the groups of each model."""
+    """The applications of Ray Serve: the gateways, and the groups of each model."""
     (service,) = of_kind(manifests, "RayService")
     found: list[Manifest] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     return found
 
 
 def settings(manifests: list[Manifest]) -> Manifest:
-    """What the gateways are given."""
+    """The arguments of the gateways' application."""
     args: Manifest = applications(manifests)[0]["args"]
     return args
 

@@ -34,14 +34,14 @@ C, H, K, D, F, V, LAYERS, BLOCK = 80, 8, 4, 16, 176, 101, 2, 4
 E, X, TOP = 4, 16, 2
 DTYPES = [torch.float32, torch.bfloat16]
 PARTS = 8
-"""Of a sum over all ranks."""
+"""Number of parts of a sum over all ranks."""
 SIZES = {"q": H * D, "k": K * D, "v": K * D, "o": C, "gate": F, "up": F, "down": C}
 INPUTS = {"o": H * D, "down": F}
 
 Full = dict[str, Tensor]
 """Whole matrices by "layer.matrix"."""
 Adapter = dict[str, tuple[Tensor, Tensor, float]]
-"""A, B and the scale, by the same."""
+"""A, B and the scale by "layer.matrix"."""
 
 
 def make_weights() -> Full:
@@ -91,7 +91,7 @@ def _rows(name: str, rank: int, size: int) -> slice:
 def layers_of(
     adapter: Adapter, dtype: torch.dtype, *, rank: int = 0, size: int = 1
 ) -> AdapterLayers:
-    """One rank's."""
+    """One rank's share of the adapter's layers."""
     layers: dict[str, tuple[LowRank, ...]] = {}
     firsts = {"k": SIZES["q"] // size, "v": (SIZES["q"] + SIZES["k"]) // size, "up": F // size}
     for at, (a, b, scale) in adapter.items():

@@ -1,4 +1,4 @@
-"""What decisions make of blocks that lie outside the groups' KV caches."""
+"""How routing decisions weigh blocks that are outside the groups' KV caches."""
 
 from collections.abc import Callable, Iterable
 

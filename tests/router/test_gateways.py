@@ -1,4 +1,4 @@
-"""Several gateways that know nothing of each other but what the groups' frames say."""
+"""Several gateways that learn of each other only from the groups' frames."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Who may know whom, inside the router and towards the worker."""
+"""Which modules may import which, within the router and from the worker."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""How far a group is with its step, guessed from its frames."""
+"""How far a group is with its step, estimated from its frames."""
 
 from dataclasses import replace
 

@@ -15,7 +15,7 @@ It is read at each step, so that a test may change it with `set_pace`."""
 def set_pace(path: Path, seconds: float) -> None:
     new = path.with_suffix(".new")
     new.write_text(str(seconds))
-    new.rename(path)  # Nobody reads half a file.
+    new.rename(path)  # Atomic, so that no reader sees half a file.
 
 
 class ReplicaGroup(deployments.ReplicaGroup):

@@ -15,7 +15,7 @@ from quire.worker.api.sampling_params import MAX_SEED
 
 
 class Wrong(AssertionError):
-    """The cluster broke its promise."""
+    """The cluster broke a guarantee."""
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     expected: list[int] = field(default_factory=list)
-    """The only right one, once the seed is known."""
+    """The only right tokens, known once the seed is."""
     last_s: float = 0.0
     is_done: bool = False
 
@@ -43,11 +43,11 @@ class Ask:
     salt: str
     begin_s: float
     pauses_s: float = 0.0
-    """Between reads, on average."""
+    """Mean pause between two reads."""
     cancel_at: int | None = None
-    """Tokens after which the client loses interest."""
+    """Number of tokens after which the client cancels."""
     deadline_s: float | None = None
-    """From its beginning."""
+    """Seconds from the request's beginning to its deadline."""
     leaves_late: bool = False
     """Waits beyond its deadline for the gateway to say so, where gRPC would not."""
     num_answers: int = 1
@@ -77,13 +77,13 @@ class Ask:
 
     @property
     def ttft_s(self) -> float:
-        """To the first token, which has come."""
+        """Time to the first token, which must have arrived."""
         assert self.first_s is not None
         return self.first_s - self.begin_s
 
     @property
     def is_refused(self) -> bool:
-        """For want of room at the gateway, which then says when to come back."""
+        """Whether the gateway refused for lack of room and said when to retry."""
         error = self.error
         return error is not None and "retry-after" in dict(error.trailing_metadata() or ())
 
@@ -105,7 +105,7 @@ class Ask:
         )
 
     def take(self, chunk: pb.GenerateResponse, model: HashModel, *, now_s: float) -> None:
-        """Takes in what came. Raises Wrong: it is not what should have come."""
+        """Takes in a chunk. Raises Wrong: it is not the expected one."""
         self.last_s = now_s
         if not chunk.index < self.num_answers:
             raise Wrong(f"{self} got an answer {chunk.index}")

@@ -21,7 +21,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class RpcError(grpc.aio.AioRpcError):
-    """As gRPC raises it at the caller."""
+    """An error as gRPC raises it at the caller."""
 
     def __init__(self, code: grpc.StatusCode, details: str, trailing: Metadata = ()) -> None:
         super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
@@ -68,7 +68,7 @@ class Call:
             self.finish(RpcError(grpc.StatusCode.UNKNOWN, repr(error)))
 
     def finish(self, status: RpcError | None) -> None:
-        """The server is done; the caller will know behind the last message."""
+        """The server is done; the caller receives the status after the last message."""
         self._status = status
         self.up.put(None)
 
@@ -82,12 +82,12 @@ class Call:
             self._handler.cancel()
 
     def cancel(self) -> None:
-        """By the caller."""
+        """The caller cancels the call."""
         if self.is_open and self.connection.is_open:
             self.down.put(None)
 
     def fail(self, error: RpcError) -> None:
-        """The connection broke: both sides know, of whichever still lives."""
+        """The connection broke: each side that is still alive receives the error."""
         if not self.is_open:
             return
         self.error = error

@@ -48,7 +48,7 @@ KINDS = (*GROUP_FAULTS, *GATEWAY_FAULTS, *TAMPERINGS)
 
 @dataclass
 class Fault:
-    """One that happened. ``end_s`` is None while it lasts."""
+    """A fault that happened. ``end_s`` is None while it lasts."""
 
     kind: str
     target: str
@@ -60,7 +60,7 @@ class Fault:
 class ChaosPlan:
     kinds: tuple[str, ...] = ()
     pause_s: float = 20.0
-    """Between the beginnings of faults, on average."""
+    """Mean time between the beginnings of two faults."""
     max_length_s: float = 30.0
     drain_s: float = 20.0
 
@@ -120,7 +120,7 @@ class Chaos:
         return fault
 
     async def stop(self) -> None:
-        """Undoes what lasts."""
+        """Undoes all faults that still last."""
         self._stopping.set()
         self._network.tamper = lambda pipe, message: [message]
         while self._tasks:

@@ -7,13 +7,13 @@ from tests.sim.cluster import Cluster
 from tests.sim.faults import Chaos
 
 _AFTERMATH_S = 30.0
-"""What a fault leaves behind, recovery included, lasts so long at most."""
+"""Longest time that effects of a fault last, recovery included."""
 _START_S = 3.0
-"""Until gateways have met the first groups."""
+"""Time allowed for gateways to connect to the first groups."""
 _SLACK_S = 0.5
-"""Above the latency of some messages, by far."""
+"""Slack in seconds, far above the latency of a few messages."""
 _IDLE_S = 2.0
-"""Gateways know for certain of a group that it has been idle for so long."""
+"""Seconds of idleness after which every gateway knows that a group is idle."""
 
 
 class Judge:

@@ -60,8 +60,8 @@ class Process:
         self._parked = []
 
     def kill(self) -> None:
-        """Its tasks are cancelled so that nothing of them is left; who talks to others on their
-        behalf must look at ``is_dead``: a dead process says nothing."""
+        """Cancels all tasks of the process. Code that sends messages on their behalf must check
+        ``is_dead``, because a dead process sends nothing."""
         self.is_dead = True
         self.thaw()
         for task in self._tasks:
@@ -69,7 +69,7 @@ class Process:
 
     @property
     def tasks(self) -> list[asyncio.Task[Any]]:
-        """Those that have not ended."""
+        """The tasks that have not ended."""
         return [task for task in self._tasks if not task.done()]
 
     def park(self, handle: asyncio.Handle) -> None:

@@ -87,7 +87,7 @@ class HashExecutor(DirectExecutor):
     ) -> None:
         super().__init__(num_blocks=num_blocks, block_size=block_size, host_kv_bytes=host_kv_bytes)
         self.failure: str | None = None
-        """Where set, the next step raises it as a `RankFailure`."""
+        """If set, the next step raises a `RankFailure` with this message."""
         self._block_size = block_size
         self._model = model
         self._slots = self.kv_NLW.reshape(-1)
@@ -109,7 +109,7 @@ class HashExecutor(DirectExecutor):
 
 
 class _Inbox(queue.SimpleQueue[Callable[[], object] | None]):
-    """Tells when something was put in."""
+    """A queue that signals when an item was put in."""
 
     def __init__(self) -> None:
         self.filled = asyncio.Event()
@@ -132,9 +132,9 @@ class SimEngineLoop(EngineLoop):
         """While it is not set, the engine hangs in the next step that it begins."""
         self.can_step.set()
         self.slowness = 1.0
-        """How many times as long as it should a step takes."""
+        """Factor by which each step takes longer than its cost."""
         self.idle_since_s: float | None = None
-        """Since when it has had nothing to do."""
+        """The time since which the engine has been idle; ``None`` while it works."""
         self._cost = cost
         self._max_step_tokens = max_step_tokens
         super().__init__(engine)

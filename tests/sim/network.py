@@ -27,9 +27,9 @@ Trace = Callable[[str, Message | None], None]
 class NetworkConfig:
     min_latency_s: float = 0.0002
     max_latency_s: float = 0.003
-    """A message takes between the two."""
+    """Upper bound of a message's latency."""
     retransmit_s: float = 0.2
-    """What a cut has held back takes so much longer at most, once it is healed."""
+    """Upper bound of the extra delay of held-back messages, once a cut is healed."""
     tcp_timeout_s: float = 60.0
     """A connection on which nothing gets through for this long is given up."""
     window: int = 64
@@ -38,7 +38,7 @@ class NetworkConfig:
 
 class Tamper(Protocol):
     def __call__(self, pipe: Pipe, message: Message) -> list[Message]:
-        """What arrives in place of ``message``."""
+        """The messages that arrive in place of ``message``."""
 
 
 class GroupLinkOver:
@@ -91,10 +91,10 @@ class Network:
         self.listeners: dict[str, _Listener] = {}
         self.connections: dict[Connection, None] = {}
         self.failures: list[Exception] = []
-        """What handlers raised that they should not have."""
+        """Unexpected exceptions of handlers."""
         self.numbers = itertools.count()
         self.slow_places: dict[str, float] = {}
-        """Added to the latency of what comes from or goes to these."""
+        """Seconds added to the latency of messages from and to a place, by place."""
         self._rng = rng
         self._cuts: dict[tuple[str, str], int] = {}
         self._held: dict[Pipe, float] = {}  # Since when.

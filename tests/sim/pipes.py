@@ -58,7 +58,7 @@ class Pipe:
         self._accept(message)
 
     def release(self) -> None:
-        """The cut is healed: what it held back arrives soon."""
+        """Delivers soon what a cut, now healed, has held back."""
         num_held, self._num_held = self._num_held, 0
         for _ in range(num_held):
             arrival_s = self._network.arrival_s(self.source, self.target, late=True)

@@ -21,7 +21,7 @@ from quire.router.config import RoutingConfig
 
 
 def draw_plan(seed: int, *, length_s: float) -> Plan:
-    """The same for the same seed, whatever the length."""
+    """Draws a plan. Equal seeds give equal plans, whatever the length."""
     rng = random.Random(f"{seed} plan")
     num_groups = rng.choice([1, 2, 2, 3, 3, 4])
     max_num_seqs = rng.choice([2, 8, 16])

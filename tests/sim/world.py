@@ -38,7 +38,7 @@ _TAIL = 60
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run is made of."""
+    """The settings of a run."""
 
     cluster: ClusterPlan = field(default_factory=ClusterPlan)
     network: NetworkConfig = field(default_factory=NetworkConfig)
@@ -140,7 +140,7 @@ class World:
         self._check_directories()
 
     def check(self) -> None:
-        """Raises what was found wrong so far."""
+        """Raises the first error found so far."""
         for error in (*self.clients.wrong, *self.network.failures, *self.raised):
             raise error
 
@@ -239,7 +239,7 @@ def run(plan: Plan, *, seed: int, script: Script | None = None) -> Result:
     """Runs ``plan`` to its end: by itself, or by a ``script`` that says what happens.
 
     Raises:
-        Wrong: The cluster broke its promise. The notes have the end of the trace.
+        Wrong: The cluster broke a guarantee. The notes have the end of the trace.
         Deadlock: Nothing could ever happen any more.
     """
     world: World | None = None

@@ -1,4 +1,4 @@
-"""Whose constraint is compiled next."""
+"""The order in which constraints are compiled, and each tenant's share."""
 
 import threading
 from collections import Counter

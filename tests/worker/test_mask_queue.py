@@ -1,4 +1,4 @@
-"""Whose masks are computed first, what they are charged, and when that is too much."""
+"""The order of mask computations, what requests are charged for them, and the limit."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,4 +1,4 @@
-"""Whose prompt is computed next, and who gives up blocks."""
+"""Scheduling: which prompt is computed next, and which sequence is preempted."""
 
 from collections.abc import Callable, Sequence
 from random import Random

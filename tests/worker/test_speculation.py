@@ -1,4 +1,4 @@
-"""Guessed tokens change how many steps a request takes, and nothing else."""
+"""Draft tokens change how many steps a request takes, and nothing else."""
 
 from collections.abc import Iterable
 from dataclasses import replace

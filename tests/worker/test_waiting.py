@@ -1,4 +1,4 @@
-"""The queue beside a list that is sorted whenever it is asked."""
+"""The waiting queue, against a list that is sorted at each call."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What the model need not compute, against the sampler on everybody's logits."""
+"""Logits that the model skips, against the sampler on the logits of all rows."""
 
 from dataclasses import replace
 
