@@ -56,6 +56,9 @@ _NUM_TURNS = 5
 _MAX_WAITING_BYTES = 256 * 2**20
 """Most unexplained bytes, over all connections, whose calls the event loop had no time for: they
 fill memory."""
+_MAX_BUSY_STRANGERS = 3
+_BUSY_BYTES = 16 * 2**10
+"""If more strangers than that have sent so much, none of them is waited for: that is a flood."""
 _ALLOWED_BYTES = 512 * 2**10
 """Bytes allowed to a connection beyond those that its calls explain."""
 _ALLOWED_IN_ATTACK_BYTES = 96 * 2**10
@@ -144,6 +147,8 @@ class GrpcGuard:
         self._is_turning = False
         # In this check: bytes that wait for the event loop's turns, and strangers' bytes that do
         # not.
+        self._num_busy = 0
+        self._were_many = False  # At the look before this one.
         self._num_waiting_bytes = self._num_excess_bytes = 0.0
         self._accounts: dict[str, Account] = {}  # By peer, as gRPC writes it.
         self._connections: dict[int, _Connection] = {}  # By gRPC's file descriptor.
@@ -197,6 +202,8 @@ class GrpcGuard:
             self._descriptors_due_s = now_s + _DESCRIPTORS_S
         self._find()
         self._num_waiting_bytes = self._num_excess_bytes = 0.0
+        num_busy, self._num_busy = self._num_busy, 0
+        self._were_many = num_busy > _MAX_BUSY_STRANGERS
         for fd, connection in list(self._connections.items()):
             if fd in self._connections:  # It may have been ended with its address.
                 self._judge(fd, connection, now_s)
@@ -244,6 +251,7 @@ class GrpcGuard:
             _remember(self._let_in, host, now_s)
         least = _ALLOWED_IN_ATTACK_BYTES if is_stranger else _ALLOWED_LET_IN_BYTES
         unexplained = received - self._explained_bytes(connection, acked, now_s)
+        self._num_busy += is_stranger and unexplained > _BUSY_BYTES
         if unexplained <= least:
             connection.over_since = None
             return
@@ -275,7 +283,9 @@ class GrpcGuard:
             connection.over_since = self._num_turns
         num_turns = self._num_turns - connection.over_since
         is_too_much = self._num_waiting_bytes + unexplained > _MAX_WAITING_BYTES
-        return num_turns >= _NUM_TURNS or is_too_much
+        are_many = self._were_many or self._num_busy > _MAX_BUSY_STRANGERS
+        is_one_of_many = are_many and connection.account.is_stranger
+        return num_turns >= _NUM_TURNS or is_too_much or is_one_of_many
 
     def _let_turn(self) -> None:
         """Asks the event loop to count its next turn."""
