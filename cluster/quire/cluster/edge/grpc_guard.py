@@ -258,7 +258,7 @@ class GrpcGuard:
         is_unknown = is_stranger and not self._is_shared(host, now_s)
         is_suspect = is_unknown or (is_stranger and host in self._floods)
         in_attack = is_suspect and now_s - self._flooded_s < _MEMORY_S
-        if not (in_attack or self._had_time(connection, unexplained)):
+        if not (in_attack or self._is_due(connection, unexplained)):
             self._num_waiting_bytes += unexplained
             return
         if is_unknown:
@@ -276,9 +276,9 @@ class GrpcGuard:
         # Clients that read an answer also send frames about it, which are shorter than our bytes.
         return refilled + account.explained_bytes + acked
 
-    def _had_time(self, connection: _Connection, unexplained: float) -> bool:
-        """Whether the event loop must know by now of calls that could explain the received
-        bytes."""
+    def _is_due(self, connection: _Connection, unexplained: float) -> bool:
+        """Whether the connection is judged now: the event loop must know of its calls by now, or
+        too many bytes or strangers wait for the loop."""
         if connection.over_since is None:
             connection.over_since = self._num_turns
         num_turns = self._num_turns - connection.over_since
