@@ -130,7 +130,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @dataclass
 class HashModel:
-    """A model that draws letters and, rarely, the end token by a hash of context and seed."""
+    """A model that draws letters and, rarely, the end token by a hash of context and seed.
+
+    Only a seed that a test gave ends a text. A request without one gets a seed of 63 bits from the
+    gateway, and would end at a random length."""
 
     tokenizer: Tokenizer
     eos: int = field(init=False)
@@ -149,7 +152,8 @@ class HashModel:
         for attempt in itertools.count():
             digest = hashlib.blake2b(text + attempt.to_bytes(4, "little"), digest_size=8).digest()
             number = int.from_bytes(digest, "little")
-            token = self.eos if number % 100 == 0 else self.letters[number % len(self.letters)]
+            ends = number % 100 == 0 and seed < 2**32
+            token = self.eos if ends else self.letters[number % len(self.letters)]
             if attempt >= 200:  # A constraint may allow no letter.
                 token = number % self.tokenizer.vocab_size
             if token not in banned:
