@@ -203,15 +203,18 @@ class ModelGateway:
 
     def forecast_s(self) -> float:
         """The least bound with which a request would be taken now, to three percent."""
-        states, waiting = self.table.loads(), self.admission.queued
-        tokens_each = sum(each.num_prompt_tokens for each in waiting) / max(len(waiting), 1)
+        states, waiting = self.table.loads(), self.admission.queued_load
+        tokens_each = waiting.num_tokens / max(waiting.num_requests, 1)
         wait_s = 0.1
-        while self.capacity.room(states, wait_s=wait_s, tokens_each=tokens_each) <= len(waiting):
+        while (
+            self.capacity.room(states, wait_s=wait_s, tokens_each=tokens_each)
+            <= waiting.num_requests
+        ):
             wait_s *= 1.03
         return wait_s
 
     def frame(self, group: ModelGroup, load: GroupLoad) -> None:
-        is_awaited = bool(self.admission.queued)
+        is_awaited = self.admission.queued_load.num_requests > 0
         self.table.update_load(GroupId(group.name), load, is_awaited=is_awaited)
         for ticket in self.admission.release(self.table.loads()):
             self._send(self._clients[ticket])

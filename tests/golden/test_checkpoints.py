@@ -69,7 +69,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2.5-vl": ("Qwen2_5_VL", {"rope_parameters": MROPE}, QWEN),
     "qwen3-vl": ("Qwen3VL", {"rope_parameters": MROPE}, QWEN | {"deepstack_visual_indexes": [0]}),
     "qwen3-vl-moe": ("Qwen3VLMoe", {"rope_parameters": MROPE} | MOE, QWEN),
-    "kimi-k2.5": ("Kimi_K25", LATENT | {"model_type": "deepseek_v3", "head_dim": 16}, {}),
+    "kimi-k2.5": ("Kimi_K25", LATENT | {"model_type": "deepseek_v3", "head_dim": 16}, VISION),
 }
 
 

@@ -96,5 +96,5 @@ class Judge:
         return [
             one
             for one in self._clients.asks
-            if one.is_poison and (one.end_s is None or one.end_s > since_s)
+            if (one.end_s is None or one.end_s > since_s) and one.is_poison
         ]
