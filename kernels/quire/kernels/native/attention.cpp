@@ -144,7 +144,7 @@ class Attention {
   static int first_split(const Query& query) { return query.hidden / kSplitTokens; }
 
   // The next run of queries at or after `step.first`: within its head, then in the next head, then
-  // in the next split. Either all queries of a run see no earlier split, or none does.
+  // in the next split. The split is the first one of all queries in the run or of none of them.
   Step settled(Step step) const {
     const Query* queries = plan_.queries.data();
     for (; step.split < unit_->end_split; ++step.split, step.head = unit_->first_head) {
