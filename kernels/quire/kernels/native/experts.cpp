@@ -1,7 +1,7 @@
 // Mixtures of experts (Shazeer et al. 2017). Each token's experts depend on that token alone.
 // Tokens are sorted by expert, stably, and all experts' up (or down) layers are one stage, whose
-// pieces are computed like those of any layer (`linear_pieces.cpp`). Nothing is summed across
-// tokens, and a token's results are added in the order of its places: no other token affects them.
+// pieces are computed like those of any layer (`linear_pieces.cpp`). A token's bits do not depend
+// on other tokens: no sum spans tokens, and a token's results are added in the order of its places.
 //
 // Traffic: the weights of each chosen expert once; the inputs and results of each token and expert
 // once more than in a dense layer, for the sorting.
@@ -19,7 +19,7 @@ namespace {
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLeastSum = 1e-20f;
 
-// Computes the softmax of x in place.
+// Computes the softmax of `x` in place.
 void softmax(float* x, int64_t count) {
   float most = x[0];
   for (int64_t i = 1; i < count; ++i) most = std::max(most, x[i]);

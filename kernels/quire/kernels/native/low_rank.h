@@ -48,10 +48,11 @@ class LowRankLayer {
                      int64_t num_tokens, Team team) const;
 
   // Writes B t of tokens `begin` to `end` for a panel's columns to `out`, [end - begin, panel].
-  // Rows of other tokens are left as they are (kNothing). Prefetches panel `ahead`.
+  // Rows of tokens without adapters are not written; callers set them to kNothing. Prefetches panel
+  // `ahead`.
   void expand(int64_t begin, int64_t end, int64_t panel, int64_t ahead, float* out) const;
 
-  // Multiplies t by the scales, and adds B t to some tokens' sums over the ranks, [., width].
+  // Scales t and adds B t to the tokens' rows of `sums` [T, width], which are sums over the ranks.
   void add_rows(int64_t begin, int64_t end, float* sums, int64_t width) const;
 
  private:
