@@ -1,6 +1,6 @@
 // Counts the requests in flight at each group that have a block: the compiled part of
-// `quire.router.in_flight`. A group is a number. The table is the directory's, with a count for
-// each block and group in place of the id of a set.
+// `quire.router.in_flight`. Groups are identified by numbers. The table is the directory's, with a
+// count for each block and group in place of the id of a set.
 
 #include "holders.h"
 #include "table.h"

@@ -1,8 +1,8 @@
 // Interned sets of slots: each distinct set is stored once, while keys refer to it.
 //
 // A *small* set, of at most `kSmall` members, lists them in order; a larger one is a *row* of bits.
-// Few groups hold most blocks, so the memory of most sets does not grow with the number of groups:
-// ten thousand groups are 1.2 KB of bits.
+// Most blocks are held by few groups, so most sets do not take more memory the more groups there
+// are: ten thousand groups are 1.2 KB of bits.
 //
 // A set's hash is the XOR of a number per member. The hash of a set with one member more or less is
 // thus known before that set is built, and finding the set costs one look-up.

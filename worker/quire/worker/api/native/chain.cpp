@@ -193,7 +193,7 @@ void quire_chain_extend(Chain* chain, const uint8_t* data, int64_t block_bytes, 
         compress1(state, chunk);
       }
     }
-    ending.finish();  // Only if the block completed no chunk.
+    ending.finish();  // Still pending only if the block completed no chunk.
     ending.begin(state, chain->tail, num_bytes, digests);
   }
   ending.finish();
