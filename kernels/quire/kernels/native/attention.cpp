@@ -1,10 +1,10 @@
-// Causal attention over the paged KV cache, for decodes and prompts alike.
+// Causal attention over the paged KV cache, for decodes and prefills alike.
 //
-// A row's result is made split by split: 128 tokens counted from token 0, from the first that is in
-// its window, each with a softmax of its own, blended in order into the running result. Units
-// (`attention_plan.cpp`) only choose who computes a split and for how many rows at once, so that a
-// token has the same bits as a decode, in any chunk of its prompt, alone, in any batch, with its
-// prefix shared or not, on any number of threads.
+// A split is 128 tokens, counted from token 0. A row's result is computed split by split, from the
+// first split in its window on: each split has a softmax of its own, which is blended in order into
+// the running result. Units (`attention_plan.cpp`) only determine which thread computes a split and
+// for how many rows at once. A token thus has the same bits as a decode, in any chunk of its
+// prompt, alone, in any batch, with its prefix shared or not, on any number of threads.
 //
 // Traffic of one unit: K and V of its splits once per run of queries that share their blocks, and
 // q and out once.
@@ -22,7 +22,7 @@
 namespace quire {
 namespace {
 
-// Grown when needed, one per thread, never given back.
+// A thread's workspace. It grows as needed and is freed when the thread ends.
 struct Scratch {
   char* bytes = nullptr;
   size_t size = 0;
@@ -37,19 +37,19 @@ struct Scratch {
   }
 };
 
-// A running softmax of some rows: the maximum of their scores, and the sums relative to it.
+// The running softmax of some rows: the maximum of their scores, and the sums relative to it.
 struct Rows {
   float* max;     // [rows], read 16 at a time
-  float* sum;     // [rows, 16], to be added up
+  float* sum;     // [rows, 16]: partial sums
   float* values;  // [rows, D]
 };
 
-// Whose split of which head comes next: queries `first` to `end` share the split's blocks.
+// One step of a unit: a split of one head, for queries `first` to `end`, which share its blocks.
 struct Step {
   int split, head, first, end;
 };
 
-// q and out are of `Element`, the cache is of `Stored`.
+// Computes units. q and out have the type `Element`, the cache has the type `Stored`.
 template <class Dot, class Element, class Stored = Element>
 class Attention {
  public:
@@ -143,8 +143,8 @@ class Attention {
   }
   static int first_split(const Query& query) { return query.hidden / kSplitTokens; }
 
-  // The next run of queries at or after `step.first`: within its head, then the next head's, then
-  // the next split's. The split is the first that each of them sees, or of none.
+  // The next run of queries at or after `step.first`: within its head, then in the next head, then
+  // in the next split. The split is the first one of all queries in the run or of none of them.
   Step settled(Step step) const {
     const Query* queries = plan_.queries.data();
     for (; step.split < unit_->end_split; ++step.split, step.head = unit_->first_head) {
@@ -164,7 +164,7 @@ class Attention {
     return step;
   }
 
-  // While K is read, this step's V is fetched ahead, and while V is read, the next step's K.
+  // While K is read, this step's V is prefetched; while V is read, the next step's K.
   void attend(const Step& step, const Tiles& tiles, const Tiles& next) {
     const int num_rows = (step.end - step.first) * group_;
     const int num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
@@ -193,7 +193,7 @@ class Attention {
       least = std::min(least, seen[i].first);
       most = std::max(most, seen[i].end);
     }
-    // Tiles before all windows are left out: their weights would be zeros.
+    // Tiles before all windows are skipped: their weights would be zeros.
     const int first_tile = least / kTileTokens, first_token = first_tile * kTileTokens;
     for (Seen& each : seen) each.first -= first_token, each.end -= first_token;
     const int num_tiles = (most + kTileTokens - 1) / kTileTokens - first_tile;
@@ -221,17 +221,17 @@ class Attention {
                                to.values + int64_t{row} * head_size_);
   }
 
-  // By what the values are multiplied where a sink enters the sum.
+  // The factor of a row's values if a sink is added to its sum of weights.
   float share_beside(float sink, float max, float sum) const {
     const Vec log2_sink = splat(sink * 1.44269504f);
     const Vec log2_max = splat(max * score_scale_.log2_scale);
-    const Vec most = quire::max(log2_sink, log2_max);  // NaN stays
+    const Vec most = quire::max(log2_sink, log2_max);  // keeps NaN
     const Vec rows = exp2_of<false>(sub(log2_max, most));
     const Vec total = fma(splat(sum), rows, exp2_of<false>(sub(log2_sink, most)));
     return max_of_lanes(div(rows, total));
   }
 
-  // Joins a split's maxima to the running ones, and says how its sums enter.
+  // Joins a split's maxima with the running ones, and sets the factors that blend its sums.
   void join_maxima(Vec split_max, float* running, int count, Blend& blend) const {
     const Vec scale = splat(score_scale_.log2_scale), before = load(running);
     const Vec most = max(before, split_max);
@@ -245,7 +245,7 @@ class Attention {
     return {at + rows * kLanes, at, at + rows * (kLanes + 1)};
   }
 
-  // A split's place in the workspace of a merge.
+  // The rows of a split in a merge's workspace.
   Rows saved(const Merge& merge, int split) const {
     return rows_at(plan_.workspace.data() + merge.offset +
                    int64_t{split - merge.whole.first_split} * num_rows() *
@@ -287,7 +287,7 @@ class Attention {
             out + (plan_.queries[query].token * int64_t{args_.num_heads} + int64_t{head} * group_) *
                       head_size_;
         const int row = row_of(head, query);
-        if (plan_.queries[query].visible == 0) {  // No split was attended to.
+        if (plan_.queries[query].visible == 0) {  // The query saw no split.
           memset(to, 0, group_ * head_size_ * sizeof(Element));
           continue;
         }

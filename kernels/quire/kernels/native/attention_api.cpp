@@ -7,7 +7,7 @@
 
 namespace {
 
-// Below this many scores, or heads of tokens, waking the other threads costs more than they bring.
+// With fewer scores, or heads of tokens to write, waking other threads costs more than it saves.
 constexpr int64_t kMinScores = 2048;
 constexpr int64_t kMinWrites = 512;
 

@@ -1,6 +1,6 @@
-// Reading the paged cache: where the tiles of a split are, and copies of those that the loops of
-// `attention_tile.h` cannot read in place: small blocks' keys, a sequence's last tile, int8, and
-// bf16 where the dot products take floats. The layout is described in `kv_write.cpp`.
+// Reads the paged KV cache: finds the tiles of a split, and copies those that the loops of
+// `attention_tile.h` cannot read in place. These are small blocks' keys, a sequence's last tile,
+// int8, and bf16 if the dot products take floats. `kv_write.cpp` describes the layout.
 #pragma once
 
 #include <algorithm>
@@ -11,15 +11,15 @@
 
 namespace quire {
 
-// A split of one head's K and V: as it lies in the cache, in parts of one block each where blocks
-// are smaller than tiles, and as the loops read it.
+// A split of one head's K and V. A part is a tile in the cache, or a block if blocks are smaller
+// than tiles; `k` and `v` are what the loops read.
 struct Tiles {
   int tokens;
   const char* k_part[kMaxParts];
   const char* v_part[kMaxParts];
   const char* k[kSplitTiles];
   const char* v[kMaxParts];
-  // Of int8 only.
+  // For int8 only.
   const char* k_scale_part[kMaxParts];
   const char* v_scale_part[kMaxParts];
   TokenScales scales;
@@ -28,7 +28,7 @@ struct Tiles {
 template <class Dot, class Element>
 class CacheReader {
  public:
-  // The cache's tiles feed the dot products as they are; else they are converted to floats.
+  // Whether the dot products take the cache's tiles as they are, without a conversion.
   static constexpr bool kDirect = Dot::kPack == 4 / sizeof(Element);
   static constexpr bool kIsInt8 = sizeof(Element) == 1;
 
@@ -37,12 +37,12 @@ class CacheReader {
   int part_tokens() const { return std::min(args_.block_size, kTileTokens); }
   int64_t tile_bytes() const { return int64_t{head_size_} * kTileTokens * 4 / Dot::kPack; }
 
-  // Room for the tiles that were copied: K's, then V's.
+  // Bytes for copies of tiles: K's, then V's.
   int64_t room() const { return 2 * kSplitTiles * tile_bytes(); }
   void use_room(char* at) { gathered_ = at; }
 
-  // Where the split of a row is in the cache. What comes after the last is the last again: `ahead`
-  // of the loops may be longer than the split.
+  // Finds the split of a row in the cache. The last part is repeated up to the end of the arrays,
+  // because the loops may prefetch (`ahead`) more tiles than the split has.
   void find(int row, int head, int split, Tiles& tiles) const {
     const int32_t* table = args_.block_tables + row * args_.bt_stride;
     const int first = split * kSplitTokens, part = part_tokens();
@@ -62,7 +62,7 @@ class CacheReader {
       if (!kIsInt8) continue;
       tiles.k_scale_part[i] = k + begin + values_bytes + 4 * token;
       tiles.v_scale_part[i] = v + begin + values_bytes + 4 * token;
-      // `fetch` reads all of it, when another split has been attended to.
+      // `fetch` reads all of this part after the current split's attention is computed.
       for (int64_t byte = 0; byte < part * token_bytes; byte += kLineBytes) {
         __builtin_prefetch(tiles.k_part[i] + byte);
         __builtin_prefetch(tiles.v_part[i] + byte);
@@ -76,13 +76,13 @@ class CacheReader {
     }
   }
 
-  // Makes the tiles fit for the loops: as they are, if they can be.
+  // Prepares the tiles for the loops, without copies where possible.
   void fetch(Tiles& tiles) {
     if constexpr (kIsInt8) return fetch_int8(tiles);
     const int part = part_tokens(), parts = kTileTokens / part;
     const int lines_per_token = head_size_ / kLanes;
     const int64_t part_bytes = part * head_size_ * int64_t{sizeof(Element)};
-    // A tile of floats is put together from the cache's type in its upper half.
+    // A tile of floats is first assembled in the cache's type, in the upper half of its memory.
     const int64_t gap = kDirect ? 0 : tile_bytes() / 2;
     for (int i = 0; i * kTileTokens < tiles.tokens; ++i) {
       const int valid = std::min(kTileTokens, tiles.tokens - i * kTileTokens);
@@ -113,7 +113,7 @@ class CacheReader {
   }
 
  private:
-  // Tiles of what the dot products take, in the same order.
+  // Converts int8 tiles to the type that the dot products take, in the same order.
   void fetch_int8(Tiles& tiles) {
     using Value = std::conditional_t<Dot::kPack == 2, bf16, float>;
     const int part = part_tokens(), parts = kTileTokens / part, line = part * Dot::kPack;
@@ -128,7 +128,7 @@ class CacheReader {
         auto* values = reinterpret_cast<Value*>(v_copy + j * (tile_bytes() / parts));
         tiles.v[from] = reinterpret_cast<char*>(values);
         const int valid = std::min(part, tiles.tokens - token);
-        if (valid <= 0) {  // a weight of 0 times what is left here may be NaN
+        if (valid <= 0) {  // stale values here could be NaN, and NaN times a weight of 0 is NaN
           memset(values, 0, tile_bytes() / parts);
           continue;
         }
@@ -144,8 +144,8 @@ class CacheReader {
     }
   }
 
-  // A small block's keys [lines][block_size] as columns `slot` and on of a tile [lines][16]. The
-  // block's values are wanted soon.
+  // Copies a small block's keys [lines][block_size] to the columns from `slot` on of a tile
+  // [lines][16]. Prefetches the block's values (`ahead`).
   void insert_keys(const char* from, const char* ahead, int slot, char* to) const {
     const int num_lines = head_size_ * int(sizeof(Element)) / 4;
     to += slot * 4;
@@ -159,8 +159,8 @@ class CacheReader {
                           : copy(std::integral_constant<int, 32>());
   }
 
-  // A bf16 tile as a tile of floats. In each `lines` lines stand, word by word, two rows of the
-  // result: two channels of K, or two tokens of V. `from` may be the upper half of `to`.
+  // Converts a bf16 tile to floats. Each run of `lines` lines interleaves two rows of the result:
+  // two channels of K or two tokens of V. `from` may be the upper half of `to`.
   const char* widened(const char* from, char* to, int lines) const {
     Vec even[kMaxHeadSize / kLanes], odd[kMaxHeadSize / kLanes];
     for (char* end = to + tile_bytes(); to < end;) {
@@ -172,7 +172,8 @@ class CacheReader {
     return to - tile_bytes();
   }
 
-  // The tile's first `valid` tokens and zeros: a weight of 0 times an unused slot's NaN is NaN.
+  // Copies the tile's first `valid` tokens and zeros the rest: an unused slot may hold NaN, and NaN
+  // times a weight of 0 is NaN.
   const char* without_rest(const char* from, int valid, char* to) const {
     const int64_t row_bytes = int64_t{head_size_} * 4;
     const int whole = valid / Dot::kPack;

@@ -1,5 +1,5 @@
-// Which thread attends to what. Sharing and balance are decided here; the bits are not: they are
-// the same for any division of the work.
+// Divides a step's attention into units of work. This decides how prefixes are shared and how
+// threads are balanced; the bits of the results are the same for any division.
 
 #include <algorithm>
 #include <climits>
@@ -11,9 +11,9 @@
 namespace quire {
 namespace {
 
-constexpr int kMaxUnitRows = 96;  // query rows of one unit: enough to forget the cost of the tiles
+constexpr int kMaxUnitRows = 96;    // query rows of a unit: enough to make reading tiles negligible
 constexpr int kUnitsPerThread = 4;  // of roughly the same size, for balance
-constexpr int kTileCost = 8;  // reading a token's K and V, in terms of computing one row of it
+constexpr int kTileCost = 8;  // cost of reading a token's K and V, relative to computing one row
 
 struct Planner {
   const AttendArgs& args;
@@ -24,7 +24,7 @@ struct Planner {
   int num_queries(int row) const { return args.query_starts[row + 1] - args.query_starts[row]; }
   const int32_t* table(int row) const { return args.block_tables + row * args.bt_stride; }
 
-  // Leading blocks that two rows have in common, counting only those with all their tokens.
+  // Number of leading blocks that two rows have in common. Only full blocks count.
   int shared_blocks(int a, int b) const {
     const int most = std::min(args.seq_lens[a], args.seq_lens[b]) / args.block_size;
     return std::mismatch(table(a), table(a) + most, table(b)).first - table(a);
@@ -66,8 +66,8 @@ struct Planner {
     return (query.visible - query.hidden) * int64_t{group} + own_splits * kSplitTokens * kTileCost;
   }
 
-  // Units of queries that share blocks take one head each, so that a head's tiles are read from a
-  // near cache. A query by itself takes all heads: their parts of a block are neighbours in DRAM.
+  // Queries that share blocks form units of one head each, so that a head's tiles are read from a
+  // near cache. Any other query is a unit with all heads: their parts of a block adjoin in DRAM.
   void cut_units() {
     const int num_queries = int(plan.queries.size());
     int64_t total_cost = 0;
@@ -82,13 +82,13 @@ struct Planner {
         continue;
       }
       for (int head = 0; head < args.num_kv_heads; ++head)
-        for (int last = end; last > first; last -= most)  // the longest come first
+        for (int last = end; last > first; last -= most)  // the longest first
           add_unit({std::max(first, last - most), last, head, head + 1, 0, 0, -1}, fair);
     }
     for (const Unit& unit : alone) add_unit(unit, fair);
   }
 
-  // Adds a unit, in pieces if it is more than a thread's fair piece: first by head, then by split.
+  // Adds a unit. One that costs more than `fair` is divided, first by head, then by split.
   void add_unit(Unit unit, int64_t fair) {
     int longest = 0, hidden = INT_MAX;
     int64_t cost = 0;

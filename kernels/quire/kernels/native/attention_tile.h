@@ -1,14 +1,14 @@
 // The inner loops of attention: a few query rows against a split of one KV head.
 //
-// K and V come in tiles of 16 tokens, cut into lines of 64 bytes that one broadcast word of the
-// other operand multiplies:
+// K and V are in tiles of 16 tokens. A tile consists of lines of 64 bytes, each multiplied by one
+// broadcast word of the other operand:
 //
 //     bf16   K [D/2][16 tokens][2 channels]   V [8 token pairs][D][2 tokens]   word: 2 values
 //     f32    K [D][16 tokens]                 V [16 tokens][D]                 word: 1 value
 //
 // Each score, and each channel of each row's weighted sum over the split, is one chain of dot
-// products in order of channel or token. So its bits depend neither on how many rows share the
-// loop nor on how many tiles it takes at once.
+// products in order of channel or token. Its bits thus depend neither on how many rows share the
+// loop nor on how many tiles the loop takes at once.
 #pragma once
 
 #include <type_traits>
@@ -26,7 +26,7 @@ constexpr int kMaxHeadSize = 256;
 constexpr int kLineBytes = 64;
 constexpr int kQueryStride = kMaxHeadSize * 4;  // bytes of a packed query row
 
-// How the accumulators of one loop fill the register file.
+// Rows and tiles of one loop, so that its accumulators fill the register file.
 #if defined(QUIRE_AVX512)
 constexpr int kMaxRows = 6, kMaxTiles = 4;
 #elif defined(__AVX2__)
@@ -35,7 +35,7 @@ constexpr int kMaxRows = 6, kMaxTiles = 1;
 constexpr int kMaxRows = 3, kMaxTiles = 1;
 #endif
 
-// What a row's running result takes: its values, 16 partial sums of weights, and its maximum.
+// Size of a row's running result: its values, 16 partial sums of weights, and its maximum.
 constexpr int floats_per_row(int head_size) { return head_size + kLanes + 1; }
 
 struct DotF32 {
@@ -71,19 +71,19 @@ struct DotBf16 {
 };
 #endif
 
-// What multiplies q and K in bf16.
+// The dot product of q and K in bf16.
 #if defined(QUIRE_BF16_DOT)
 using Bf16Dot = DotBf16;
 #else
 using Bf16Dot = DotF32;
 #endif
 
-// By what an int8 split's K and V are to be multiplied, token by token; zeros past its last token.
+// The scales of an int8 split's K and V, one per token; zeros past its last token.
 struct TokenScales {
   float k[kSplitTokens], v[kSplitTokens];
 };
 
-// A row's weights of one split; the bytes of a broadcast word are the same for both types.
+// Bytes of a row's weights of one split. A broadcast word has 4 bytes in both types.
 template <class Dot>
 constexpr int kWeightStride = kSplitTokens * 4 / Dot::kPack;
 
@@ -91,7 +91,7 @@ template <int kCount>
 using Count = std::integral_constant<int, kCount>;
 
 // scores[row][tile * 16 + lane] = q[row] . k[tile][lane], for `kRows` rows and `kTiles` tiles.
-// `ahead` are tiles of the same size that are wanted soon.
+// `ahead` are tiles of the same size to prefetch.
 template <class Dot, int kRows, int kTiles>
 inline void score_tiles(const char* q, int num_lines, const char* const* k,
                         const char* const* ahead, float* scores) {
@@ -142,24 +142,25 @@ inline void score_rows(const char* q, int num_lines, const char* const* k, const
     }
 }
 
-// What is made of a score: `exp2(score * log2_scale)`; with a cap, of `tanh(score * to_cap)`.
+// How scores become weights: `exp2(score * log2_scale)`, where a cap first makes the score
+// `tanh(score * to_cap)`.
 struct ScoreScale {
   explicit ScoreScale(const AttendArgs& args)
       : log2_scale((args.soft_cap > 0 ? args.soft_cap : args.scale) * 1.44269504f),
         to_cap(args.soft_cap > 0 ? args.scale / args.soft_cap : 0) {}
   const float log2_scale;
-  const float to_cap;  // 0: there is none
+  const float to_cap;  // 0: no cap
 };
 
-// The tokens of some tiles that a row sees: `first` to `end`, of which one is there.
+// The tokens of some tiles that a row sees, `first` to `end` - 1: at least one.
 struct Seen {
   int first, end;
 };
 
-// The rows' softmax over some tiles of a split, relative to each row's maximum there, of the
-// `num_tiles * 16` scores of each. The weights of tokens that row i does not see are zero. Lane i
-// of the result is row i's maximum, and sums[i] has a lane for every 16th token. Of an int8 split,
-// the scales enter the scores and the weights, not the sums.
+// Turns each row's `num_tiles * 16` scores of a split into softmax weights, relative to the row's
+// maximum among them. Tokens that a row does not see get a weight of zero. Lane i of the result is
+// row i's maximum. Lane j of sums[i] is the sum of the weights of tokens that are j modulo 16. An
+// int8 split's scales are multiplied into the scores and the weights, not into the sums.
 template <class Dot, int kRows>
 inline Vec weigh(float* scores, char* weights, int num_tiles, const Seen (&seen)[kRows],
                  const ScoreScale& score_scale, const float* k_scales, const float* v_scales,
@@ -190,7 +191,7 @@ inline Vec weigh(float* scores, char* weights, int num_tiles, const Seen (&seen)
       most[row] = max(most[row], load(at + tile * kTileTokens));
   }
   const Vec max_scores = max_of_each(most);
-  // Where all scores are -inf, weights are 2^-inf, not 2^(-inf + inf).
+  // If all scores are -inf, weights must be 2^-inf, not 2^(-inf + inf).
   const Vec finite = max(max_scores, splat(-1e30f));
   float offsets[kLanes];
   store(offsets, mul(finite, splat(-score_scale.log2_scale)));
@@ -211,7 +212,8 @@ inline Vec weigh(float* scores, char* weights, int num_tiles, const Seen (&seen)
   return max_scores;
 }
 
-// How a split's result enters a row's running one: `result = result * keep + split * take`.
+// Factors that add a split's result to a row's running result:
+// `result = result * keep + split * take`.
 struct Blend {
   float keep[kLanes];
   float take[kLanes];
@@ -221,8 +223,8 @@ inline void join_sum(const Vec& split, float* running, const Blend& blend, int r
   store(running, fma(load(running), splat(blend.keep[row]), mul(split, splat(blend.take[row]))));
 }
 
-// result[row][0:16 kCols] = blend of it and sum over tokens of weight[row][token] * v[token].
-// A tile of V may come in parts of `num_lines` rows of words each.
+// Blends the sum over tokens of weight[row][token] * v[token] into result[row][0:16 kCols], or
+// stores it if `blend` is null. V is in parts of `num_lines` rows of words; a tile has one or more.
 template <class Dot, int kRows, int kCols>
 inline void sum_values(const char* weights, int num_parts, int num_lines, const char* const* v,
                        int64_t row_bytes, int64_t col_bytes, const char* const* ahead,

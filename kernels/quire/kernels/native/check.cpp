@@ -6,11 +6,11 @@
 namespace quire {
 namespace {
 
-// Whether one of `values` is not from 0 to `end` - 1, and where the worst one is. Without a branch
-// for each, as a step reads every entry of every table here.
+// Whether one of `values` is outside 0 to `end` - 1; if so, sets `at` to the worst one's position.
+// The loop has no branch per value, because it reads every entry of every block table in each step.
 template <class T>
 bool find_wrong(const T* values, int64_t count, T end, int64_t* at) {
-  using Unsigned = std::make_unsigned_t<T>;  // A negative one is beyond any end.
+  using Unsigned = std::make_unsigned_t<T>;  // Negative values become greater than any end.
   bool wrong = false;
   for (int64_t i = 0; i < count; ++i)
     wrong |= static_cast<Unsigned>(values[i]) >= static_cast<Unsigned>(end);
@@ -48,7 +48,7 @@ QuireRefusal check_rows(const AttendArgs& args) {
   for (int row = 0; row < args.num_rows; ++row) {
     const int64_t num_queries = args.query_starts[row + 1] - args.query_starts[row];
     const int64_t num_tokens = args.seq_lens[row];
-    const int64_t least = num_queries > 1 ? num_queries : 0;  // A decode of length 0 fills a batch.
+    const int64_t least = num_queries > 1 ? num_queries : 0;  // A decode of length 0 pads a batch.
     if (num_tokens < least || num_tokens > most_tokens)
       return {QUIRE_SEQUENCE_LENGTH, row, num_tokens, least, most_tokens + 1};
     const int32_t* table = args.block_tables + row * args.bt_stride;

@@ -1,5 +1,5 @@
-// Blocks of KV between the cache and memory outside it: a piece of each cache for each block, where
-// a call for each would take longer than the bytes.
+// Copies KV blocks between the caches and memory outside of them. One call copies all pieces: a
+// call for each would take longer than copying its bytes.
 
 #include <algorithm>
 #include <cstring>
@@ -8,15 +8,15 @@
 
 namespace {
 
-// One thread copies these in a millisecond. Beside busy neighbours, several threads wait longer
-// for each other.
+// One thread copies this in a millisecond. Beside other busy processes, several threads would wait
+// longer than that for each other.
 constexpr int64_t kBytesPerThread = 8 << 20;
 
 }  // namespace
 
 void quire_copy_blocks(const CopyBlocksArgs* args, char* const* caches, int32_t num_threads) {
   const CopyBlocksArgs& a = *args;
-  // Block by block: pieces of one lie side by side outside the cache.
+  // Copies block by block, because a block's pieces are adjacent outside the caches.
   const auto copy = [&](int64_t begin, int64_t end) {
     for (int64_t piece = begin; piece < end; ++piece) {
       const int64_t block = piece / a.num_caches, number = piece % a.num_caches;

@@ -1,4 +1,4 @@
-// Tensor elements, float or bfloat16, as vectors of 16 floats.
+// Loads and stores of tensor elements, float or bfloat16, as vectors of 16 floats.
 #pragma once
 
 #include "simd.h"
@@ -14,7 +14,7 @@ inline Vec read(const bf16* p) { return load_bf16(p); }
 inline void write(float* p, Vec x) { store(p, x); }
 inline void write(bf16* p, Vec x) { store_bf16(p, x); }
 
-// The first `count` of 16; the other lanes are 0 and are not written.
+// Reads or writes the first `count` of 16 lanes. The other lanes read as 0 and are not written.
 template <class T>
 inline Vec read(const T* p, int64_t count) {
   if (count >= kLanes) return read(p);
@@ -30,7 +30,7 @@ inline void write(T* p, Vec x, int64_t count) {
   memcpy(p, lanes, count * sizeof(T));
 }
 
-// x as T keeps it.
+// x rounded to T.
 template <class T>
 inline Vec rounded(Vec x) {
   T lanes[kLanes];

@@ -1,5 +1,5 @@
-// What a layer does between its matrix products: norms, rotary embedding; and the argmax of
-// greedy sampling. Each row is computed alone, in one order, so its bits are its own.
+// The operations of a layer between its matrix products (norms, rotary embedding), and the argmax
+// of greedy sampling. Each row is computed alone and in one order: no other row affects its bits.
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -13,7 +13,7 @@
 namespace quire {
 namespace {
 
-// Hugging Face's roundings: the normed value is rounded before it meets the weight.
+// Rounds as Hugging Face does: the normed value is rounded before it is multiplied by the weight.
 template <class T>
 void rms_norm_row(const T* x, const T* weight, T* out, int64_t num_channels, float eps) {
   Vec sums[4] = {zero(), zero(), zero(), zero()};
@@ -92,7 +92,7 @@ void rotate_tokens(const RotaryArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-// The greatest first, then the first that equals it. NaN is never greater.
+// Finds the greatest value, then the first column that equals it. NaN is never the greatest.
 int64_t argmax_row(const float* x, int64_t size) {
   const Vec lowest = splat(-INFINITY);
   Vec best[4] = {lowest, lowest, lowest, lowest};

@@ -1,10 +1,10 @@
-// Mixtures of experts (Shazeer et al. 2017). Each token's experts are chosen by that token alone;
-// tokens are sorted by expert, stably, and all experts' layers are one stage, whose pieces are
-// computed as those of any layer (`linear_pieces.cpp`). Nothing is summed across tokens, and a
-// token's results are added in the order of its places: its bits do not depend on the others.
+// Mixtures of experts (Shazeer et al. 2017). Each token's experts depend on that token alone.
+// Tokens are sorted by expert, stably, and all experts' up (or down) layers are one stage, whose
+// pieces are computed like those of any layer (`linear_pieces.cpp`). A token's bits do not depend
+// on other tokens: no sum spans tokens, and a token's results are added in the order of its places.
 //
-// Traffic: the weights of every expert that a token goes to, once; inputs and results of each token
-// and expert once more than by a dense layer, for the sorting.
+// Traffic: the weights of each chosen expert once; the inputs and results of each token and expert
+// once more than in a dense layer, for the sorting.
 #include "experts.h"
 
 #include <algorithm>
@@ -19,7 +19,7 @@ namespace {
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLeastSum = 1e-20f;
 
-// In place.
+// Computes the softmax of `x` in place.
 void softmax(float* x, int64_t count) {
   float most = x[0];
   for (int64_t i = 1; i < count; ++i) most = std::max(most, x[i]);
@@ -38,16 +38,16 @@ void softmax(float* x, int64_t count) {
 
 void sigmoid(float* x, int64_t count) {
   for (int64_t i = 0; i < count; i += kLanes) {
-    const Vec log2 = max(splat(-126), mul(read(x + i, count - i), splat(kLog2E)));  // NaN stays
+    const Vec log2 = max(splat(-126), mul(read(x + i, count - i), splat(kLog2E)));  // keeps NaN
     const Vec power = exp2_of<false>(sub(zero(), log2));
     write(x + i, div(splat(1), add(splat(1), power)), count - i);
   }
 }
 
-// NaN is greater than all others.
+// Whether x > y, where NaN is greater than all other values.
 bool is_greater(float x, float y) { return x > y || (std::isnan(x) && !std::isnan(y)); }
 
-// The places of the `top` greatest of `count`, in order; of equal ones the first.
+// Writes the indices of the `top` greatest of `count` values in order, of equal values the first.
 void choose(const float* x, int64_t count, int32_t top, std::vector<char>& is_taken, int32_t* out) {
   is_taken.assign(count, 0);
   for (int32_t i = 0; i < top; ++i) {
@@ -146,14 +146,14 @@ Experts::Experts(const ForwardArgs& args, const ExpertsOp& op, const AdapterGrou
       op_(op),
       size_(args.dtype == QUIRE_BF16 ? 2 : 4),
       shared_up_(args.dtype, adapters, op.up_adapters, args.low_rank, op.up_rank),
-      // Its share is summed with the results, behind them.
+      // With several ranks, t lies behind the results and is summed over the ranks with them.
       shared_down_(args.dtype, adapters, op.down_adapters,
                    op.is_split ? values<float>(QUIRE_RESULTS) +
                                      (op.top_k + 1) * args.num_tokens * args.widths[op.x]
                                : args.low_rank,
                    op.down_rank) {}
 
-// Whether adapters of the step add to one of the shared expert's layers.
+// Whether the step's adapters add to one of the shared expert's layers.
 bool Experts::adds(const LowRankLayer& layer, const LowRankWeights* adapters) const {
   return adapters && a_.adapter_slots && layer.has_any(0, a_.num_tokens);
 }
@@ -182,7 +182,7 @@ void Experts::run(Team team) {
   linears_part(downs_.data(), downs_.size(), team);
 }
 
-// Also says what the experts' layers are to do.
+// Assigns rows to the tokens' places, and adds the layers of experts that have rows.
 void Experts::sort() {
   const int64_t num_places = op_.top_k + op_.has_shared;
   const int32_t* chosen = values<int32_t>(QUIRE_CHOSEN);
@@ -229,7 +229,7 @@ void Experts::add_layers(const LinearWeights& up, const LinearWeights& down, con
   downs_.push_back(args);
 }
 
-// Its inputs where they are quantised.
+// The arguments that ups and downs share, with the inputs if these are quantized.
 LinearArgs Experts::layer(const LinearWeights& weights, const Rows& rows) const {
   LinearArgs args = {};
   args.dtype = a_.dtype;
@@ -274,7 +274,7 @@ void Experts::quantize_row(const LinearWeights& weights, const char* x, int64_t 
                 0, 1);
 }
 
-// Rows of one kind have them side by side.
+// A row's scales, which are adjacent to those of other rows of its kind.
 float* Experts::row_scales(const LinearWeights& weights, int64_t row, int64_t kind_first) const {
   return a_.scales + kind_first * a_.max_splits + (row - kind_first) * weights.splits;
 }

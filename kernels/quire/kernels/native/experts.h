@@ -8,19 +8,19 @@
 
 namespace quire {
 
-// One mixture of experts in a step, shared by its threads. Works in the buffers of `args`.
+// One mixture of experts in a step, shared by its threads. It works in the buffers of `args`.
 class Experts {
  public:
   static constexpr int kStages = 8;
 
-  // `adapters` outlives it.
+  // `args`, `op` and `adapters` must outlive this object.
   Experts(const ForwardArgs& args, const ExpertsOp& op, const AdapterGroups& adapters);
 
-  // All threads call it together; see `team.h`. Leaves the results in QUIRE_RESULTS.
+  // All threads call this together; see `team.h`. Leaves the results in QUIRE_RESULTS.
   void run(Team team);
 
  private:
-  // Rows of one expert. `kind_first` is the first of all experts', or of the shared one's.
+  // Rows of one expert. `kind_first` is the first row of all experts, or of the shared expert.
   struct Rows {
     int64_t first;
     int64_t count;
@@ -48,8 +48,8 @@ class Experts {
   const ExpertsOp& op_;
   const int64_t size_;  // of an element, in bytes
   const LowRankLayer shared_up_, shared_down_;
-  // Of experts that have rows. Written once: a thread that is late reads them when others are in
-  // later operations.
+  // The layers of experts that have rows. They are written once, because a late thread may still
+  // read them while others are in later operations.
   std::vector<LinearArgs> ups_, downs_;
 };
 

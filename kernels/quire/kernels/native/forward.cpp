@@ -1,9 +1,9 @@
-// A program in one call: its operations, in one parallel region. Each is a stage or several, but
-// neighbours that work row by row are one stage together.
+// Runs a program's operations in one call, in one parallel region. An operation is one or several
+// stages, but neighbouring operations that work row by row form one stage together.
 //
-// A stage reads what the ones before have written, all of whose pieces are done by then. Rounds
-// where PyTorch's layer by layer does: what is fused here (residual sums, SiLU) keeps the roundings
-// of the unfused.
+// A stage begins when all pieces of the stages before it are done, and reads what they have
+// written. Values are rounded where PyTorch rounds them layer by layer: fused operations (residual
+// sums, SiLU) keep the roundings of the unfused ones.
 #include <algorithm>
 #include <vector>
 
@@ -30,7 +30,7 @@ int num_stages(const ForwardArgs& args) {
   return sum;
 }
 
-// For every layer; each adds its caches and where it reads and writes.
+// The arguments that all layers share. Each layer adds its caches and buffers.
 AttendArgs attend_args(const ForwardArgs& a) {
   AttendArgs args = {};
   args.dtype = a.dtype;
@@ -51,7 +51,7 @@ AttendArgs attend_args(const ForwardArgs& a) {
   return args;
 }
 
-// The bounds of every index that a step reads or writes through.
+// Checks the range of every index that a step reads or writes through.
 QuireRefusal check(const ForwardArgs& a) {
   const int64_t num_slots = int64_t{a.num_blocks} * a.block_size;
   for (const QuireRefusal& refusal :
@@ -122,7 +122,7 @@ class Forward {
  private:
   static bool is_sampled(const Op& op) { return op.kind == QUIRE_NORM && op.norm.is_sampled; }
 
-  // Whether each token's row is made of that token's rows alone.
+  // Whether each token's row is computed from that token's rows alone.
   static bool is_by_token(const Op& op) {
     const bool shares = op.kind == QUIRE_LINEAR || op.kind == QUIRE_ATTEND ||
                         op.kind == QUIRE_EXPERTS || op.kind == QUIRE_LOGITS;
@@ -194,10 +194,10 @@ class Forward {
     linear_part(args, team);
   }
 
-  // Whether adapters of the step may add to a layer.
+  // Whether the step's adapters may add to a layer.
   bool adds(const LowRankWeights* adapters) const { return adapters && a_.adapter_slots; }
 
-  // The room behind a buffer's [T, width].
+  // The memory behind a buffer's [T, width].
   float* behind(int32_t which, int64_t width) const {
     return values<float>(which) + a_.num_tokens * width;
   }
@@ -229,7 +229,7 @@ class Forward {
     if (op.q_scale) with_type([&](auto type) { scale_queries<decltype(type)>(op, begin, end); });
   }
 
-  // Some heads of some tokens, in place.
+  // Norms some heads of some tokens, in place.
   void norm_heads(const void* weight, const RotateAndWriteOp& op, int64_t first, int64_t count,
                   int64_t begin, int64_t end) {
     NormArgs args = {};
@@ -357,7 +357,7 @@ class Forward {
     mix_rows(a_, op, begin, end);
   }
 
-  // Some rows of an int8 layer's input.
+  // Quantizes some rows of an int8 layer's input.
   void quantize(const LinearWeights& weights, int32_t x, int64_t begin, int64_t end) {
     quantize_rows({a_.dtype, weights.splits, buffer(x), a_.widths[x], weights.num_in, a_.num_tokens,
                    a_.quantized, a_.quantized_stride, a_.scales},
@@ -387,8 +387,8 @@ class Forward {
   std::vector<Stage> stages_;
   const int64_t size_;  // of an element, in bytes
   const AttendArgs attend_;
-  AdapterGroups adapters_;          // none where no token has one
-  std::vector<Experts> experts_;    // of each such operation
+  AdapterGroups adapters_;          // empty if no token has an adapter
+  std::vector<Experts> experts_;    // one for each QUIRE_EXPERTS operation
   std::vector<AttendPlan> plans_;   // one for each window
   std::vector<Greatest> greatest_;  // [threads, num_greedy]
 };

@@ -1,17 +1,16 @@
 // Linear layers over packed weights: x [T, K] times W [N, K] transposed.
 //
-// Layout. A panel is two vectors of output columns (of a gated layer: a vector of gates and the
-// vector of their ups) with everything they need for all of K, contiguous. In bfloat16 two
-// successive k lie side by side in a 32-bit lane, as vdpbf16ps wants them.
+// Layout. A panel is two vectors of output columns (in a gated layer, a vector of gates and the
+// vector of their ups) with all their weights over K, contiguous. In bfloat16 two successive k are
+// adjacent in a 32-bit lane, as vdpbf16ps requires.
 //
 // Order. An output element is one chain of multiply-adds over k, or `splits` chains over equal
-// parts of K that are added as a binary tree; nothing else shapes it, so a row has the same bits
-// among any number of rows. Ranks that share K take the tree's branches.
+// parts of K that are added as a binary tree. Nothing else affects it, so a row has the same bits
+// among any number of rows. Ranks that divide K compute branches of the tree.
 //
-// Speed. A tile of kTileRows x one panel keeps its sums in registers. Rows are taken in chunks
-// that stay in level-2 cache while a panel passes, and the first tile of a panel fetches the next
-// one from memory: with one row this reads at the speed of DRAM, with many it computes at 1
-// vdpbf16ps a cycle.
+// Speed. A tile of kTileRows x one panel keeps its sums in registers. Rows are processed in chunks
+// that stay in level-2 cache while a panel passes, and the first tile of a panel prefetches the
+// next panel. One row thus reads at the speed of DRAM, and many rows compute one vdpbf16ps a cycle.
 #include <array>
 #include <utility>
 
@@ -24,7 +23,7 @@
 namespace quire {
 namespace {
 
-// Rows x 2 sums, the weights and an input must fit the registers.
+// The sums (rows x 2), the weights and an input must fit in the registers.
 #if defined(QUIRE_AVX512)
 constexpr int kTileRows = 12;
 #elif defined(__AVX2__)
@@ -38,7 +37,7 @@ struct Sums {
   Vec at[R][2];
 };
 
-// Sums of R rows over `lanes` lanes of k. Fetches as much of `ahead` as it goes.
+// Computes the sums of R rows over `lanes` lanes of k. Prefetches as many weights from `ahead`.
 template <class T, int R>
 inline __attribute__((always_inline)) void add_chain(Sums<R>& out, const uint32_t* x,
                                                      int64_t x_stride, const uint32_t* w,
@@ -46,8 +45,8 @@ inline __attribute__((always_inline)) void add_chain(Sums<R>& out, const uint32_
   Vec sums[R][2];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = zero();
-  // A pointer for every third row, as a machine's address reaches base, base + stride and
-  // base + 2 stride: a pointer for each row would not fit the registers.
+  // A pointer for every third row: x86 addresses reach base, base + stride and base + 2 stride, and
+  // a pointer for each row would not fit in the registers.
   const uint32_t* rows[(R + 2) / 3];
 #pragma GCC unroll 4
   for (int i = 0; i < (R + 2) / 3; ++i) rows[i] = x + 3 * i * x_stride;
@@ -74,7 +73,7 @@ void add_tree(Sums<R>& out, const uint32_t* x, int64_t x_stride, const uint32_t*
               const uint32_t* ahead, int64_t lanes, int splits) {
   if (splits == 1) return add_chain<T, R>(out, x, x_stride, w, ahead, lanes);
   const int64_t part = lanes / splits;
-  Sums<R> open[4];  // finished branches that wait for their sibling, as digits of a counter
+  Sums<R> open[4];  // finished branches without their sibling, as the digits of a binary counter
   int num_open = 0;
   for (int i = 0; i < splits; ++i) {
     const int64_t k = i * part;

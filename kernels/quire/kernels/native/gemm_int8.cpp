@@ -1,13 +1,12 @@
-// Linear layers in int8: weights with a scale per output, inputs with a scale per row, both over
-// each part of K alone.
+// Linear layers in int8. In each part of K, weights have a scale per output, inputs one per row.
 //
-// Layout. A panel has the columns of `gemm.cpp`'s, and for each part of K one after the other: 32
-// scales, 32 sums to begin with, and the weights, of four successive k a 32-bit lane. The last k
-// of a part are filled up with zeros. Inputs are `quantize_rows`'.
+// Layout. A panel has the same columns as in `gemm.cpp`. For each part of K in turn it has 32
+// scales, 32 initial values of the sums, and the weights, four successive k in a 32-bit lane. Parts
+// are padded with zeros. `quantize_rows` produces the inputs.
 //
-// Order. The integers are exact in any order. A part's sum becomes a float, times the weights'
-// scale, times the input's; the parts are added as a binary tree. Scales are of a part, so ranks
-// that share K have those of a rank alone, and get the tree's branches.
+// Order. Integer sums are exact in any order. A part's sum is converted to float, multiplied by the
+// weights' scale, then by the input's. The parts are added as a binary tree. Each part has its own
+// scales, so ranks that divide K use those of a single rank, and compute branches of the tree.
 #include <array>
 #include <utility>
 #include <vector>
@@ -42,7 +41,7 @@ struct Sums {
   Vec at[R][2];
 };
 
-// Sums of R rows over one part of K. Fetches as much of `ahead` as it goes.
+// Computes the sums of R rows over one part of K. Prefetches as many weights `to_ahead` bytes on.
 template <int R>
 inline __attribute__((always_inline)) void add_part(Sums<R>& out, const uint8_t* x,
                                                     int64_t x_stride, const float* x_scales,
@@ -54,7 +53,7 @@ inline __attribute__((always_inline)) void add_part(Sums<R>& out, const uint8_t*
   Ints sums[R][2];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) sums[r][0] = load_ints(begin), sums[r][1] = load_ints(begin + kLanes);
-  // A pointer for every third row: one for each would not fit the registers.
+  // A pointer for every third row, as in `gemm.cpp`.
   const uint8_t* rows[(R + 2) / 3];
 #pragma GCC unroll 4
   for (int i = 0; i < (R + 2) / 3; ++i) rows[i] = x + 3 * i * x_stride;
@@ -91,7 +90,7 @@ void tile(const LinearArgs& args, int64_t row, int64_t panel, int64_t ahead) {
   const uint8_t* x = static_cast<const uint8_t*>(args.x) + row * args.x_stride;
   const float* x_scales = args.x_scales + row * splits;
   Sums<R> sums;
-  Sums<R> open[4];  // finished branches that wait for their sibling, as digits of a counter
+  Sums<R> open[4];  // finished branches without their sibling, as the digits of a binary counter
   int num_open = 0;
   for (int i = 0; i < splits; ++i, part += bytes, x += num_groups * kGroup, ++x_scales) {
     add_part<R>(sums, x, args.x_stride, x_scales, splits, part, to_ahead, num_groups);

@@ -1,18 +1,17 @@
-// Linear layers over weights of 4 bits with a scale for each group of inputs, times inputs in their
-// own type.
+// Linear layers over 4-bit weights, with a scale for each group of inputs. Inputs keep their type.
 //
-// Layout. A panel has the columns of `gemm.cpp`'s, and for each group one after the other: 32
-// scales, 32 zero points where there are any (a byte each), and a line for every 8 successive k:
-// 32 bits a column, of which the low half has the even k and the high half the odd ones, so that a
-// shift brings two successive k to where bf16 pairs are looked up.
+// Layout. A panel has the same columns as in `gemm.cpp`. For each group in turn it has 32 scales,
+// 32 zero points if there are any (a byte each), and a line for every 8 successive k. A line has 32
+// bits per column: the low half has the even k, the high half the odd k, so that one shift moves
+// two successive k to the bits by which bf16 pairs are looked up.
 //
-// Order. A group's products, of inputs with whole numbers, are one chain of multiply-adds over k.
-// The group's sum times its scale is added to those before; parts of K are added as a binary tree.
-// A row has the same bits among any number of rows, and ranks take the tree's branches.
+// Order. A group's products of inputs and whole numbers are one chain of multiply-adds over k. The
+// group's sum times its scale is added to those of earlier groups. Parts of K are added as a binary
+// tree. A row has the same bits among any number of rows; ranks compute branches of the tree.
 //
-// Speed. Weights are decoded in registers, once for all rows of a tile: one vpermw for 32 of them
-// where there is vdpbf16ps, else a vpermps for 16. A single row takes several groups at a time, as
-// one chain would wait for itself.
+// Speed. Weights are decoded in registers, once for all rows of a tile: one vpermw for 32 weights
+// if the CPU has vdpbf16ps, else a vpermps for 16. A single row computes several groups at a time,
+// because one chain alone is bound by its latency.
 #include <array>
 #include <type_traits>
 #include <utility>
@@ -32,7 +31,7 @@ constexpr int kTileRows = 3;
 #else
 constexpr int kTileRows = 2;
 #endif
-// Groups that so many rows take at a time.
+// The number of groups that a tile of `rows` rows computes at a time.
 constexpr int groups_at_once(int rows) {
 #if defined(QUIRE_AVX512)
   return rows == 1 ? 2 : 1;
@@ -63,7 +62,7 @@ inline Vec load_scales(const LinearWeights& weights, const char* at, int vector)
   return weights.wide_scales ? load(at + vector * 4 * kLanes) : load_bf16(at + vector * 2 * kLanes);
 }
 
-constexpr int kZero = 8;  // the code of 0 where there are no zero points
+constexpr int kZero = 8;  // the code of 0 if there are no zero points
 
 #if defined(QUIRE_AVX512)
 
@@ -71,7 +70,7 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 
 inline Words load_words(const void* at) { return (Words)_mm512_loadu_si512(at); }
 
-// Sixteen columns' zero points, and the codes at place `p` as whole numbers.
+// Decodes sixteen columns: `at` gives the weights at position `p` of each word as whole numbers.
 template <bool kHasZeros>
 struct Decoder {
   Vec zero, levels;
@@ -113,7 +112,7 @@ struct Decoder {
 
 #endif
 
-// A row's inputs of a line, as what a broadcast can load.
+// A row's inputs of a line as floats in memory, from which broadcasts load.
 struct FloatLine {
   float values[kLine];
   void load(const float* x) { memcpy(values, x, sizeof values); }
@@ -122,7 +121,7 @@ struct FloatLine {
     const __m256i wide =
         _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), _mm256_slli_epi32(wide, 16));
-    // GCC would rather shuffle registers, on the port that looks up.
+    // Keeps GCC from shuffling registers instead, on the port that the lookups need.
     asm("" : "+m"(values));
 #else
     for (int i = 0; i < kLine; ++i) {
@@ -133,7 +132,7 @@ struct FloatLine {
   }
 };
 
-// Two successive k of 16 columns.
+// The weights of two successive k in 16 columns.
 template <class T, bool kHasZeros>
 struct Pair {
   using Decode = Decoder<kHasZeros>;
@@ -151,7 +150,7 @@ struct Pair {
 
 typedef uint16_t Halves __attribute__((vector_size(64)));
 
-// Whole numbers as bf16: by the lowest five bits of themselves, or by a code of four.
+// Whole numbers as bf16. Table 0 is indexed by 4-bit code, table 1 by a number's lowest five bits.
 struct Levels {
   alignas(64) uint16_t bits[2][32];
   Levels() {
@@ -199,7 +198,7 @@ struct Pair<bf16, kHasZeros> {
 
 #endif
 
-// Adds U successive groups' part of the sums of R rows. Fetches what lies `to_ahead` beyond them.
+// Adds U successive groups to the sums of R rows. Prefetches the weights `to_ahead` bytes beyond.
 template <class T, bool kHasZeros, int R, int U>
 inline __attribute__((always_inline)) void add_groups(Vec (&totals)[R][2], const T* x,
                                                       int64_t x_stride,
@@ -263,7 +262,7 @@ void tile(const LinearArgs& args, int64_t row, int64_t panel, int64_t ahead) {
   const int64_t to_ahead = (ahead - panel) * panel_bytes(weights);
   const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
   Vec totals[R][2];
-  Vec open[4][R][2];  // finished branches that wait for their sibling, as digits of a counter
+  Vec open[4][R][2];  // finished branches without their sibling, as the digits of a binary counter
   int num_open = 0;
   for (int i = 0; i < splits; ++i) {
     for (int r = 0; r < R; ++r) totals[r][0] = totals[r][1] = zero();

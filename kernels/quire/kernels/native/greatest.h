@@ -1,4 +1,4 @@
-// The greatest of a row's outputs, found while they are computed, so that none is written.
+// Finds the greatest logit of a row while logits are computed, so that none has to be written.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@
 
 namespace quire {
 
-// Of the columns of one row that one thread computes, in any order: lane i has the greatest of
-// those that are i modulo 16, and of equals the first. NaN is never greater, nor is minus infinity.
-// Logits are changed before they are compared, where `GreedyEdits` says so.
+// The greatest logits among the columns of one row that one thread computes, in any order. Lane i
+// has the greatest of the columns that are i modulo 16, the first of equals. NaN and minus infinity
+// are never the greatest. The changes of `GreedyEdits` are applied before logits are compared.
 class Greatest {
  public:
   float value[kLanes];
@@ -26,7 +26,7 @@ class Greatest {
     mask_ = masked < 0 ? nullptr : edits->masks + masked * edits->num_words;
   }
 
-  // Column `first` and the next ones; `first` is a multiple of 16.
+  // Takes the logits of 16 columns from `first`, a multiple of 16. Only the first `count` exist.
   void take(Vec x, int32_t first, int64_t count) {
     if (next_ < first + kLanes || first < last_) x = edited(x, first);
     last_ = first;
@@ -35,7 +35,7 @@ class Greatest {
 #if defined(QUIRE_AVX512)
     const __mmask16 as_great =
         _mm512_mask_cmp_ps_mask(static_cast<__mmask16>(wanted), x, load(value), _CMP_GE_OQ);
-    if (as_great == 0) return;  // as nearly always, once some columns have been seen
+    if (as_great == 0) return;  // the usual case once some columns have been seen
 #endif
     float lanes[kLanes];
     store(lanes, x);
@@ -47,7 +47,7 @@ class Greatest {
   }
 
  private:
-  // The bits of 16 tokens.
+  // The mask's bits of 16 tokens from `token` on.
   uint32_t allowed(int64_t token) const {
     const int64_t word = token / 32, num_words = edits_->num_words;
     uint64_t bits = word < num_words ? mask_[word] : 0;
@@ -55,7 +55,7 @@ class Greatest {
     return bits >> token % 32 & 0xffff;
   }
 
-  // Notes the next column that is edited, too.
+  // The logits of 16 columns with their edits. Also sets `next_`.
   Vec edited(const Vec& x, int32_t first) {
     const GreedyEdits& e = *edits_;
     const int32_t token = first + e.first_column, end = token + kLanes;
@@ -84,12 +84,12 @@ class Greatest {
   const GreedyEdits* edits_ = nullptr;
   const uint32_t* mask_ = nullptr;
   int64_t row_ = 0;
-  int32_t last_ = 0;        // where the columns began that were taken last
-  int32_t next_ = INT_MAX;  // behind those, the first that is edited
+  int32_t last_ = 0;        // the first of the columns that were taken last
+  int32_t next_ = INT_MAX;  // the first column after those that has an edit
 };
 
-// Of a row of which each of `num_threads` threads has seen some columns; `stride` rows from one
-// thread's to the next one's. Writes the value and the column: 0 where there is none.
+// Combines the results of `num_threads` threads, each for some columns of one row. A thread's entry
+// is `stride` after the previous thread's. Writes the value and its column, or column 0 if none.
 inline void write_greatest(const Greatest* seen, int num_threads, int64_t stride, float* out) {
   float value = -INFINITY;
   int32_t column = INT_MAX;

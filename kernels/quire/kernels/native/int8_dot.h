@@ -1,13 +1,13 @@
-// Sixteen 32-bit sums, and what adds to each of them the products of four pairs of int8.
+// Dot products of int8: each of sixteen 32-bit sums gains the products of four pairs of int8.
 //
-// Exact on every machine: values are from -127 to 127, so that two products fit in 16 bits.
+// Exact on every CPU: values are from -127 to 127, so the sum of two products fits in 16 bits.
 #pragma once
 
 #include "simd.h"
 
 namespace quire {
 
-// What is added to an input value where it is stored, as vpdpbusd takes one operand unsigned.
+// The offset with which inputs are stored: vpdpbusd takes one operand unsigned.
 #if defined(QUIRE_AVX512) && defined(__AVX512VNNI__)
 constexpr int kInputOffset = 128;
 #else

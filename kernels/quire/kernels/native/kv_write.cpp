@@ -1,16 +1,16 @@
-// The layout of the paged KV cache, and how the step's K and V get there.
+// Writes a step's K and V into the paged KV cache, whose layout is defined here.
 //
-// A block is [K][block_size * D], a KV head after the other, and a head's part of it is made of
-// tiles of 16 tokens (of `block_size` tokens where blocks are smaller), as `attention_tile.h` says:
+// A block is [K][block_size * D], one KV head after the other. A head's part consists of tiles of
+// 16 tokens (of `block_size` tokens if blocks are smaller), as in `attention_tile.h`:
 //
 //     bf16   K tile [D/2][tokens][2 channels]   V tile [tokens/2][D][2 tokens]
 //     f32    K tile [D][tokens]                 V tile [tokens][D]
 //
-// In int8 the values are in the order of the type that the dot products take (`Bf16Dot`, `DotF32`),
-// a byte each, and behind a head's part of a block are its tokens' scales, float [block_size].
+// In int8 a value is a byte, in the order of the type that the dot products take (`Bf16Dot`,
+// `DotF32`). The tokens' scales, float [block_size], follow the values of each head.
 //
-// A block's bytes are as many as in [block_size][K][D], with 4 more behind the D in int8, and whole
-// blocks may be copied; what is inside is between this file and the attention.
+// A block has as many bytes as [block_size][K][D], in int8 as [block_size][K][D + 4]. Whole blocks
+// may be copied; only this file and the attention know the layout inside.
 
 #include <algorithm>
 #include <cstring>
@@ -23,7 +23,7 @@
 namespace quire {
 namespace {
 
-// A token's values of one head, as column `lane` of its tile.
+// Writes a token's K and V of one head as column `lane` of their tiles.
 template <int kPack, class Stored>
 void put(const Stored* k, const Stored* v, Stored* k_tile, Stored* v_tile, int head_size,
          int tile_tokens, int lane) {

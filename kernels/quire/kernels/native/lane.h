@@ -1,5 +1,4 @@
-// What a lane of 32 bits holds of two factors of a product, and adds to its sum: one step of k in
-// float, two in bfloat16.
+// Dot products over packed 32-bit lanes: a lane holds one step of k in float, two in bfloat16.
 #pragma once
 
 #include "elements.h"

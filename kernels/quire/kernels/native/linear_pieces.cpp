@@ -9,8 +9,8 @@ namespace quire {
 namespace {
 
 constexpr int kPiecesPerThread = 16;  // enough that no thread waits long at the end
-constexpr int kMaxPieceTiles = 48;    // tens of microseconds: what others may wait for at the end
-constexpr int kChunkRows = 96;        // stay in level-2 cache while panels pass
+constexpr int kMaxPieceTiles = 48;    // tens of microseconds, for which others may wait at the end
+constexpr int kChunkRows = 96;        // these stay in level-2 cache while panels pass
 
 int64_t num_chunks(const LinearArgs& args) { return (args.num_rows + kChunkRows - 1) / kChunkRows; }
 
@@ -19,26 +19,26 @@ LinearTiles tiles_of(const LinearArgs& args) {
   return args.weights->group ? w4_tiles(args) : plain_tiles(args);
 }
 
-// The pieces of one of several layers.
+// The pieces of one layer.
 struct Pieces {
   Pieces(const LinearArgs& args, int64_t wanted_panels)
       : args(args),
         tiles(tiles_of(args)),
         panels(linear_panels(*args.weights)),
         chunks(num_chunks(args)) {
-    // Enough panels that they stream.
+    // Several panels in a row, so that weights stream from memory.
     const int64_t most = kMaxPieceTiles * tiles.rows * chunks / std::max<int64_t>(args.num_rows, 1);
     panels_each = std::max<int64_t>(1, std::min(wanted_panels, most));
     count = (panels + panels_each - 1) / panels_each * chunks;
   }
 
-  // `take_next` gives the piece that this thread does next: it is asked before the last panel, to
-  // know what to fetch meanwhile.
+  // Computes a piece. `take_next` returns this thread's next piece. It is called before the last
+  // panel is computed, so that the next piece's first panel can be prefetched.
   template <class TakeNext>
   void run(int64_t piece, const TakeNext& take_next) const {
     const int64_t first = piece / chunks * panels_each, chunk = piece % chunks;
     const int64_t end = std::min(first + panels_each, panels);
-    // Even shares of the rows: two tiles of 10 and one of 11 rather than 12, 12 and 7.
+    // Tiles of about equal size: two tiles of 10 rows and one of 11, not 12, 12 and 7.
     const int64_t begin = args.num_rows * chunk / chunks;
     const int64_t num_rows = args.num_rows * (chunk + 1) / chunks - begin;
     const int64_t num_tiles = (num_rows + tiles.rows - 1) / tiles.rows;
@@ -69,7 +69,7 @@ struct Pieces {
     }
   }
 
-  // The first panel from `panel` on of which one of some rows wants a column, or `end`.
+  // The first panel from `panel` on of which one of some rows needs a column, or `end`.
   int64_t wanted_panel(int64_t panel, int64_t end, int64_t row, int64_t num_rows) const {
     if (!args.wanted) return panel;
     for (; panel < end; ++panel)
@@ -78,7 +78,7 @@ struct Pieces {
     return end;
   }
 
-  // The rows of a tile that want a column of the panel, as many at once as are neighbours.
+  // Computes the rows of a tile that need a column of the panel, neighbouring rows at once.
   void wanted_rows(int64_t row, int64_t end, int64_t panel, int64_t following) const {
     while (row < end) {
       const int64_t begin = row;
@@ -117,7 +117,7 @@ void linears_part(const LinearArgs* layers, int64_t count, Team team) {
   for (int64_t i = 0; i < count; ++i)
     work += linear_panels(*layers[i].weights) * num_chunks(layers[i]);
   const int64_t wanted_panels = work / (kPiecesPerThread * team.size);
-  int64_t before = 0;  // pieces of earlier layers
+  int64_t before = 0;  // number of pieces of earlier layers
   int64_t piece = team.stage->take();
   for (int64_t i = 0; i < count; ++i) {
     const Pieces pieces(layers[i], wanted_panels);

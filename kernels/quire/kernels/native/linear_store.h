@@ -1,5 +1,5 @@
-// What all linear layers share, whatever their weights are made of: which output columns a panel
-// has, and how a tile's sums get to where they belong.
+// The parts of linear layers that do not depend on the weights' type: which output columns a panel
+// has, and how a tile's sums become outputs.
 #pragma once
 
 #include <type_traits>
@@ -17,7 +17,7 @@ inline int64_t linear_panels(const LinearWeights& weights) {
   return (columns + each - 1) / each;
 }
 
-// The row of W that a column of a panel holds, or -1 beyond the last.
+// The row of W in a column of a panel, or -1 past the last row.
 inline int64_t source_row(const LinearWeights& weights, int64_t panel, int column) {
   if (!weights.gated) {
     int64_t row = panel * kPanelColumns + column;
@@ -28,8 +28,8 @@ inline int64_t source_row(const LinearWeights& weights, int64_t panel, int colum
   return column < kLanes ? row : half + row;
 }
 
-// Notes weights that are NaN or infinite: those whose exponent is all ones. Row by row, which
-// brings the panel into the cache, from which it is then packed in another order.
+// Sets `is_broken` if a weight of the panel is NaN or infinite: its exponent is all ones. Reading
+// row by row also brings the panel into the cache, for packing it in another order.
 template <class T>
 void check_panel(const PackArgs& args, int64_t panel) {
   using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
@@ -42,7 +42,7 @@ void check_panel(const PackArgs& args, int64_t panel) {
     const Bits* bits =
         reinterpret_cast<const Bits*>(static_cast<const T*>(args.source) + row * args.stride);
     for (int64_t k = 0; k < args.weights.num_in; ++k)
-      seen |= static_cast<Bits>((bits[k] & kExponent) + kLowest);  // then the sign's bit
+      seen |= static_cast<Bits>((bits[k] & kExponent) + kLowest);  // all ones set the sign bit
   }
   if (seen >> (8 * sizeof(T) - 1)) __atomic_store_n(args.is_broken, 1, __ATOMIC_RELAXED);
 }
@@ -60,11 +60,11 @@ void pack_bias(const PackArgs& args, int64_t panel) {
 }
 
 inline Vec silu(Vec x) {
-  const Vec log2_e = max(mul(x, splat(1.44269504f)), splat(-126));  // below, 1e-36 and not -0
+  const Vec log2_e = max(mul(x, splat(1.44269504f)), splat(-126));  // below: 1e-36, not -0
   return div(x, add(exp2_of<false>(sub(zero(), log2_e)), splat(1)));
 }
 
-// By the formula with tanh.
+// The tanh approximation of GELU.
 inline Vec gelu(const Vec& x) {
   const Vec cubed = mul(mul(x, x), x);
   const Vec inner = mul(splat(0.79788456f), add(x, mul(splat(0.044715f), cubed)));
@@ -72,7 +72,7 @@ inline Vec gelu(const Vec& x) {
 }
 
 inline Vec at_most(Vec x, float limit) {
-  return sub(zero(), max(splat(-limit), sub(zero(), x)));  // NaN stays
+  return sub(zero(), max(splat(-limit), sub(zero(), x)));  // keeps NaN
 }
 
 // See QUIRE_GATED_CLAMPED.
@@ -89,7 +89,7 @@ inline Vec logits(Vec x, float scale, float cap) {
   return cap > 0 ? mul(tanh_of(div(x, splat(cap))), splat(cap)) : x;
 }
 
-// Puts the sums of some rows where `kMode` says.
+// Turns the sums of some rows of a panel into outputs, as `kMode` says, and stores them.
 template <class T, int kMode>
 void finish(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums)[2],
             int num_rows) {
@@ -138,7 +138,7 @@ void finish(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums
   }
 }
 
-// The same for the mode that `args` says.
+// Calls `finish` with the mode of `args`.
 template <class T>
 void store_tile(const LinearArgs& args, int64_t row, int64_t panel, const Vec (*sums)[2],
                 int num_rows) {

@@ -11,7 +11,7 @@
 namespace quire {
 namespace {
 
-// Tokens that share a pass over weights: their sums, the weights and an input fit the registers.
+// Tokens that share a pass over weights: their sums, the weights and an input fit in the registers.
 #if defined(QUIRE_AVX512)
 constexpr int kTileTokens = 8;
 #elif defined(__AVX2__)
@@ -48,12 +48,12 @@ inline __attribute__((always_inline)) void add_chain(Sums<R>& out, const uint32_
   for (int r = 0; r < R; ++r) out.at[r] = sums[r];
 }
 
-// A vector of A x for R tokens. Fetches what lies behind it: the next vector, or B.
+// Computes a vector of A x for R tokens. Prefetches the memory behind it: the next vector, or B.
 template <class T, int R>
 void shrink_tile(const uint32_t* const* x, int64_t lanes, int splits, const uint32_t* a,
                  float* out) {
   Sums<R> sums;
-  Sums<R> open[4];  // finished branches that wait for their sibling, as digits of a counter
+  Sums<R> open[4];  // finished branches without their sibling, as the digits of a binary counter
   int num_open = 0;
   const int64_t part = lanes / splits;
   for (int i = 0; i < splits; ++i) {
@@ -67,7 +67,7 @@ void shrink_tile(const uint32_t* const* x, int64_t lanes, int splits, const uint
   for (int r = 0; r < R; ++r) store(out + r * kLanes, sums.at[r]);
 }
 
-// A vector of B t for R tokens, a panel's width apart.
+// Computes a vector of B t for R tokens.
 template <class T, int R>
 void expand_tile(const float* const* t, int64_t count, const uint32_t* b, float* const* out) {
   Vec sums[R];
@@ -112,7 +112,7 @@ constexpr auto kExpand = expand_tiles<T>(std::make_integer_sequence<int, kTileTo
 }  // namespace
 
 AdapterGroups::AdapterGroups(const int32_t* slots, int64_t num_tokens, int64_t num_slots) {
-  std::vector<int64_t> ends(num_slots + 1, 0);  // of slot - 1, before that slot's are placed
+  std::vector<int64_t> ends(num_slots + 1, 0);  // of slot - 1, before this slot's tokens are placed
   for (int64_t token = 0; token < num_tokens; ++token)
     if (slots[token] >= 0) ++ends[slots[token] + 1];
   for (int64_t slot = 0; slot < num_slots; ++slot) {
@@ -199,7 +199,7 @@ void LowRankLayer::expand(int64_t begin, int64_t end, int64_t panel, int64_t ahe
     const Tokens tokens = tokens_of(group, begin, end);
     if (!tokens.count) continue;
     for (int v = 0; v < 2; ++v) {
-      // Few lines of each of many adapters: the machine does not guess them.
+      // The hardware prefetcher does not predict these few lines of each of many adapters.
       const int64_t* later = weights.vectors + (ahead * 2 + v) * 3;
       const auto* b = static_cast<const uint32_t*>(weights.b) + later[0] * kLanes;
       const int64_t lanes = later[2] / (dtype_ == QUIRE_BF16 ? 2 : 1);

@@ -1,10 +1,11 @@
-// What adapters add to linear layers (Hu et al. 2021), each to its own tokens of a step: B times
-// t, where t is `scales` times A x. Both products are sums in float, and t is not rounded.
+// LoRA adapters of linear layers (Hu et al. 2021). Each adds B t to its own tokens of a step, where
+// t is `scales` times A x. Both products are summed in float, and t is not rounded.
 //
 // Order. An element of A x is summed as the layer's own sums are: a chain over k, or `splits`
-// chains over equal parts added as a binary tree. Ranks that share K get the tree's branches, sum
-// them behind the layer's shares, and multiply with `scales` then. An element of B t is one chain
-// over the adapter's ranks. So a token's bits do not depend on the others, nor on the slot.
+// chains over equal parts added as a binary tree. Tensor-parallel ranks that divide K compute
+// branches of the tree, sum them together with the layer's partial sums, behind which they lie, and
+// then multiply by `scales`. An element of B t is one chain over the adapter's ranks. A token's
+// bits thus depend neither on other tokens nor on the slot.
 #pragma once
 
 #include <vector>
@@ -13,27 +14,27 @@
 
 namespace quire {
 
-// The tokens of a step by their adapters.
+// The tokens of a step, grouped by adapter.
 struct AdapterGroups {
   struct Group {
     int32_t slot;
-    int64_t first, end;  // of `tokens`
+    int64_t first, end;  // indices into `tokens`
   };
 
   AdapterGroups() = default;
-  // Slots are checked.
+  // `slots` must have been checked.
   AdapterGroups(const int32_t* slots, int64_t num_tokens, int64_t num_slots);
 
-  std::vector<Group> groups;    // none is empty
-  std::vector<int32_t> tokens;  // of each group; they ascend
+  std::vector<Group> groups;    // without empty ones
+  std::vector<int32_t> tokens;  // in ascending order within each group
 };
 
 // One layer's adapters in a step.
 class LowRankLayer {
  public:
-  static constexpr float kNothing = -0.0f;  // changes no bit of what it is added to
+  static constexpr float kNothing = -0.0f;  // adding this to a value changes no bit
 
-  // `adapters`: of each slot. t goes to `t`, [T, stride].
+  // `adapters` has an entry for each slot. `t` [T, stride] is where t is written.
   LowRankLayer(int32_t dtype, const AdapterGroups& groups, const LowRankWeights* adapters, float* t,
                int64_t stride)
       : dtype_(dtype), groups_(groups), adapters_(adapters), t_(t), stride_(stride) {}
@@ -41,21 +42,21 @@ class LowRankLayer {
   // Whether one of tokens `begin` to `end` has an adapter that adds to this layer.
   bool has_any(int64_t begin, int64_t end) const;
 
-  // Computes A x of all tokens. Of a share of sums over the ranks it is not multiplied with the
-  // scales, and is 0 for the other tokens. Returns the first stage that it has not used, two at
-  // most.
+  // Computes t for all tokens with adapters. With `is_share` it is a partial sum without the
+  // scales, and 0 for other tokens. Uses at most two stages, and returns the next one.
   Stage* shrink_part(const void* x, int64_t x_stride, const LinearWeights& layer, bool is_share,
                      int64_t num_tokens, Team team) const;
 
-  // B t of some tokens, of the columns of a panel: [end - begin, panel]. Leaves the rows of other
-  // tokens: kNothing is for these. Panel `ahead` is wanted soon.
+  // Writes B t of tokens `begin` to `end` for a panel's columns to `out`, [end - begin, panel].
+  // Rows of tokens without adapters are not written; callers set them to kNothing. Prefetches panel
+  // `ahead`.
   void expand(int64_t begin, int64_t end, int64_t panel, int64_t ahead, float* out) const;
 
-  // Adds B t to some tokens' rows of sums over the ranks, of `width` columns.
+  // Scales t and adds B t to the tokens' rows of `sums` [T, width], which are sums over the ranks.
   void add_rows(int64_t begin, int64_t end, float* sums, int64_t width) const;
 
  private:
-  // Those of a group that are from `begin` to `end`.
+  // The tokens of a group from `begin` to `end`.
   struct Tokens {
     const int32_t* at;
     int64_t count;

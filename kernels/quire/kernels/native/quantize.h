@@ -1,11 +1,11 @@
-// Floats as int8 from -127 to 127 and a scale: the greatest magnitude is 127.
+// Quantizes floats to int8 from -127 to 127 with a scale: the greatest magnitude becomes 127.
 #pragma once
 
 #include "elements.h"
 
 namespace quire {
 
-// The low byte of each lane.
+// Stores the low byte of each lane.
 inline void store_low_bytes(uint8_t* at, const Vec& x) {
 #if defined(QUIRE_AVX512)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(at), _mm512_cvtepi32_epi8(_mm512_castps_si512(x)));
@@ -16,8 +16,8 @@ inline void store_low_bytes(uint8_t* at, const Vec& x) {
 #endif
 }
 
-// Writes `count` bytes, each a value over the scale, rounded to even, plus `offset`; returns the
-// scale, by which they are to be multiplied.
+// Writes `count` bytes: each value divided by the scale, rounded half to even, plus `offset`.
+// Returns the scale.
 template <class T>
 inline float quantize(const T* x, int64_t count, int offset, uint8_t* out) {
   Vec most = zero();
@@ -26,9 +26,9 @@ inline float quantize(const T* x, int64_t count, int offset, uint8_t* out) {
     most = max(most, max(value, sub(zero(), value)));
   }
   const float greatest = max_of_lanes(most);
-  // Below, the quotient could overflow.
+  // With smaller values, the quotient could overflow.
   const Vec inverse = splat(greatest > 1e-30f ? 127.0f / greatest : 0.0f);
-  // Added to this, a float's low bits are its integer part as two's complement.
+  // The low bits of a float plus this are its rounded value in two's complement.
   const Vec shift = splat(12582912.0f + static_cast<float>(offset));
   for (int64_t i = 0; i < count; i += kLanes) {
     const Vec shifted = add(mul(read(x + i, count - i), inverse), shift);
@@ -39,7 +39,7 @@ inline float quantize(const T* x, int64_t count, int offset, uint8_t* out) {
   return greatest / 127.0f;
 }
 
-// `count` int8 as floats, or as bf16, which holds them exactly; a multiple of 32.
+// Converts `count` int8, a multiple of 32, to floats or to bf16, both of which hold them exactly.
 inline void widen(const int8_t* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = from[i];
 }

@@ -1,8 +1,8 @@
-// From logits to tokens and their log-probabilities. Each row is computed by one thread, from its
-// logits and parameters alone; `quire.kernels.reference_sampling` says what must come out.
+// Samples tokens from logits and computes log-probabilities. Each row is computed by one thread,
+// from its logits and parameters alone; `quire.kernels.reference_sampling` defines the results.
 //
 // A row's token is found without sorting the vocabulary: the greatest logits of its blocks bound
-// those of its best tokens from below, so that few tokens need to be looked at.
+// those of its best tokens from below, so that few tokens have to be examined.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kBlock = 256;
 constexpr int64_t kSorted = 256;
-constexpr int64_t kNearest = 64;  // blocks whose greatest logit is at least that of a candidate
+constexpr int64_t kNearest = 64;  // blocks whose greatest logits bound the candidates of top_p
 constexpr float kNone = -INFINITY;
 
 #if defined(QUIRE_AVX512)
@@ -36,7 +36,7 @@ inline Vec whole_of(const Vec& x) {
   });
   return each([&](int i) -> FloatPart {
     const FloatPart whole = __builtin_convertvector(floor_part(small.part[i]), FloatPart);
-    return x.part[i] < splat_part(8388608) ? whole : x.part[i];  // greater ones are whole
+    return x.part[i] < splat_part(8388608) ? whole : x.part[i];  // greater floats are integers
   });
 }
 inline uint32_t lanes_of(const IntPart (&is)[kParts]) {
@@ -72,14 +72,14 @@ inline Vec chosen_lanes(uint32_t lanes, const Vec& x) {
 }
 #endif
 
-// Up to 16 logits; `other` beyond.
+// Loads up to 16 logits, and `other` in the lanes past the last.
 inline Vec logits_at(const float* x, int64_t left, float other = kNone) {
   if (left >= kLanes) return load(x);
   return first_lanes(read(x, left), static_cast<int>(left), splat(other));
 }
 
-// 2^(32 + (x - greatest) * factor), by operations that are rounded one by one, as the reference's;
-// the coefficients are 2^32 times its own.
+// 2^(32 + (x - greatest) * factor). Each operation is rounded, as in the reference, whose
+// coefficients are multiplied by 2^32 here.
 inline Vec power_of(Vec x, Vec greatest, Vec factor) {
   const Vec exponent = max(mul(sub(x, greatest), factor), splat(-40));
   const Vec nearest = add(exponent, splat(0.5f));
@@ -91,7 +91,7 @@ inline Vec power_of(Vec x, Vec greatest, Vec factor) {
   return scale_by_floor(p, nearest);
 }
 
-// Sixteen sums in double, of the lanes of what is added.
+// Sums each of the 16 lanes of the added vectors in double.
 struct Sums {
 #if defined(QUIRE_AVX512)
   __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
@@ -136,14 +136,14 @@ struct Token {
   float logit;
   int64_t id;
 
-  bool operator<(const Token& other) const {  // better
+  bool operator<(const Token& other) const {  // the better token is the lesser one
     return logit > other.logit || (logit == other.logit && id < other.id);
   }
 };
 
-// Amounts by ranges of logits, the first for what is below all others.
+// A histogram of amounts by ranges of logits. Range 0 has the logits below `low`.
 struct Ranges {
-  static constexpr int kNumber = 512, kCopies = 4;  // so that additions do not wait for each other
+  static constexpr int kNumber = 512, kCopies = 4;  // copies, so that additions are independent
   float low, factor;
   double amounts[kCopies][kNumber + 1] = {};
 
@@ -151,7 +151,7 @@ struct Ranges {
     if (high > low) factor = std::min(kNumber / (high - low), std::numeric_limits<float>::max());
   }
 
-  // The range, and a fraction.
+  // The range of each logit, plus a fraction.
   Vec place_of(Vec x) const {
     const Vec place = add(mul(sub(x, splat(low)), splat(factor)), splat(1));
     return least_of(max(place, zero()), splat(kNumber));
@@ -161,8 +161,8 @@ struct Ranges {
         std::min(std::max((logit - low) * factor + 1, 0.0f), static_cast<float>(kNumber)));
   }
 
-  // The range in which the amounts from the top reach `wanted`, 0 if they do not. Adds what is
-  // above it to `above`.
+  // The range in which the running sum of amounts from the top reaches `wanted`, or 0 if none does.
+  // Adds the amounts above that range to `above`.
   int32_t last(double wanted, double* above) const {
     for (int32_t range = kNumber; range > 0; --range) {
       double amount = 0;
@@ -174,7 +174,7 @@ struct Ranges {
   }
 };
 
-// What a thread needs for a row.
+// A thread's workspace for one row.
 struct Workspace {
   std::vector<float> greatest;  // of each block
   std::vector<float> ordered;
@@ -195,8 +195,8 @@ struct Row {
   int64_t num_blocks() const { return (size + kBlock - 1) / kBlock; }
   int64_t end_of(int64_t block) const { return std::min(size, (block + 1) * kBlock); }
 
-  // Finds the greatest logit of each block and of all. Whether that is finite and none is NaN.
-  // `see(begin, end)` is called with each block of columns, while it is in the nearest cache.
+  // Finds the greatest logit of each block and of the row. Returns whether the row's is finite and
+  // none is NaN. Calls `see(begin, end)` for each block while it is in the nearest cache.
   template <class See>
   bool scan(See see) {
     work.greatest.resize(num_blocks());
@@ -226,7 +226,7 @@ struct Row {
     return !broken && std::isfinite(greatest);
   }
 
-  // Not greater than the logits of the best `count` tokens.
+  // A lower bound of the logits of the best `count` tokens.
   float bound_of_best(int64_t count) const {
     if (count > num_blocks()) return kNone;
     std::vector<float>& ordered = work.ordered;
@@ -236,7 +236,7 @@ struct Row {
     return ordered[count - 1];
   }
 
-  // The tokens of at least this logit, by their ids.
+  // Collects the tokens whose logits are at least `least`, in the order of their ids.
   void collect(float least) const {
     work.tokens.clear();
     const Vec least_v = splat(least);
@@ -253,7 +253,7 @@ struct Row {
     }
   }
 
-  // The tokens of one of the ranges.
+  // Collects the tokens of one range.
   void collect(const Ranges& ranges, int32_t range) const {
     work.tokens.clear();
     const Vec first = splat(range), next = splat(range + 1);
@@ -270,7 +270,7 @@ struct Row {
     }
   }
 
-  // Leaves the best `count` of the collected tokens, best first.
+  // Reduces the collected tokens to the best `count`, best first.
   void keep_best(int64_t count) const {
     std::vector<Token>& tokens = work.tokens;
     count = std::min<int64_t>(count, tokens.size());
@@ -281,7 +281,7 @@ struct Row {
   }
 };
 
-// The tokens that may be drawn: those of a logit above `least`, and of this logit those up to
+// The tokens that may be drawn: those with a logit above `least`, or equal to it and an id up to
 // `last`.
 struct Kept {
   float least = kNone;
@@ -290,10 +290,10 @@ struct Kept {
 
 struct Draw {
   Row& row;
-  float scale;  // a logit that is lower by this weighs half as much
+  float scale;  // a logit that is lower by this has half the weight
   Vec greatest, factor;
   Kept kept;
-  bool is_weighed = false;  // The workspace has the weights of all tokens.
+  bool is_weighed = false;  // the workspace has the weights of all tokens
 
   Draw(Row& row, float temperature)
       : row(row),
@@ -301,7 +301,7 @@ struct Draw {
         greatest(splat(row.greatest)),
         factor(splat(std::min(1 / scale, std::numeric_limits<float>::max()))) {}
 
-  // Keeps the weights of all tokens. Returns the sum of those that are kept.
+  // Stores the weights of all tokens in the workspace. Returns the sum over the kept tokens.
   double weigh() {
     row.work.row_weights.resize(row.num_blocks() * kBlock);
     Sums weights;
@@ -318,7 +318,7 @@ struct Draw {
     return token.logit > kept.least || (token.logit == kept.least && token.id <= kept.last);
   }
 
-  // Of 16 tokens; 0 for those that are not kept.
+  // The weights of 16 tokens; 0 for those that are not kept.
   Vec weights_at(int64_t i) const {
     const Vec x = logits_at(row.x + i, row.size - i);
     const Vec weight =
@@ -333,7 +333,7 @@ struct Draw {
     return chosen_lanes(lanes, weight);
   }
 
-  // The weights of the kept tokens by block, and their sum.
+  // Sums the weights of the kept tokens by block, and returns their total.
   double sum_blocks() const {
     std::vector<double>& sums = row.work.sums;
     sums.resize(row.num_blocks());
@@ -350,8 +350,7 @@ struct Draw {
     return total;
   }
 
-  // The first token at which the running sum of weights, in the order of ids, is above
-  // `uniform` of them all.
+  // The first token, by id, at which the running sum of weights exceeds `uniform` of the total.
   int64_t pick(double uniform) const {
     const double total = sum_blocks();
     const double target = std::min(std::floor(uniform * total), total - 1);
@@ -366,7 +365,7 @@ struct Draw {
     }
   }
 
-  // The same among the tokens that are collected, best first, all of which are kept.
+  // As `pick`, among the collected tokens only, all of which are kept.
   int64_t pick_collected(double uniform) const {
     std::vector<Token>& tokens = row.work.tokens;
     std::sort(tokens.begin(), tokens.end(),
@@ -392,8 +391,8 @@ struct Draw {
     }
   }
 
-  // Leaves the fewest best of the collected and weighed tokens, best first, whose weights add up
-  // to `wanted`. Whether they do; else it leaves all.
+  // Reduces the collected and weighed tokens, best first, to the fewest best whose weights add up
+  // to `wanted`. Returns false if all together do not reach it; then all are left.
   bool keep_mass(double wanted) const {
     double before = 0;
     for (size_t i = 0; i < row.work.tokens.size(); ++i) {
@@ -406,7 +405,7 @@ struct Draw {
     return before >= wanted;
   }
 
-  // Adds what the kept tokens weigh, or their numbers, to the ranges of their logits.
+  // Adds the weights of the kept tokens, or their number, to the ranges of their logits.
   void add_all(Ranges* ranges, bool by_weight) const {
     for (int64_t block = 0; block < row.num_blocks(); ++block) {
       if (row.work.greatest[block] < ranges->low) continue;
@@ -421,20 +420,20 @@ struct Draw {
     }
   }
 
-  // Keeps the fewest best of all kept tokens whose weights, or numbers, add up to `wanted`. The
-  // tokens are counted by ranges of logits; the range of the last one kept is divided again.
+  // Reduces the kept tokens to the fewest best whose weights, or number, add up to `wanted`.
+  // Amounts are counted by ranges of logits, and the last kept token's range is divided again.
   void keep_fewest(double wanted, bool by_weight) {
     std::vector<Token>& tokens = row.work.tokens;
     const std::vector<float>& weights = row.work.row_weights;
     const auto amount_of = [&](int64_t id) { return by_weight ? weights[id] : 1.0f; };
-    // Below `low` nothing has a weight.
+    // Tokens below `low` have no weight.
     const float low = std::max({kept.least, row.lowest, row.greatest - 34 * scale});
     double above = 0;
     {
       Ranges ranges(low, row.greatest);
       add_all(&ranges, by_weight);
       const int32_t last = ranges.last(wanted, &above);
-      if (last == 0) return;  // Even all are fewer.
+      if (last == 0) return;  // All tokens together do not reach `wanted`.
       row.collect(ranges, last);
     }
     const auto leave = [&](const auto& wants) {
@@ -505,14 +504,14 @@ typedef double Doubles __attribute__((vector_size(64)));
 typedef int64_t Longs __attribute__((vector_size(64)));
 
 constexpr double kLog2E = 1.4426950408889634;
-// Coefficients of 2^x from -1/2 to 1/2, the highest power's first; wrong by 2e-14 of it.
+// Coefficients of a polynomial for 2^x from -1/2 to 1/2, highest power first; relative error 2e-14.
 constexpr double kExp2[] = {0x1.b3de0fbddfd08p-24, 0x1.63e6985790645p-20,
                             0x1.ffce2fe3b467bp-17, 0x1.430897f190e55p-13,
                             0x1.5d87fd937fe30p-10, 0x1.3b2ab724130edp-7,
                             0x1.c6b08d70c87f7p-5,  0x1.ebfbdff81bdfcp-3,
                             0x1.62e42fefa37d2p-1,  1.0};
 
-// e^(x - base); e^-693 where it is less.
+// e^(x - base), at least e^-693.
 inline Doubles exp_of(Floats8 x, double base) {
 #if defined(QUIRE_AVX512)
   __m512d power = _mm512_sub_pd(_mm512_cvtps_pd(reinterpret_cast<__m256>(x)), _mm512_set1_pd(base));
@@ -534,7 +533,7 @@ inline Doubles exp_of(Floats8 x, double base) {
 #endif
 }
 
-// Adds e^(x - base) of some columns.
+// Adds e^(x - base) of some columns to `sums`.
 inline void add_exponentials(const Row& row, int64_t begin, int64_t end, double base,
                              Doubles* sums) {
   int64_t i = begin;
@@ -549,14 +548,14 @@ inline void add_exponentials(const Row& row, int64_t begin, int64_t end, double 
   *sums += exp_of(x, base);
 }
 
-// Scans the row. The logarithm of the sum of its exponentials, NaN where a logit is.
+// Scans the row. Returns the logarithm of the sum of its exponentials, or NaN if `scan` fails.
 double log_total_of(Row& row, float own) {
   Doubles sums = {};
   double base = own;
   if (!row.scan(
           [&](int64_t begin, int64_t end) { add_exponentials(row, begin, end, base, &sums); }))
     return NAN;
-  if (!(row.greatest - base < 600)) {  // It is too far below the greatest one to be the base.
+  if (!(row.greatest - base < 600)) {  // `own` is too far below the greatest logit to be the base.
     sums = Doubles{}, base = row.greatest;
     add_exponentials(row, 0, row.size, base, &sums);
   }

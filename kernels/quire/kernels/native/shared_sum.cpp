@@ -1,9 +1,9 @@
-// Sums and gathers among the ranks of one machine, through memory that they all map.
+// Sums (all-reduce) and gathers among the ranks of one machine, through memory that they all map.
 //
-// Every rank writes its values into a slot of its own, says so, waits until all have, and reads
-// the others': one round, whatever the number of ranks. There are two slots per rank, used in
-// turn: who writes in round n has seen all others write in round n - 1, so they have all read
-// what was written in round n - 2, which is what is overwritten.
+// Every rank writes its values into a slot of its own, increments its counter, waits for the other
+// counters, and reads the others' slots: one round, whatever the number of ranks. Each rank has two
+// slots, used in turn. A rank that writes in round n has seen all others write in round n - 1. They
+// have thus read the values of round n - 2, which it overwrites.
 #include <sched.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 namespace quire {
 namespace {
 
-// A rank that has a core of its own is done within this; one that shares it must let others run.
+// Ranks with a core each are done within this many spins; ranks that share a core must then yield.
 constexpr int kSpins = 2000;
 constexpr int64_t kLine = 64;
 
@@ -49,7 +49,7 @@ void exchange(SharedGroup* group, const void* x, int64_t num_bytes) {
   }
 }
 
-// Ranks [first, end) as a binary tree, so that 4 ranks add as 2 ranks of 2 would.
+// Adds ranks [first, end) as a binary tree, so that 4 ranks add in the same order as 2 ranks of 2.
 Vec tree(const SharedGroup& group, int first, int end, int64_t i, int64_t left) {
   if (end - first == 1) return read(reinterpret_cast<const float*>(slot(group, first)) + i, left);
   const int middle = first + (end - first) / 2;

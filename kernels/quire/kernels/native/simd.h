@@ -1,8 +1,8 @@
-// Sixteen floats and what the kernels do with them, for the instruction set this is compiled for.
+// Vectors of sixteen floats and their operations, for the instruction set of this build.
 //
 // Every operation rounds once and in a fixed order, so a lane's result depends on that lane's
-// operands only. `fma` is fused where the machine has it; build with -ffp-contract=off, so that
-// nothing else is.
+// operands only. `fma` is fused where the CPU has it. The build sets -ffp-contract=off, so that
+// no other operations are fused.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ inline void store_first(void* at, int count, Vec x) {
 inline float sum_of_lanes(Vec x) { return _mm512_reduce_add_ps(x); }
 inline float max_of_lanes(Vec x) { return _mm512_reduce_max_ps(x); }
 
-// Lane i of the result is the greatest lane of x[i], for up to 8 of them.
+// Lane i of the result is the greatest lane of x[i]. There are at most 8 vectors x.
 template <int kCount>
 inline Vec max_of_each(const Vec (&x)[kCount]) {
   static_assert(kCount <= 8);
@@ -66,7 +66,7 @@ inline Vec max_of_each(const Vec (&x)[kCount]) {
   return _mm512_shuffle_f32x4(one, one, 0x08);  // lanes 0-3 and 8-11 first
 }
 
-// 16 pairs of bf16: their first halves and their second halves, as floats.
+// The first and the second values of 16 pairs of bf16, as floats.
 inline Vec even_bf16(const void* pairs) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(pairs), 16));
 }
@@ -97,7 +97,7 @@ inline Vec fraction(Vec x) { return _mm512_reduce_ps(x, 0x09); }
 inline Vec scale_by_floor(Vec p, Vec x) { return _mm512_scalef_ps(p, x); }
 inline Vec exponent_range(Vec x) { return x; }
 
-#else  // 8 lanes of AVX2, or the 4 that any machine has
+#else  // parts of 8 lanes with AVX2, of 4 lanes on any other CPU
 
 #if defined(__AVX2__) && defined(__FMA__)
 constexpr int kPart = 8;
@@ -221,7 +221,7 @@ inline IntPart floor_part(FloatPart x) {
   const IntPart whole = __builtin_convertvector(x, IntPart);
   return whole + (__builtin_convertvector(whole, FloatPart) > x);  // a true lane is -1
 }
-// Powers below 2^-126 become 0: an exponent field of 0.
+// Powers below 2^-126 become 0: their exponent field is 0.
 inline Vec exponent_range(const Vec& x) { return max(x, splat(-127)); }
 inline Vec fraction(const Vec& x) {
   return each(
@@ -232,10 +232,10 @@ inline Vec scale_by_floor(const Vec& p, const Vec& x) {
 }
 #endif
 
-// 2^x for x <= 0 (or a rounding above it), and exactly 1 for x = 0.
+// 2^x for x <= 0 (or above 0 by a rounding error), and exactly 1 for x = 0.
 //
-// Minimax polynomials of the fraction in [0, 1) with constant term 1: of degree 3 (relative error
-// 9e-5, a twentieth of the bf16 rounding that follows) and degree 6 (2e-9).
+// Uses minimax polynomials of the fraction in [0, 1) with constant term 1: of degree 3 if kShort
+// (relative error 9e-5, a twentieth of the bf16 rounding that follows), else of degree 6 (2e-9).
 template <bool kShort>
 inline Vec exp2_of(Vec x) {
   x = exponent_range(x);
@@ -254,9 +254,9 @@ inline Vec exp2_of(Vec x) {
   return scale_by_floor(fma(f, p, splat(1)), x);
 }
 
-// Its absolute error is about 1e-7.
+// tanh, with an absolute error of about 1e-7.
 inline Vec tanh_of(const Vec& x) {
-  const Vec power = max(splat(-126), mul(x, splat(-2 * 1.44269504f)));  // NaN stays
+  const Vec power = max(splat(-126), mul(x, splat(-2 * 1.44269504f)));  // keeps NaN
   return sub(splat(1), div(splat(2), add(exp2_of<false>(sub(zero(), power)), splat(1))));
 }
 

@@ -1,8 +1,8 @@
 // Threads that share the work of a forward pass, stage by stage.
 //
 // A kernel is a function `..._part(args, team)` that every thread of a team calls with the same
-// arguments: it takes pieces of the work until none is left, and returns when all are done. There
-// is no OpenMP inside, so that a whole forward pass runs in one parallel region.
+// arguments. It takes pieces of the work until none is left, and returns when all are done. Kernels
+// do not use OpenMP themselves, so that a whole forward pass runs in one parallel region.
 #pragma once
 
 #include <algorithm>
@@ -14,19 +14,19 @@
 #include <omp.h>
 #endif
 
-// Pieces of work, each for whoever is free. It is over when every piece is done, not when every
-// thread has come: one whose core is busy elsewhere holds up the others for the piece that it is
-// in and no more, and finds the later stages done.
+// A set of work pieces, which free threads take one by one. A stage ends when every piece is done,
+// not when every thread has arrived. A thread whose core is busy elsewhere thus delays the others
+// only by the piece that it is computing, and may find later stages already done.
 class Stage {
  public:
   int64_t take() { return next_.fetch_add(1, std::memory_order_relaxed); }
 
   void finish() { done_.fetch_add(1, std::memory_order_acq_rel); }
 
-  // Until `count` pieces are done. Spins for longer than a piece takes, and then gives up its core
-  // in turns, as whoever is in the last piece may need it: beside busy neighbours each such turn
-  // costs milliseconds (two on two cores, a decode of the small model: 37 ms; spinning for 10
-  // microseconds, 40 to 58).
+  // Returns when `count` pieces are done. Spins for longer than a piece takes, then yields its core
+  // repeatedly, because the thread with the last piece may need it. Beside other busy processes
+  // each yield costs milliseconds: a decode of the small model beside two of them on two cores took
+  // 37 ms, and 40 to 58 ms when spinning for only 10 microseconds.
   void wait(int64_t count) const {
     for (int spins = 0; done_.load(std::memory_order_acquire) < count; ++spins)
       spins < kSpins ? pause() : std::this_thread::yield();
@@ -48,7 +48,7 @@ class Stage {
 struct Team {
   int thread;  // 0 .. size - 1
   int size;
-  Stage* stage;  // unused so far
+  Stage* stage;  // the next stage, which this thread has not begun
 
   // Calls `work(piece)` for some of `count` pieces; returns when all of them are done.
   template <class Work>
@@ -60,7 +60,7 @@ struct Team {
     stage->wait(count);
   }
 
-  // The same for rows that cost little each: `work(begin, end)` for some runs of them.
+  // As `share`, for rows that cost little each: calls `work(begin, end)` for some runs of rows.
   template <class Work>
   void share_rows(int64_t num_rows, const Work& work) const {
     const int64_t count = std::min<int64_t>(kRunsPerThread * size, (num_rows + 7) / 8);
@@ -72,12 +72,12 @@ struct Team {
   static constexpr int kRunsPerThread = 4;
 };
 
-// Calls `work(team)` on each of `num_threads` threads; alone, without OpenMP.
+// Calls `work(team)` on each of `num_threads` threads. A single thread does not use OpenMP.
 template <class Work>
 void parallel(int num_threads, const Work& work) {
   Stage stage;
 #if defined(__SANITIZE_THREAD__)
-  // What OpenMP's runtime does, which is not instrumented, it would take for races.
+  // The sanitizer would report races in OpenMP's runtime, which is not instrumented.
   std::vector<std::thread> others;
   for (int thread = 1; thread < num_threads; ++thread)
     others.emplace_back([&, thread] { work(Team{thread, num_threads, &stage}); });

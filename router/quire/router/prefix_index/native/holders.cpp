@@ -6,17 +6,17 @@ namespace quire {
 
 namespace {
 
-// Keys ahead for which memory is asked: more than a core can wait for at once. And those whose
-// first bucket has come, so that it shows whether a second one will be read.
+// How many keys ahead the first bucket is prefetched: more reads than a core can have in flight.
 constexpr uint64_t kAhead = 24;
+// How many keys ahead that bucket has arrived and shows whether a second one will be read.
 constexpr uint64_t kNear = 10;
 
-// Reads of one round of a look-up, over all spans; also the fewest pieces of each span. A
-// round takes the time of one read from memory and a fifth of that for each more.
+// The number of reads in one round of a look-up, over all spans, and the least number of pieces of
+// a span. A round takes the time of one read from memory, and a fifth of that for each further one.
 constexpr uint64_t kReads = 8;
 constexpr uint64_t kLeastWays = 4;
 
-// Where a span is cut, into pieces of about one length.
+// The places where a span is cut into pieces of about the same length.
 struct Cuts {
   Cuts(uint64_t low, uint64_t high, uint64_t num_spans)
       : low(low),
@@ -28,7 +28,7 @@ struct Cuts {
   static constexpr int kFraction = 16;
   uint64_t low;
   uint64_t num;
-  uint64_t piece;  // Its length, in fixed point: a division per cut would cost as much as a hit.
+  uint64_t piece;  // A piece's length, fixed point: a division per cut costs as much as a hit.
 };
 
 }  // namespace
@@ -42,8 +42,8 @@ void HolderIndex::admit(Slot slot) {
 
 void HolderIndex::add(Slot slot, const uint8_t* hashes, uint64_t num_hashes) {
   Held& held = slots_[slot];
-  // A chain's blocks mostly have the same holders. What is remembered holds within this call:
-  // no key leaves a set that has the slot.
+  // Most blocks of a chain have the same holders, so the last set (`from`) and its successor (`to`)
+  // are remembered. They stay valid in this call: no key leaves a set that has the slot.
   SetId from = 0, to = sets_.toggled(0, slot);
   sets_.refer(to);
   const SetId alone = to;
@@ -71,7 +71,7 @@ void HolderIndex::add(Slot slot, const uint8_t* hashes, uint64_t num_hashes) {
       *id = to;
       sets_.refer(to);
       sets_.release(old);
-      if (!sets_.num_refs(old)) from = 0;  // Its number may come to mean another set.
+      if (!sets_.num_refs(old)) from = 0;  // The id may be reused for another set.
     }
     held.num_held++;
     held.digests[bucket_of(key)] ^= key;
@@ -82,7 +82,7 @@ void HolderIndex::add(Slot slot, const uint8_t* hashes, uint64_t num_hashes) {
 
 void HolderIndex::remove(Slot slot, const uint8_t* hashes, uint64_t num_hashes) {
   Held& held = slots_[slot];
-  SetId from = 0, to = 0;  // As above, the other way round.
+  SetId from = 0, to = 0;  // As in `add`, but `to` lacks the slot.
   for (uint64_t i = 0; i < num_hashes; i++) {
     if (i + kAhead < num_hashes) table_.prefetch(key_at(hashes, i + kAhead));
     const Key key = key_at(hashes, i);
@@ -117,7 +117,7 @@ void HolderIndex::replace(Slot slot, const uint8_t* buckets, uint64_t num_bucket
   for (uint64_t i = 0; i < num_hashes; i++) wanted[i] = key_at(hashes, i);
   std::sort(wanted.begin(), wanted.end());
   std::vector<std::array<uint8_t, kHashBytes>> excess;
-  constexpr uint32_t kSegments = kNumSegments / kNumDigests;  // A bucket is the same top bits.
+  constexpr uint32_t kSegments = kNumSegments / kNumDigests;  // Both are chosen by top bits.
   for (uint64_t i = 0; i < num_buckets; i++) {
     slots_[slot].refused[buckets[i]] = false;
     for (uint32_t s = 0; s < kSegments; s++)
@@ -158,7 +158,7 @@ uint32_t HolderIndex::look_up(const uint8_t* hashes, uint64_t num_hashes, int32_
   return search.num_found;
 }
 
-// One round: all spans are read at once, for reads from memory that do not wait for each other
+// Runs one round of a look-up. All spans are read at once, because independent reads from memory
 // take little more time than one.
 void HolderIndex::cut_all(Search& search) {
   for (const Span& span : spans_) {
@@ -180,10 +180,10 @@ void HolderIndex::cut_all(Search& search) {
   }
 }
 
-// Between two blocks with the same holders all blocks have those, as no group's chain has holes.
-// Else the span is searched for the ends of those that hold its first block and not its last.
-// Where there are holes, a slot is followed into the lowest of the spans that it leaves, so that
-// there are never more spans than slots.
+// Finds the slots that hold the span's first block but not its last, and queues the span for the
+// next round, or records their ends. If both blocks have the same holders, so have all between
+// them, because no group's chain has holes. If there are holes nevertheless, a slot is followed
+// only into the lowest span that it leaves, so that there are never more spans than slots.
 void HolderIndex::consider(Search& search, const Span& span) {
   if (span.low_id == span.high_id) return;
   const bool is_end = span.high - span.low == 1;
@@ -222,8 +222,8 @@ bool HolderIndex::has_room() {
   return table_.num_keys() < max_blocks_;
 }
 
-// Erases the ownerless keys of some segments. A gateway must not stop to walk ten million blocks
-// just because a group died: each batch of events afterwards sweeps a little.
+// Erases the ownerless keys of some segments. A gateway must not stop for ten million blocks when a
+// group dies, so each later batch of events sweeps a few segments.
 void HolderIndex::sweep(uint32_t num_segments) {
   std::vector<Key> ownerless;
   for (num_segments = std::min(num_segments, kNumSegments); num_segments && num_ownerless_;

@@ -1,4 +1,5 @@
-// Which slots hold which blocks: `quire.router.prefix_index.index.HolderIndex`, compiled.
+// The index of which slots hold which blocks: the compiled part of
+// `quire.router.prefix_index.index.HolderIndex`.
 #pragma once
 
 #include <array>
@@ -11,7 +12,7 @@
 
 namespace quire {
 
-constexpr int kHashBytes = 32;  // Of which the first 8, little-endian, are the key.
+constexpr int kHashBytes = 32;  // The first 8 bytes, little-endian, are the key.
 constexpr int kNumDigests = 256;
 
 inline Key key_at(const uint8_t* hashes, uint64_t index) {
@@ -39,15 +40,15 @@ class HolderIndex {
   void add(Slot slot, const uint8_t* hashes, uint64_t num_hashes);
   void remove(Slot slot, const uint8_t* hashes, uint64_t num_hashes);
 
-  // The slot holds nothing any longer. Costs a step per set, not per block.
+  // Removes all blocks of the slot. The cost is one step per set, not per block.
   void clear(Slot slot);
 
-  // In the named digest buckets, the slot holds `hashes` and nothing else.
+  // Replaces the slot's blocks in the given digest buckets by `hashes`.
   void replace(Slot slot, const uint8_t* buckets, uint64_t num_buckets, const uint8_t* hashes,
                uint64_t num_hashes);
 
-  // Writes the length of the prefix that each slot holds to `lengths`, and the slots where that
-  // is not 0 to `found`; returns how many those are.
+  // Writes the length of the prefix that each slot holds, in blocks, to `lengths`. Writes the slots
+  // with a length above 0 to `found`, and returns their number.
   uint32_t look_up(const uint8_t* hashes, uint64_t num_hashes, int32_t* lengths, Slot* found);
 
   uint64_t num_held(Slot slot) const { return slots_[slot].num_held; }
@@ -57,11 +58,11 @@ class HolderIndex {
  private:
   struct Held {
     uint64_t num_held = 0;
-    std::array<uint64_t, kNumDigests> digests{};  // The XOR of its keys, by bucket.
-    std::bitset<kNumDigests> refused;
+    std::array<uint64_t, kNumDigests> digests{};  // The XOR of the slot's keys, by bucket.
+    std::bitset<kNumDigests> refused;             // Buckets with a block that found no room.
   };
 
-  // One look-up under way.
+  // The arguments and the state of one look-up.
   struct Search {
     const uint8_t* hashes;
     int32_t* lengths;
@@ -69,7 +70,7 @@ class HolderIndex {
     uint32_t num_found;
   };
 
-  // Blocks of a chain, the first and the last, and the sets that hold these.
+  // Some consecutive blocks of a chain: the indices of the first and the last, and their sets.
   struct Span {
     uint64_t low;
     uint64_t high;
@@ -89,14 +90,14 @@ class HolderIndex {
   Table table_;
   SetTable sets_;
   std::vector<Held> slots_;
-  // Of a look-up: the slots whose end is not known yet, those of them that no span of the next
-  // round is searched for, and the spans of this round and the next.
+  // State of a look-up, as bits by slot: the slots whose prefix's end is unknown, and those of them
+  // that are not assigned to a span of the next round. Then the spans of this round and the next.
   std::vector<uint64_t> searched_, unclaimed_;
   std::vector<Span> spans_, next_spans_;
   uint64_t max_blocks_;
   uint64_t num_ownerless_ = 0;  // Keys whose set became empty when a slot was cleared.
   uint64_t num_refused_ = 0;
-  uint32_t swept_ = 0;  // The segment with which the next sweep begins.
+  uint32_t swept_ = 0;  // The segment where the next sweep begins.
 };
 
 }  // namespace quire

@@ -1,13 +1,13 @@
-// Memory for arrays that grow side by side and in place.
+// Memory for arrays of about the same length, which grow in place.
 //
-// There are `kNumArrays` of them, and each has a piece of `kPieceBytes` in every *level* that it
-// reaches. Arrays of about one length fill their levels, so that nothing is lost between them, none
-// has to move to become longer, and no page is asked of the system twice. (One of 2 MB takes it
-// 0.1 ms, and fifty times that where a hypervisor has to find the memory first.)
+// There are `kNumArrays` arrays, and each has a piece of `kPieceBytes` in every *level* that it
+// reaches. Arrays of similar length fill their levels, so no memory is lost between them, no array
+// has to move to grow, and no page is requested from the system twice. (A page of 2 MB takes
+// 0.1 ms, and fifty times that if a hypervisor has to provide the memory first.)
 //
-// A level that was *prepared* is one huge page, where the system has them: a read that no cache
-// holds waits for its address to be translated too, and with pages of 4 KB that is a second read
-// from memory. Any other one, which maybe few arrays reach, takes small pages as they are used.
+// A *prepared* level is one huge page, if the system has them. A read that misses the caches also
+// waits for its address translation, which with 4 KB pages is a second read from memory. Other
+// levels, which few arrays may reach, take small pages as they are used.
 #pragma once
 
 #include <sys/mman.h>
@@ -26,7 +26,7 @@ class Levels {
   static constexpr size_t kPage = size_t(2) << 20;
   static constexpr size_t kNumArrays = 1024;
   static constexpr size_t kPieceBytes = kPage / kNumArrays;
-  static constexpr size_t kNumSmall = 4;  // Levels whose pages are small in any case.
+  static constexpr size_t kNumSmall = 4;  // The first levels, which always have small pages.
 
   Levels() = default;
   Levels(const Levels&) = delete;
@@ -35,19 +35,19 @@ class Levels {
     for (auto [at, num_bytes] : mapped_) munmap(at, num_bytes);
   }
 
-  // The piece of an array in a level. All zeros when the array reached the level first.
+  // The piece of an array in a level. It is all zeros when the array reaches the level.
   uint8_t* piece(size_t array, size_t level) const { return levels_[level] + array * kPieceBytes; }
 
-  // The lowest level that may be prepared next.
+  // The level that `prepare` prepares next.
   size_t num_prepared() const { return num_prepared_; }
 
   void prepare() {
     while (num_prepared_ >= levels_.size()) map_more();
     uint8_t* begin = levels_[num_prepared_++];
 #ifdef MADV_HUGEPAGE
-    madvise(begin, kPage, MADV_HUGEPAGE);  // Refused: small ones.
+    madvise(begin, kPage, MADV_HUGEPAGE);  // If this is refused, pages are small.
 #endif
-    // A byte of the last piece, for the system: its value remains.
+    // Touches a byte, so that the system provides the page. Its value does not change.
     *static_cast<volatile uint8_t*>(begin + kPage - 1) |= 0;
   }
 
@@ -57,7 +57,7 @@ class Levels {
     num_arrays_[level]++;
   }
 
-  // An array that had reached `level` is shorter now, and has left zeros there.
+  // An array that had reached `level` has shrunk. It has left zeros there.
   void leave(size_t level) {
     if (--num_arrays_[level]) return;
     const size_t end = std::max(level + 1, num_prepared_);
@@ -67,7 +67,7 @@ class Levels {
   }
 
  private:
-  // Addresses are reserved for many levels at once. They cost nothing until they are written to.
+  // Reserves addresses for many levels at once. They cost nothing until they are written to.
   void map_more() {
     const size_t num_more = std::max<size_t>(8, levels_.size() / 2);
     const size_t num_bytes = (num_more + 1) * kPage;
@@ -85,7 +85,7 @@ class Levels {
   }
 
   std::vector<uint8_t*> levels_;
-  std::vector<uint32_t> num_arrays_;  // That reach a level.
+  std::vector<uint32_t> num_arrays_;  // How many arrays reach each level.
   size_t num_prepared_ = kNumSmall;
   std::vector<std::pair<void*, size_t>> mapped_;
 };

@@ -1,5 +1,6 @@
-// How many requests in flight at each group have a block: `quire.router.in_flight`, compiled.
-// A group is a number of its own; a count is kept where the directory keeps the id of a set.
+// Counts the requests in flight at each group that have a block: the compiled part of
+// `quire.router.in_flight`. Groups are identified by numbers. The table is the directory's, with a
+// count for each block and group in place of the id of a set.
 
 #include "holders.h"
 #include "table.h"
@@ -13,9 +14,9 @@ struct PrefixCounts {
   quire::Table table;
 };
 
-constexpr uint64_t kAhead = 12;  // Blocks whose places are read before their turn.
+constexpr uint64_t kAhead = 12;  // How many blocks ahead buckets are prefetched.
 
-// Two groups' counts of one block lie apart.
+// A group's mask, which is XORed with keys so that groups' counts of one block have different keys.
 Key spread(uint64_t group) {
   Key x = (group + 1) * 0x9e3779b97f4a7c15;
   x = (x ^ (x >> 32)) * 0xd6e8feb86659fd93;
@@ -42,7 +43,7 @@ void quire_prefix_counts_add(PrefixCounts* counts, uint64_t group, const uint8_t
   }
 }
 
-// What was added before.
+// Removes `hashes` that were added before.
 void quire_prefix_counts_remove(PrefixCounts* counts, uint64_t group, const uint8_t* hashes,
                                 uint64_t num_hashes) {
   const Key spread_by = spread(group);
@@ -58,7 +59,8 @@ void quire_prefix_counts_remove(PrefixCounts* counts, uint64_t group, const uint
   }
 }
 
-// Lets each of `lengths`, that of a prefix at one of `groups`, grow by what is in flight there.
+// `lengths` has the length of the prefix cached at each of `groups`, in blocks. Extends each by the
+// following blocks of `hashes` that are in flight at that group.
 void quire_prefix_counts_extend(const PrefixCounts* counts, const uint64_t* groups,
                                 int64_t* lengths, uint64_t num_groups, const uint8_t* hashes,
                                 uint64_t num_hashes) {

@@ -1,11 +1,11 @@
-// Sets of slots, each distinct one kept once while keys refer to it.
+// Interned sets of slots: each distinct set is stored once, while keys refer to it.
 //
-// A *small* set, of few members, lists them in order; a larger one is a *row* of bits. Most blocks
-// are held by few groups: what a set takes then does not grow with the number of groups, of which
-// ten thousand are 1.2 KB of bits. Which of the two a set is follows from how many members it has.
+// A *small* set, of at most `kSmall` members, lists them in order; a larger one is a *row* of bits.
+// Most blocks are held by few groups, so most sets do not take more memory the more groups there
+// are: ten thousand groups are 1.2 KB of bits.
 //
-// A set's hash is the XOR of a number per member, so that the hash of a set with one member more or
-// less is known before the set is: finding it costs one look-up.
+// A set's hash is the XOR of a number per member. The hash of a set with one member more or less is
+// thus known before that set is built, and finding the set costs one look-up.
 #pragma once
 
 #include <algorithm>
@@ -20,8 +20,8 @@ namespace quire {
 
 using Slot = uint32_t;
 
-constexpr uint32_t kSmall = 4;      // Members that a small set has at most.
-constexpr Slot kNoSlot = ~Slot(0);  // Fills up a small set.
+constexpr uint32_t kSmall = 4;      // The most members of a small set.
+constexpr Slot kNoSlot = ~Slot(0);  // Padding of a small set.
 
 class SetTable {
  public:
@@ -32,13 +32,13 @@ class SetTable {
   bool is_empty(SetId id) const { return !sets_[id].num_members; }
   uint32_t num_refs(SetId id) const { return sets_[id].num_refs; }
 
-  // Of a small set its members, in order, then kNoSlot.
+  // The members of a small set, in order, then kNoSlot.
   const std::array<Slot, kSmall>& members(SetId id) const { return sets_[id].members; }
 
-  // Of a larger set its bits: `num_words` of them, 64 each.
+  // The bits of a larger set: `num_words` words of 64.
   const uint64_t* row(SetId id) const { return &rows_[sets_[id].members[0] * num_words_]; }
 
-  // The members from 64 * word on, as bits.
+  // The members from 64 * word to 64 * word + 63, as bits.
   uint64_t word(SetId id, size_t word) const {
     if (!is_small(id)) return row(id)[word];
     uint64_t bits = 0;
@@ -74,7 +74,7 @@ class SetTable {
     num_words_ = wider;
   }
 
-  // The set that differs from `id` in `slot` only. It has no reference yet, or others'.
+  // The set that differs from `id` in `slot` only. Adds no reference; a new set has none.
   SetId toggled(SetId id, Slot slot) {
     const uint64_t hash = sets_[id].hash ^ number_of(slot);
     const uint32_t num_members = sets_[id].num_members + (has(id, slot) ? -1 : 1);
@@ -97,7 +97,7 @@ class SetTable {
     return made;
   }
 
-  // The set without its member `slot`; 0 where no other is left.
+  // The set without its member `slot`, or 0 if that was the only member.
   SetId without(SetId id, Slot slot) { return sets_[id].num_members == 1 ? 0 : toggled(id, slot); }
 
   void refer(SetId id) { sets_[id].num_refs++; }
@@ -109,8 +109,8 @@ class SetTable {
     free_.push_back(id);
   }
 
-  // Takes `slot` out of every set, in place; returns how many references empty sets got.
-  // Two sets may have become equal. One of them then takes no more keys.
+  // Removes `slot` from every set, in place. Returns the number of references to sets that became
+  // empty. Two sets may become equal; one of them then takes no more keys.
   uint64_t clear(Slot slot) {
     uint64_t num_emptied = 0;
     std::fill(interned_.begin(), interned_.end(), 0);
@@ -139,7 +139,8 @@ class SetTable {
     uint64_t hash = 0;
     uint32_t num_refs = 0;
     uint32_t num_members = 0;
-    std::array<Slot, kSmall> members = {kNoSlot, kNoSlot, kNoSlot, kNoSlot};  // Or a row.
+    // In a larger set, members[0] is the index of its row.
+    std::array<Slot, kSmall> members = {kNoSlot, kNoSlot, kNoSlot, kNoSlot};
   };
 
   static uint64_t bit_of(Slot slot) { return uint64_t(1) << (slot % 64); }
@@ -175,7 +176,7 @@ class SetTable {
     return members;
   }
 
-  // Of a larger set `larger`: whether it differs from `id` in `slot` only.
+  // Whether `larger`, which has a row, differs from `id` in `slot` only.
   bool differs_in(SetId larger, SetId id, Slot slot) const {
     for (size_t i = 0; i < num_words_; i++)
       if (row(larger)[i] != (word(id, i) ^ (i == slot / 64 ? bit_of(slot) : 0))) return false;
@@ -222,7 +223,7 @@ class SetTable {
     return at;
   }
 
-  // Linear probing without marks: what lies behind the hole and would be missed moves into it.
+  // Linear probing without tombstones: an entry that would no longer be found moves into the hole.
   void forget(SetId id) {
     size_t hole = place_of(sets_[id].hash);
     for (; interned_[hole] != id; hole = (hole + 1) & mask())
@@ -239,8 +240,8 @@ class SetTable {
   }
 
   size_t num_words_ = 1;
-  std::vector<Set> sets_;        // Set 0 is empty and nobody's.
-  std::vector<uint64_t> rows_;   // num_words_ for each larger set.
+  std::vector<Set> sets_;        // Set 0 is empty, and no key refers to it.
+  std::vector<uint64_t> rows_;   // num_words_ words for each larger set.
   std::vector<SetId> interned_;  // Open addressing by hash; its size is a power of two.
   size_t num_interned_ = 0;
   std::vector<SetId> free_;

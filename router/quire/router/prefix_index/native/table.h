@@ -1,16 +1,16 @@
-// From 64-bit keys to ids of sets, 16 to 31 bytes a key.
+// A hash table from 64-bit keys to ids of sets, with 16 to 31 bytes per key.
 //
-// A key's top bits choose one of 1,024 segments, which grow one by one: no event waits for more
-// than a thousandth of the table to be moved. A segment is an array of buckets of one cache line:
-// five keys, five ids, and how many keys that belong here or before lie further on. A search so
-// ends at the first bucket that nothing passed, which for most keys is the first it reads.
+// A key's top bits choose one of 1,024 segments, which grow one by one, so that no event waits for
+// more than a thousandth of the table to be moved. A segment is an array of buckets of one cache
+// line each: five keys, five ids, and the number of keys that passed the bucket on their way from
+// their home bucket. A search ends at the first bucket that no key passed, mostly the first read.
 //
-// Where a key belongs in its segment is a share of its length. So the keys keep their order when
-// it grows, and it does so in place: from its last bucket to its first, each key moves further on.
+// A key's home bucket is a fraction of the segment's length. Keys thus keep their order when a
+// segment grows, and it can grow in place: from the last bucket to the first, each key moves on.
 //
-// A full bucket costs what is sought in it a second read from memory, which nothing asked for in
-// time. So segments of a large table grow when five eighths of their places are taken; those of
-// one that caches can hold, when four fifths are.
+// A key whose home bucket is full costs a second read from memory, which was not prefetched in
+// time. Segments of a large table therefore grow when five eighths of their places are taken; those
+// of a table that fits in caches, when four fifths are.
 #pragma once
 
 #include <algorithm>
@@ -29,22 +29,22 @@ using SetId = uint32_t;  // 0 is no set.
 constexpr int kSegmentBits = 10;
 constexpr uint32_t kNumSegments = 1u << kSegmentBits;
 constexpr uint32_t kPlaces = 5;
-constexpr uint32_t kSteps = 2;        // In which a segment's size doubles.
-constexpr uint32_t kMovedAhead = 16;  // Buckets ahead for which memory is asked when keys move.
+constexpr uint32_t kSteps = 2;        // The steps in which a segment's size doubles.
+constexpr uint32_t kMovedAhead = 16;  // How many buckets ahead `resize` prefetches.
 
-// How many keys a segment of `num_buckets` holds before it grows.
+// The number of keys that a segment of `num_buckets` holds before it grows.
 constexpr uint64_t room_of(uint64_t num_buckets) {
-  const bool is_large = num_buckets >= 128;  // Of 8 MB and more in all.
+  const bool is_large = num_buckets >= 128;  // The table has 8 MB or more.
   return num_buckets * kPlaces * (is_large ? 25 : 32) / 40;
 }
 
 struct alignas(64) Bucket {
-  Key keys[kPlaces];  // The first `num_keys` count.
+  Key keys[kPlaces];  // The first `num_keys` are valid.
   SetId ids[kPlaces];
   uint32_t num_keys : 3;
   uint32_t num_passed : 29;
 
-  // Where `key` is, or kPlaces. Without branches, for nothing foretells the place.
+  // The place of `key`, or kPlaces. Without branches, because the place is not predictable.
   uint32_t place_of(Key key) const {
     for (uint32_t i = 0; i < kPlaces; i++)
       if (keys[i] == key && i < num_keys) return i;
@@ -85,8 +85,8 @@ class Table {
     __builtin_prefetch(&bucket(s, home(s, key)));
   }
 
-  // Once that has come: asks for the next bucket where a search goes on there. Inline, for GCC
-  // takes calls of functions away that do nothing but ask for memory.
+  // To be called when the first bucket has arrived: prefetches the next bucket if a search will
+  // read it. Always inline, because GCC removes calls to functions that only prefetch.
   __attribute__((always_inline)) void prefetch_next(Key key) const {
     const uint32_t s = segment_of(key);
     const uint32_t at = home(s, key);
@@ -94,7 +94,7 @@ class Table {
     if (here.num_passed || here.num_keys == kPlaces) __builtin_prefetch(&bucket(s, next(s, at)));
   }
 
-  // Where the id of `key` is, or null. Valid until the table is changed.
+  // A pointer to the id of `key`, or null. It is valid until the table changes.
   SetId* find(Key key) const {
     const uint32_t s = segment_of(key);
     uint32_t at = home(s, key);
@@ -108,7 +108,7 @@ class Table {
     return nullptr;
   }
 
-  // `key` must not be there.
+  // `key` must not be in the table.
   void insert(Key key, SetId id) {
     const uint32_t s = segment_of(key);
     Segment& segment = segments_[s];
@@ -120,7 +120,7 @@ class Table {
     note_when_to_prepare();
   }
 
-  // `id` is where its id was found.
+  // `id` is what `find` returned for `key`.
   void erase(Key key, SetId* id) {
     const uint32_t s = segment_of(key);
     const uintptr_t begin = reinterpret_cast<uintptr_t>(id) & -sizeof(Bucket);
@@ -140,7 +140,7 @@ class Table {
     }
   }
 
-  // Gives memory back where less than half of what a segment could hold is left.
+  // Shrinks a segment that has less than half of the keys that it can hold, and frees memory.
   void shrink(uint32_t s) {
     const auto [num_buckets, num_keys] = segments_[s];
     if (2 * num_keys >= room_of(num_buckets)) return;
@@ -165,7 +165,7 @@ class Table {
     return num_buckets + std::max(step, 1u);
   }
 
-  // The segment takes the key's top bits, this its lowest.
+  // The bucket is chosen by the key's low bits, the segment by its top bits.
   static uint32_t home_of(Key key, uint32_t num_buckets) {
     return uint64_t(uint32_t(key)) * num_buckets >> 32;
   }
@@ -188,7 +188,7 @@ class Table {
     }
   }
 
-  // Not beyond `end`; false where that is not possible, and nothing has changed.
+  // Places a key in a bucket before `end`. Returns false, with nothing changed, if all are full.
   bool place_before(uint32_t end, uint32_t s, Key key, SetId id) {
     const uint32_t from = home(s, key);
     uint32_t to = from;
@@ -199,9 +199,9 @@ class Table {
     return true;
   }
 
-  // In place. Buckets are read from the end that keys move towards, and what lies behind the
-  // one that is read has the new order already. Keys that found no place at home come last, for
-  // mostly they are the youngest, and so do those that find no place behind.
+  // Resizes a segment in place. Buckets are read from the end that keys move towards, so the
+  // buckets behind the current one are in the new order already. Keys that are not in their home
+  // bucket are placed last, as most are the youngest, and so are keys that find no place behind.
   void resize(uint32_t s, uint32_t num_buckets) {
     const uint32_t num_old = segments_[s].num_buckets;
     const bool grows = num_buckets > num_old;
@@ -231,15 +231,15 @@ class Table {
     if (!grows) note_when_to_prepare();
   }
 
-  // Segments grow at about one time, and the first to do so reaches all the levels that are
-  // new. For an event not to wait for all their pages, these come one by one before.
+  // Segments grow at about the same time, and the first one to grow reaches all new levels. These
+  // are prepared one by one before, so that no event waits for all their pages.
   void note_when_to_prepare() {
     const uint32_t level = levels_.num_prepared(), least = level * kPiece;
     uint32_t num_buckets = 1;
     while (larger(num_buckets) <= least) num_buckets = larger(num_buckets);
     const double room = room_of(num_buckets);
     const double share = double(least - num_buckets) / (larger(num_buckets) - num_buckets);
-    // Hardly one segment in a thousand is ahead of the others by four deviations.
+    // Hardly one segment in a thousand is ahead of the others by four standard deviations.
     const double last = room - 4 * std::sqrt(room);
     prepare_at_ = std::max(kNumSegments * last * (0.95 + 0.05 * share), 1.0);
   }

@@ -1,9 +1,8 @@
-// SHA-256 of every prefix of a token buffer, with the CPU's SHA instructions.
+// Computes block hashes, SHA-256 of a token buffer's prefixes, with the CPU's SHA instructions.
 //
-// The name of a block is the hash of all before and in it. One compression per 64 bytes carries the
-// chain on; one more per block, of a copy, ends it with SHA-256's padding. The second waits for
-// nothing that comes later, so it runs beside the next block's first: on Zen 4 two compressions
-// together take the time of one, 35 ns.
+// One compression per 64 bytes continues the chain. One more per block, on a copy of the state,
+// ends the prefix with SHA-256's padding. No later compression depends on this one, so it runs
+// beside the next block's first: on Zen 4 two compressions together take the time of one, 35 ns.
 
 #include <immintrin.h>
 
@@ -13,10 +12,11 @@
 
 namespace {
 
-constexpr int kChunk = 64;  // Bytes of one compression.
+constexpr int kChunk = 64;  // Bytes in one compression.
 constexpr int kDigest = 32;
 
-// What `hashlib` would keep in an object; `quire.worker.api.native_hashing` allocates it.
+// The state of an unfinished hash, as in a `hashlib` object. `quire.worker.api.native_hashing`
+// allocates it.
 struct Chain {
   uint32_t h[8];
   uint64_t num_bytes;
@@ -36,7 +36,7 @@ alignas(16) const uint32_t kRound[64] = {
 const uint32_t kInitial[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                               0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
 
-// The eight words in the order in which the instructions want them.
+// The eight words of the hash state, in the order that the SHA instructions require.
 struct State {
   __m128i abef, cdgh;
 };
@@ -72,7 +72,7 @@ inline void store_digest(const State& state, uint8_t* out) {
   _mm_storeu_si128((__m128i*)(out + 16), big_endian(efgh));
 }
 
-// N compressions that have nothing to do with each other.
+// N independent compressions.
 template <int N>
 inline __attribute__((always_inline)) void compress(State (&states)[N],
                                                     const uint8_t* const (&chunks)[N]) {
@@ -118,16 +118,16 @@ inline void compress2(State& a, const uint8_t* chunk_a, State& b, const uint8_t*
   b = states[1];
 }
 
-// The end of one prefix, still to be compressed.
+// The last chunk of one prefix, with its padding, before it is compressed.
 struct Ending {
   State state;
   alignas(16) uint8_t chunk[kChunk] = {0x80};
   bool has_tail = false;
-  uint8_t* out = nullptr;  // Null: there is none.
+  uint8_t* out = nullptr;  // Where the digest goes; null: nothing is pending.
 
   void begin(const State& chain, const uint8_t* tail, uint64_t num_bytes, uint8_t* digest) {
-    // The length in bits, big-endian, is the last 8 bytes. It is stored as it will be read, 16
-    // bytes at once: the read else waits until the store has left the core.
+    // The last 8 bytes are the length in bits, big-endian. The store has 16 bytes, like the read
+    // that follows: else the read would wait until the store has left the core.
     const uint64_t num_bits = __builtin_bswap64(8 * num_bytes);
     _mm_store_si128((__m128i*)(chunk + 48), _mm_set_epi64x(int64_t(num_bits), 0));
     const size_t num_tail = num_bytes % kChunk;
@@ -167,7 +167,8 @@ void quire_chain_begin(Chain* chain, const uint8_t* first_chunk) {
   chain->num_bytes = kChunk;
 }
 
-// `block_bytes` is a multiple of 16: a tail of at most 48 bytes leaves room for the padding.
+// Writes the digest of each of `num_blocks` prefixes to `digests`. `block_bytes` is a multiple of
+// 16: a tail of at most 48 bytes leaves room for the padding.
 void quire_chain_extend(Chain* chain, const uint8_t* data, int64_t block_bytes, int64_t num_blocks,
                         uint8_t* digests) {
   State state = load(chain->h);
@@ -192,7 +193,7 @@ void quire_chain_extend(Chain* chain, const uint8_t* data, int64_t block_bytes, 
         compress1(state, chunk);
       }
     }
-    ending.finish();  // Where the block filled no chunk.
+    ending.finish();  // Still pending only if the block completed no chunk.
     ending.begin(state, chain->tail, num_bytes, digests);
   }
   ending.finish();
