@@ -1,4 +1,4 @@
-"""LoRA adapters of the native library's programs; see `native/low_rank.cpp`."""
+"""LoRA adapters of the native library's programs; see `native/low_rank.h`."""
 
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence

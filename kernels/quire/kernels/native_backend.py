@@ -203,7 +203,6 @@ class NativeBackend(CpuBackend):
             num_tokens=num_tokens,
             num_blocks=num_blocks,
             num_rows=num_rows,
-            num_decodes=rows.num_decodes,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_size=head_size,

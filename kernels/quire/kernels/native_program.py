@@ -191,7 +191,6 @@ class NativeProgram:
             "query starts", batch.query_starts_B1, torch.int32, num_rows + 1
         )
         arguments.num_rows = num_rows
-        arguments.num_decodes = batch.num_decodes
         arguments.num_samples = len(batch.last_tokens_S)
         self._last_tokens_S = batch.last_tokens_S.long()  # kept until the next step
         arguments.last_tokens = pointer(

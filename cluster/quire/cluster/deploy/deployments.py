@@ -326,8 +326,13 @@ class Gateway:
         return {INFLIGHT: float(self._server.models.num_inflight)}
 
     async def addresses(self) -> tuple[str, str]:
-        """``host:port`` of the gRPC server and of the HTTP server."""
-        return self._server.grpc_address, self._server.http_address
+        """``host:port`` of the gRPC server and of the HTTP server. If they listen on all addresses,
+        the host is the node's address."""
+        grpc, http = self._server.grpc_address, self._server.http_address
+        if (host := self._config.host) in ("0.0.0.0", "::"):
+            node = await self.node()
+            grpc, http = (each.replace(host, node, 1) for each in (grpc, http))
+        return grpc, http
 
     async def node(self) -> str:
         """The address of this gateway's node."""

@@ -42,7 +42,6 @@ AttendArgs attend_args(const ForwardArgs& a) {
   args.num_tokens = a.num_tokens;
   args.num_blocks = a.num_blocks;
   args.num_rows = a.num_rows;
-  args.num_decodes = a.num_decodes;
   args.num_heads = a.num_heads;
   args.num_kv_heads = a.num_kv_heads;
   args.head_size = a.head_size;

@@ -38,7 +38,6 @@ struct AttendArgs {
   int64_t num_tokens;
   int32_t num_blocks;  // of the caches
   int32_t num_rows;
-  int32_t num_decodes;
   int32_t num_heads;
   int32_t num_kv_heads;
   int32_t head_size;
@@ -451,7 +450,6 @@ struct ForwardArgs {
   const int32_t* seq_lens;
   const int32_t* query_starts;
   int32_t num_rows;
-  int32_t num_decodes;
   int64_t num_samples;
   const int64_t* last_tokens;  // [S]
   // Workspace; 64-byte aligned.
