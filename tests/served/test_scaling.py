@@ -5,8 +5,9 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import grpc
 import pytest
@@ -22,6 +23,8 @@ from quire.v1.inference_pb2_grpc import InferenceStub
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SetPace = Callable[[float], None]
+STREAMED = 800
+"""Tokens of a stream that a group is to hand over."""
 
 
 def test_a_request_wakes_a_group_which_goes_again_when_idle(
@@ -43,24 +46,16 @@ def test_a_request_wakes_a_group_which_goes_again_when_idle(
 def test_streams_of_the_group_that_goes_go_on_token_for_token(
     scaled_endpoints: Endpoints, pace: SetPace
 ) -> None:
-    """Serve chooses the group, so that each of the two has a stream. Where Serve's choice had none,
-    since its stream had just ended or was sent to the other, which was less busy, it is asked
-    again."""
-    with grpc.insecure_channel(scaled_endpoints.grpc) as channel:
-        for attempt in range(8):
-            one_of_two_groups_goes(channel, pace, seed=attempt * 10_000)
-            if "moved" in (ended := outcomes(channel)):
-                return
-        pytest.fail(f"no stream was moved in eight attempts: {ended}")
-
-
-def one_of_two_groups_goes(channel: grpc.Channel, pace: SetPace, *, seed: int) -> None:
-    """Checks that the streams on both have the same tokens as undisturbed ones."""
+    """Serve chooses which of two groups goes, so each of them has a stream. The answers are those
+    of the same requests at one group that stays."""
     pace(0.005)  # Groups are slower than the clients here: more is asked than one can do.
-    with ThreadPoolExecutor(10) as pool, contextlib.ExitStack() as at_end:
-        older, _, _ = run(channel, prompt(seed), 2)
-        two, enough, ended = threading.Event(), threading.Event(), threading.Event()
-        for event in (two, enough, ended):
+    with (
+        grpc.insecure_channel(scaled_endpoints.grpc) as channel,
+        ThreadPoolExecutor(12) as pool,
+        contextlib.ExitStack() as at_end,
+    ):
+        two, enough = threading.Event(), threading.Event()
+        for event in (two, enough):
             at_end.callback(event.set)  # Else the pool would wait for ever where this fails.
         at_end.callback(pace, 0)
 
@@ -70,36 +65,57 @@ def one_of_two_groups_goes(channel: grpc.Channel, pace: SetPace, *, seed: int) -
                 run(channel, prompt(number, num_tokens=30), max_tokens)
                 number += 10
 
-        def stream(token_ids: list[int], began: threading.Event) -> list[list[int]]:
-            answers = []
-            while not ended.is_set():
-                answers.append(run(channel, token_ids, 400, began=began)[2])
-            return answers
-
         # One request more than a group may run. Until there are two, short ones too: however slow
         # the group is, they begin soon enough to be sent there, and wait there.
-        loads = [pool.submit(load, seed + 100 + number, 100, enough) for number in range(5)]
-        loads += [pool.submit(load, seed + 105 + number, 8, two) for number in range(5)]
+        loads = [pool.submit(load, 100 + number, 100, enough) for number in range(5)]
+        loads += [pool.submit(load, 105 + number, 8, two) for number in range(5)]
         wait_until(lambda: num_groups("RUNNING") == 2)
         two.set()
-        prompts = [
-            known(channel, lambda group: group != older, seed=seed)[1],
-            known(channel, lambda group: group == older, seed=seed)[1],
-        ]
         pace(0.1)  # A stream lasts longer than Serve takes to stop a group.
-        began = [threading.Event() for _ in prompts]
-        streams = [pool.submit(stream, *each) for each in zip(prompts, began, strict=True)]
-        # Both run before the load ends, and with it the need for a second group.
-        wait_until(lambda: all(each.is_set() for each in began))
+        streams = stream_on_each(channel, num_groups=2)
+        answers = [pool.submit(rest, stream) for stream in streams.values()]
         enough.set()
         wait_until(lambda: num_groups() == 1)
+        assert not any(answer.done() for answer in answers), "a stream ended before a group went"
         pace(0)
-        ended.set()
         for each in loads:
             each.result()
-        for streamed, token_ids in zip(streams, prompts, strict=True):
-            _, _, expected = run(channel, token_ids, 400)
-            assert all(answer == expected for answer in streamed.result())
+        for stream, answer in zip(streams.values(), answers, strict=True):
+            expected = run(channel, stream.token_ids, STREAMED)
+            assert answer.result() == expected
+        assert "moved" in outcomes(channel)
+
+
+class Stream(NamedTuple):
+    token_ids: list[int]
+    first: pb.GenerateResponse
+    chunks: Generator[pb.GenerateResponse, None, None]
+
+
+def stream_on_each(channel: grpc.Channel, *, num_groups: int) -> dict[str, Stream]:
+    """A stream that runs on each group, by group. A prompt goes where Quire sends it, so streams
+    are begun, and cancelled on a group that has one, until each group has one."""
+    streams: dict[str, Stream] = {}
+    deadline_s = time.monotonic() + 300  # Gateways hear of a new group in their own time.
+    for token_ids in (prompt(seed, num_tokens=100) for seed in itertools.count(1_000_000)):
+        chunks = generate(channel, asked(token_ids, STREAMED))
+        with contextlib.suppress(grpc.RpcError):  # The groups have more to do than they should.
+            first = next(chunks)
+            group = first.start.routing.group
+            if group in streams:
+                chunks.close()
+            else:
+                streams[group] = Stream(token_ids, first, chunks)
+            if len(streams) == num_groups:
+                return streams
+        assert time.monotonic() < deadline_s, f"only {list(streams)} took a stream"
+        time.sleep(0.1)
+    raise AssertionError
+
+
+def rest(stream: Stream) -> list[int]:
+    """All tokens of the stream, once it has ended."""
+    return [token for chunk in (stream.first, *stream.chunks) for token in chunk.token_ids]
 
 
 def outcomes(channel: grpc.Channel) -> set[str]:
@@ -108,38 +124,20 @@ def outcomes(channel: grpc.Channel) -> set[str]:
     return {each.outcome.split(":")[0] for each in last.decisions}
 
 
-def prompt(seed: int, *, num_tokens: int = 500) -> list[int]:
+def prompt(seed: int, *, num_tokens: int) -> list[int]:
     return random.Random(seed).choices(range(3, 4000), k=num_tokens)
 
 
-def known(
-    channel: grpc.Channel, is_wanted: Callable[[str], bool], *, seed: int
-) -> tuple[str, list[int]]:
-    """A group that is wanted, and a prompt that it alone knows."""
-    deadline_s = time.monotonic() + 300  # Gateways hear of a new group in their own time.
-    for token_ids in map(prompt, itertools.count(seed + 1_000_000)):
-        group, _, _ = run(channel, token_ids, 2)
-        if is_wanted(group):
-            return group, token_ids
-        assert time.monotonic() < deadline_s, "no such group took any prompt"
-    raise AssertionError
-
-
-def run(
-    channel: grpc.Channel,
-    token_ids: list[int],
-    max_tokens: int,
-    *,
-    began: threading.Event | None = None,
-) -> tuple[str, int, list[int]]:
-    """The group that took it first, the prompt tokens that it knew, and what was answered."""
+def asked(token_ids: list[int], max_tokens: int) -> pb.GenerateRequest:
     sampling = pb.SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=token_ids), sampling=sampling)
-    chunks = answered(channel, request, began)
+    return pb.GenerateRequest(token_ids=pb.TokenIds(ids=token_ids), sampling=sampling)
+
+
+def run(channel: grpc.Channel, token_ids: list[int], max_tokens: int) -> list[int]:
+    """The whole answer."""
+    chunks = answered(channel, asked(token_ids, max_tokens))
     assert chunks[-1].usage.num_output_tokens == max_tokens
-    start = chunks[0].start
-    answer = [token for chunk in chunks for token in chunk.token_ids]
-    return start.routing.group, start.num_cached_tokens, answer
+    return [token for chunk in chunks for token in chunk.token_ids]
 
 
 def ask(channel: grpc.Channel) -> list[int]:
@@ -150,23 +148,16 @@ def ask(channel: grpc.Channel) -> list[int]:
     return [token for chunk in chunks for token in chunk.token_ids]
 
 
-def answered(
-    channel: grpc.Channel, request: pb.GenerateRequest, began: threading.Event | None = None
-) -> list[pb.GenerateResponse]:
-    """All chunks; ``began`` is set with the first."""
-    chunks: list[pb.GenerateResponse] = []
-    while not chunks:
+def answered(channel: grpc.Channel, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
+    """All chunks."""
+    while True:
         try:
-            for chunk in generate(channel, request):
-                chunks.append(chunk)
-                if began is not None:
-                    began.set()
+            return list(generate(channel, request))
         except grpc.RpcError as error:
             # While there is one group only, it has more to do than it should.
-            if chunks or error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
             time.sleep(0.1)
-    return chunks
 
 
 def num_groups(state: str | None = None) -> int:
