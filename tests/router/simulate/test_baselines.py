@@ -1,4 +1,4 @@
-"""What was sent where, against a list of it for each group."""
+"""Baseline policies' memory of routed prompts, against a list for each group."""
 
 import pickle
 from collections.abc import Callable, Iterable
