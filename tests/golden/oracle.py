@@ -56,7 +56,7 @@ def model_class(name: str) -> Any:
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """Greedy tokens and log probabilities, a whole forward pass each. No cache could share our errors."""
+    """Greedy tokens and log probabilities, each by a whole forward pass, without a cache."""
     token_ids, logprobs = list(prompt), []
     for _ in range(MAX_TOKENS):
         logits = model(torch.tensor([token_ids]), use_cache=False).logits[0, -1]

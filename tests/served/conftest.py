@@ -77,7 +77,7 @@ def endpoints(pace_file: Path) -> Iterator[Endpoints]:
 
 @pytest.fixture(scope="module")
 def scaled_endpoints(pace_file: Path) -> Iterator[Endpoints]:
-    """A served cluster that scales from 0 to 2 groups of one rank. They hand streams over at once."""
+    """A served cluster of 0 to 2 groups of one rank, which hand over streams without delay."""
     config = replace(
         CONFIG,
         engine=replace(CONFIG.engine, tensor_parallel_size=1, max_num_seqs=4),
