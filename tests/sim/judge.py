@@ -61,7 +61,7 @@ class Judge:
         return num_faults >= min(resume.max_attempts, plan.num_groups)
 
     def _was_prompt(self, ask: Ask, now_s: float) -> bool:
-        """Whether it was refused on arrival, or later because expected room or its place was lost."""
+        """Whether it was refused on arrival, or later because expected room or its place went."""
         assert ask.error is not None
         details = ask.error.details() or ""
         is_hoped_for = "took its place" in details or "was expected" in details
