@@ -1,4 +1,4 @@
-"""The commands of ``docs/several-nodes.md``, run as they stand on two hosts of a network."""
+"""Runs the commands of ``docs/several-nodes.md`` unchanged on two hosts in network namespaces."""
 
 import json
 import re
@@ -24,7 +24,7 @@ SMALL = "--kv-cache-memory-bytes 33554432 --num-threads 1 --drain-timeout-s 1"
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="quire-"))  # pytest's own are too long for sockets.
+    made = Path(tempfile.mkdtemp(prefix="quire-"))  # pytest's are too long for sockets.
     yield made
     shutil.rmtree(made, ignore_errors=True)
 

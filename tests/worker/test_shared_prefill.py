@@ -1,4 +1,4 @@
-"""Requests that share a prefix compute it once, also while it is still being computed."""
+"""Concurrent requests with a shared prefix compute it once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ PROMPTS = [[*PREFIX, *RNG.integers(2, 50, OWN).tolist()] for _ in range(COUNT)]
 
 
 class Harness:
-    """An engine to which request after request is given; counts what its executor computes."""
+    """An engine that receives requests one by one, and counts the tokens its executor computes."""
 
     def __init__(self, make_engine: MakeEngine, *, budget: int, num_blocks: int = 200) -> None:
         self.engine, self._executor = make_engine(
@@ -44,7 +44,7 @@ class Harness:
 
     @property
     def num_prefilled(self) -> int:
-        """Prompt tokens that the executor was given. A decode's token is an output's."""
+        """Number of prompt tokens that the executor computed, without decodes."""
         num_tokens = sum(len(step.token_ids_T) for step in self._executor.steps)
         # The last token of an output is never given to the model.
         return num_tokens - sum(max(len(output) - 1, 0) for output in self.outputs)
@@ -52,7 +52,7 @@ class Harness:
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    """Filled by the first test that needs it: each request's tokens, found without any cache."""
+    """A list that the first test fills with each request's tokens, computed without any cache."""
     return []
 
 

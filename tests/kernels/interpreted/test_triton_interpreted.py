@@ -120,7 +120,7 @@ def test_prefill_is_its_twin_on_ragged_rows_with_cached_context(
 def test_a_context_in_splits_gives_a_token_the_same_bits_in_any_chunk(
     cuts: tuple[int, ...], num_parts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole prompt has one program for all splits and its chunks one for each, or vice versa."""
+    """The whole prompt has one program for all splits, its chunks one for each, or vice versa."""
     batch = paged_batch(
         [(150, 70), (40, 40), (9, 1)], num_heads=4, num_kv_heads=2, head_size=80, block_size=8
     )
