@@ -1,4 +1,4 @@
-"""What a process counts as a group's load and cache between one frame and the next."""
+"""The routing table: a group's load and cache as estimated between two frames."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -59,7 +59,7 @@ def test_a_burst_of_equal_cold_prompts_shares_a_group_until_its_queue_is_long(
     first = chosen[0]
     assert chosen[:8] == [first] * 8
     assert set(chosen) == {A, B}
-    # What spilled over shares the other group in its turn.
+    # Requests that spilled over share their prefix at the other group.
     assert chosen.index(B if first == A else A) <= 20
 
 
@@ -108,7 +108,7 @@ def test_a_reservation_counts_until_a_frame_says_that_its_load_has_it(blocks: Bl
     table = table_of(A)
     for name in ("first", "second"):
         table.route(name, hashes=blocks(name), num_prompt_tokens=100)
-    for _ in range(5):  # However many frames come while the requests travel.
+    for _ in range(5):  # Any number of frames may arrive while the requests travel.
         table.update_load(A, replace(load(), num_shown=0))
     assert state_of(table, A).num_reserved_requests == 2
     table.update_load(A, replace(load(running=1), num_shown=1))
@@ -268,7 +268,7 @@ def test_a_setting_that_cannot_work_names_itself() -> None:
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Whatever comes in which order, nothing is counted twice, left over or negative."""
+    """In any order of events, nothing is counted twice, left over or negative."""
 
     routed = Bundle("routed")
 
