@@ -1,4 +1,4 @@
-"""Sockets by file descriptor, and addresses that the kernel shuts out."""
+"""Facts of sockets by file descriptor, and addresses that the kernel shuts out."""
 
 import contextlib
 import os
