@@ -123,7 +123,7 @@ async def test_a_later_attempt_is_acknowledged_before_the_engine_has_it(start_gr
         assert not delta.token_ids
         assert not delta.HasField("error")
         assert (group.engine_loop.num_submitted, frame.num_submits) == (0, 0)
-        attachment.take_frame()  # That one was written.
+        attachment.take_frame()  # The first frame has been written.
         assert group.engine_loop.num_submitted == 1
         attachment.close()
 

@@ -47,7 +47,7 @@ def test_the_pages_commands_serve_a_model_from_two_machines(network: Network, fo
     variables = environment(folder / "bin")
 
     def command(name: str, text: str) -> list[str]:
-        """What the page says, with the token, on the hosts of this network."""
+        """The page's command with the token and the hosts of this network."""
         for given, host in (("10.0.0.1", "first"), ("10.0.0.2", "second")):
             text = text.replace(given, hosts[host].address)
         text = text.replace("MODEL", str(demo_model.PATH)).replace(

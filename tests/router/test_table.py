@@ -78,7 +78,7 @@ def test_how_much_of_a_prompt_no_group_has_is_learned_from_decisions(blocks: Blo
     assert table.num_to_compute(200) == 200
     for number in range(100):
         table.route(str(number), hashes=blocks(range(60)), num_prompt_tokens=1_000)
-    # Of each but the first 960 are in flight.
+    # All but the first find 960 tokens in flight.
     assert table.num_to_compute(200) == pytest.approx(0.04 * 200, rel=0.15)
 
 
@@ -219,7 +219,7 @@ def test_without_a_directory_load_alone_decides(blocks: Blocks) -> None:
     prompt = blocks(range(4))
     first = table.route("1", hashes=prompt, num_prompt_tokens=70)
     second = table.route("2", hashes=prompt, num_prompt_tokens=70)
-    # In flight or not, what the first group will hold is not known.
+    # Without a directory, blocks in flight are unknown too.
     assert {first.group, second.group} == {A, B}
     assert second.predicted_cached_tokens == 0
     assert second.reason == "least_loaded"

@@ -152,7 +152,7 @@ def test_room_for_a_prompt_that_has_begun_is_not_given_away(make_engine: MakeEng
     engine, executor = make_engine(num_blocks=16, max_num_batched_tokens=16)
     engine.add_request(request("long", prompt(48)))
     engine.step()
-    # 12 of 16 blocks are taken or promised: of these, which need 2 blocks each, one finds room
+    # 12 of 16 blocks are used or reserved. Of these requests of 2 blocks each, one finds room
     # beside a block for the long one's first decode.
     for number in range(1, 5):
         engine.add_request(request(str(number), prompt(5, seed=number), max_tokens=4))

@@ -63,7 +63,7 @@ def expected(alone: list[list[int]], generate: Generate) -> list[list[int]]:
     return alone
 
 
-# In one step; a step and a rest; in the middle of a block; the last chunk full to the token.
+# One step; a step and a rest; chunks that end within a block; a last chunk that is exactly full.
 @pytest.mark.parametrize("budget", [2048, 800, 250, 100, 48])
 def test_of_requests_added_at_once_the_first_computes_the_prefix(
     make_engine: MakeEngine, expected: list[list[int]], budget: int
@@ -111,7 +111,7 @@ def test_when_the_first_is_aborted_the_next_goes_on_from_what_it_computed(
 def test_when_there_is_no_room_for_all_the_prefix_is_held_once(
     make_engine: MakeEngine, expected: list[list[int]]
 ) -> None:
-    num_blocks = SHARED // BLOCK_SIZE + 12  # And three requests' own 4 blocks, or less.
+    num_blocks = SHARED // BLOCK_SIZE + 12  # Room for three requests' own 4 blocks each.
     harness = Harness(make_engine, budget=2048, num_blocks=num_blocks)
     for index in range(COUNT):
         harness.add(index)

@@ -217,7 +217,7 @@ def test_other_parameters_keep_their_meaning(llm: LLM) -> None:
     ended = one(llm, regex="ab", min_tokens=20, ignore_eos=True)
     assert (ended.text, ended.finish_reason) == ("ab", "stop")
     stopped = one(llm, regex="abcd", stop_token_ids=[tokenizer.encode("b")[-1]], seed=3)
-    assert stopped.text in ("a", "abcd")  # Where it is not part of a longer token.
+    assert stopped.text in ("a", "abcd")  # Unless it is part of a longer token.
     assert one(llm, regex="[ab]+;", stop=[";"]).finish_reason == "stop"
     allowed = [tokenizer.encode(letter)[-1] for letter in "ace"] + [1]
     assert re.fullmatch("[ace]+", one(llm, regex=regex, allowed_token_ids=allowed).text)
