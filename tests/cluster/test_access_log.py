@@ -311,7 +311,7 @@ def test_a_full_log_drops_lines_and_says_so() -> None:
 
 
 class Blocked(logging.Handler):
-    """A stream that blocks writes until released."""
+    """A log handler that blocks until released."""
 
     def __init__(self) -> None:
         super().__init__()

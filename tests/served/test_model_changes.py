@@ -1,4 +1,4 @@
-"""Models are added, replaced and removed while a cluster serves. No stream fails or mixes models."""
+"""Models are added, replaced and removed while a cluster serves; no stream fails or mixes two."""
 
 import os
 import re
