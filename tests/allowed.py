@@ -6,7 +6,7 @@ from quire.worker.text.tokenizer import Tokenizer
 
 
 def allows(grammars: Grammars, marked: Tokenizer, constraint: Constraint | None, text: str) -> bool:
-    """Whether an answer may be this text."""
+    """Whether ``constraint`` allows ``text`` as a whole answer, one that may end there."""
     assert constraint is not None
     matcher = grammars.compile(constraint).matcher()
     for token_id in marked.encode(text, add_special_tokens=False):

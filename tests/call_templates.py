@@ -1,4 +1,4 @@
-"""How chat templates of known models write calls of tools: the parts of them that do."""
+"""The parts of known models' chat templates that render tool calls."""
 
 HERMES = """
 {%- for message in messages %}{% if message.role == "assistant" %}
@@ -182,8 +182,8 @@ TEMPLATES = {
     "functiongemma": FUNCTION_GEMMA,
     "gemma4": GEMMA4,
 }
-"""By the names of `quire.cluster.dialects.formats`. Pythonic calls have none: models are shown
-them in the system prompt."""
+"""Templates by format, as named in `quire.cluster.dialects.formats`. Pythonic calls have none: the
+system prompt shows models their form."""
 
 TAKE_TEXT = {"deepseek_v3", "deepseek_v31"}
-"""Those that join the arguments to other text, and so want them as text."""
+"""Templates that concatenate arguments with text, and so need them as a JSON string."""

@@ -1,7 +1,7 @@
-"""For all tests: hypothesis's profile, tiny random Llama checkpoints, and what a test that hangs
-was waiting for.
+"""Shared by all tests: Hypothesis profiles, tiny random Llama checkpoints, and a dump of waiting
+asyncio tasks for tests that hang.
 
-The checkpoints are made once per run by transformers, which is also their oracle.
+transformers makes the checkpoints once per run, and is also their oracle.
 """
 
 import asyncio
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from quire.worker.text.grammar import Grammars
     from quire.worker.text.tokenizer import Tokenizer
 
-# Ray forks to start its processes, and gRPC's handlers of a fork may end or hang the child where
-# gRPC has threads, as in this process. gRPC reads this as it starts.
+# Ray forks to start processes. In a process where gRPC has threads, such as this one, gRPC's fork
+# handlers may end or hang the child. gRPC reads this variable when it starts.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))  # For `tools` and `bench`.
 
-# How long an example takes is the machine's business, and a run is to find what the last one found:
-# `--hypothesis-profile=default` looks for more, and `quick` for less: `make test` takes it.
+# No deadline, since an example's duration depends on the machine; the same examples in each run.
+# `--hypothesis-profile=default` draws new ones; `quick`, which `make test` uses, tries fewer.
 settings.register_profile(
     "quire", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("quick", settings.get_profile("quire"), max_examples=20)
 settings.load_profile("quire")
 
-# Logs of clusters that tests start are not kept among the user's.
+# Keeps logs of test clusters apart from the user's.
 os.environ.setdefault("QUIRE_STATE_DIR", str(Path(tempfile.gettempdir(), "quire-tests-state")))
-# Nor are their adapters.
+# The same for adapters.
 if "QUIRE_ADAPTER_DIR" not in os.environ:
     os.environ["QUIRE_ADAPTER_DIR"] = tempfile.mkdtemp(prefix="quire-adapters-")
     atexit.register(shutil.rmtree, os.environ["QUIRE_ADAPTER_DIR"], ignore_errors=True)
@@ -54,11 +54,11 @@ MakeLlama = Callable[..., Path]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow the cells that a test's `quick_cells` leaves out.
+    """Marks as slow the parametrised cases that a test's mark ``quick_cells`` leaves out.
 
-    ``quick_cells(number, *names)`` keeps ``number`` cells of each test, drawn by a hash of their
-    names, and all whose name contains one of ``names``; either may be absent. A cell with a
-    parameter that is marked as slow is not drawn.
+    ``quick_cells(number, *names)`` keeps ``number`` cases of each test, chosen by a hash of their
+    names, and all whose name contains one of ``names``; either may be absent. A case that a
+    parameter already marks as slow is never chosen.
     """
     drawn: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -79,10 +79,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _late_grpc_events() -> Generator[None]:
-    """gRPC's last events of a call are dropped where the loop was closed with the call's test.
+    """Drops gRPC's late events of a call whose event loop was closed with its test.
 
-    One of its threads reads the events of all loops, and has the loop that runs hand them on: they
-    would fail a test that has nothing to do with them.
+    One gRPC thread polls the events of all loops, and the running loop passes each on to its own.
+    A closed loop raises there, which would fail an unrelated test.
     """
     hand_on = asyncio.BaseEventLoop.call_soon_threadsafe
 
@@ -137,7 +137,7 @@ def make_llama(tmp_path_factory: pytest.TempPathFactory) -> MakeLlama:
             "initializer_range": 0.2,
         }
         model = LlamaForCausalLM(LlamaConfig(dtype=torch.float32, **(shape | fields)))
-        with torch.no_grad():  # biases start as zeros, and zeros would test nothing
+        with torch.no_grad():  # biases start as zeros, which would test nothing
             for parameter_name, parameter in model.named_parameters():
                 if parameter_name.endswith(".bias"):
                     parameter.normal_(std=0.2)
@@ -187,7 +187,7 @@ def tiny_llama_with_biases(make_llama: MakeLlama) -> Path:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_timeout_set_timer() -> Generator[None, bool | None, bool | None]:
-    """Prints where asyncio tasks wait in a test that hangs; pytest-timeout shows only threads."""
+    """Prints where asyncio tasks wait when a test times out; pytest-timeout shows only threads."""
     result = yield
     fail = signal.getsignal(signal.SIGALRM)
 
@@ -203,7 +203,7 @@ def pytest_timeout_set_timer() -> Generator[None, bool | None, bool | None]:
 
 
 def _awaits(awaitable: Any) -> list[str]:
-    """The lines at which a coroutine waits, the outermost first."""
+    """The lines at which a coroutine is suspended, the outermost first."""
     lines = []
     while awaitable is not None:
         kind = next((k for k in ("cr", "gi", "ag") if hasattr(awaitable, f"{k}_frame")), None)
@@ -217,6 +217,6 @@ def _awaits(awaitable: Any) -> list[str]:
 
 @pytest.fixture
 def bench_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
-    """Imports ``bench.<name>``, which is on no path: benchmarks run from the repository's root."""
+    """Imports ``bench.<name>`` from the repository's root, since benchmarks are not installed."""
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1]))
     return lambda name: importlib.import_module(f"bench.{name}")

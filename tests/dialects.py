@@ -1,4 +1,4 @@
-"""What tests of calls and reasoning share: tools, events, cuts, and texts that a grammar allows."""
+"""Helpers for tests that parse tool calls and reasoning: tools, rendered calls, events and cuts."""
 
 import json
 import random
@@ -49,7 +49,7 @@ def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Call]]:
-    """Tools, and calls that their schemas allow."""
+    """Draws tools, and one call of each that its schema allows."""
     tools, calls = [], []
     for name in draw(st.lists(names, min_size=1, max_size=3, unique=True)):
         types = draw(st.dictionaries(names, st.sampled_from(sorted(TYPES)), max_size=4))
@@ -59,7 +59,7 @@ def conversations(draw: st.DrawFn) -> tuple[list[dict[str, Any]], list[Call]]:
 
 
 def written(form: str, calls: Sequence[Call], *, content: str = "") -> str:
-    """What the family's own chat template makes of the calls."""
+    """The calls as text, rendered by the family's own chat template."""
     if form == "pythonic":
         shown = [
             f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
@@ -94,7 +94,7 @@ def parse(
     goes_on: bool = False,
     has_form: bool = False,
 ) -> list[Event]:
-    """The events, where text that follows on is one event."""
+    """Parses ``pieces``; consecutive text events of one type are joined."""
     parser = OutputParser(
         calls=FORMATS[form] if isinstance(form, str) else form,
         tools=tools,
@@ -116,7 +116,7 @@ def parse(
 
 
 def calls_of(events: Sequence[Event]) -> list[Call]:
-    """Checks also that begin and end are where they have to be."""
+    """The calls in ``events``. Asserts that begin, arguments and end of each are in this order."""
     calls: list[Call] = []
     inner = [event for event in events if not isinstance(event, Content | Reasoning)]
     for number in range(0, len(inner), 3):
@@ -130,7 +130,7 @@ def calls_of(events: Sequence[Event]) -> list[Call]:
 
 
 def cuts(text: str, *, in_two: bool = True) -> Iterator[list[str]]:
-    """Single characters, a few others, and, where ``in_two``, every cut in two."""
+    """Ways to cut ``text``: single characters, 20 random ones, and with ``in_two`` all in two."""
     if in_two:
         yield from ([text[:at], text[at:]] for at in range(len(text) + 1))
     yield list(text)
@@ -146,9 +146,9 @@ def required(tools: list[dict[str, Any]], choice: object = "required") -> ToolUs
 
 
 def in_json(text: str, form: str, tools: Sequence[Tool]) -> str:
-    """Calls as the grammar has them: without ids, and with Python's values as JSON."""
+    """Rewrites rendered calls to the form that the grammar allows: no ids, values as JSON."""
     text = re.sub(r', "id": "\d{9}"', "", text)
-    if form == "harmony":  # The templates have the function before the channel, models behind it.
+    if form == "harmony":  # Templates put the function before the channel, models after it.
         text = re.sub(
             r"assistant( to=\S+)<\|channel\|>commentary json",
             r"assistant<|channel|>commentary\1 <|constrain|>json",

@@ -1,4 +1,4 @@
-"""Executors of tests, which compute a step at once or not at all."""
+"""A base class for executors of tests, which compute each step in the caller's thread."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,14 +14,14 @@ from quire.worker.step.sampling_batch import Adjustments
 # X blocks in host memory   C bytes of a block
 
 NUM_HOST_BLOCKS = 32
-"""Slots of host memory at least, as ranks have them."""
+"""Minimum number of slots of host memory, the same as for ranks."""
 
 
 class DirectExecutor(ABC):
     """An executor that makes a step's copies first and runs it when its result is requested.
 
-    Its KV cache is an array of 64-bit words, some for each token. Subclasses say what they mean,
-    and run the model.
+    Its KV cache is an array of 64-bit words, ``num_words`` for each token. Subclasses define what
+    the words mean, and run the model.
     """
 
     num_ahead = 0
@@ -61,13 +61,13 @@ class DirectExecutor(ABC):
 
     @abstractmethod
     def execute(self, step: StepInput) -> StepOutput:
-        """Runs the model once; of a step without tokens, not at all."""
+        """Runs the model once, or not at all where the step has no tokens."""
 
     def close(self) -> None:  # noqa: B027  # Most of them have nothing to free.
         """Frees what the executor holds."""
 
     def _copy(self, copies: list[list[list[int]]]) -> None:
-        """One copy after the other, the bytes of a block at a time."""
+        """Makes the copies in order, one block at a time."""
         tiers = [self.kv_NLW.reshape(self.num_blocks, -1).view(np.uint8), self.host_blocks_XC]
         for (source, block), (target, place) in copies:
             from_XC, to_XC = tiers[source], tiers[target]

@@ -1,8 +1,8 @@
-"""How many examples Hypothesis tries where a test wants more or fewer of them than most do."""
+"""Numbers of Hypothesis examples for tests that need more or fewer than the profile's."""
 
 from hypothesis import settings
 
 
 def examples(number: int) -> int:
-    """``number`` with 100 in the profile, as by default, and in proportion with another one."""
+    """Scales ``number`` by the profile's ``max_examples`` over 100, Hypothesis's default."""
     return number * settings().max_examples // 100

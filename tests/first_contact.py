@@ -1,6 +1,6 @@
-"""A first user's steps, on what is installed: generates offline, then serves the demo model, chats
-over HTTP and gRPC and stops the server. Each step says how long it took, and the start how long it
-said nothing. `tests/on_python` runs it; it needs no pytest.
+"""A new user's first steps with the installed package: generates offline, serves the demo model,
+chats over HTTP and gRPC, and stops the server. Prints how long each step took, and the longest
+silence of the server's start. `tests/on_python` runs it; it needs no pytest.
 """
 
 import json
@@ -30,7 +30,7 @@ def main() -> None:
     clock = Stopwatch()
     offline = generate_offline()
     clock.say("offline", repr(offline))
-    # The program beside this interpreter: what `pip install` put there.
+    # The `quire` program that `pip install` put beside this interpreter.
     quire = Path(sys.executable).with_name("quire")
     free = ["--http-port", "0", "--grpc-port", "0", "--kv-cache-memory-bytes", str(KV_BYTES)]
     with subprocess.Popen([quire, "serve", *free], stdout=subprocess.PIPE, text=True) as server:
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 class Stopwatch:
-    """Says how long each step took since the one before."""
+    """Prints how long each step took since the one before."""
 
     def __init__(self) -> None:
         self._since_s = time.monotonic()
@@ -70,7 +70,7 @@ def generate_offline() -> str:
 
 
 def addresses(server: subprocess.Popen[str]) -> tuple[str, str, float]:
-    """Those of gRPC and HTTP, which the server prints when it is ready, and its longest pause
+    """The gRPC and HTTP addresses, which the server prints when it is ready, and its longest pause
     between two lines, in seconds."""
     assert server.stdout is not None
     printed, said_s, silence_s = "", time.monotonic(), 0.0

@@ -1,7 +1,7 @@
 """A TCP proxy that injects faults of networks and machines into what a server sends.
 
-What clients send passes unharmed. A fault is of one byte stream, from its first byte on, and each
-connection has all of it.
+Data from clients passes unharmed. A fault's positions count bytes of one connection's stream, and
+each connection gets the whole fault.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ _CHUNK_BYTES = 65_536
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What to do to each connection; by default nothing."""
+    """What the proxy does to each connection; by default nothing."""
 
     cut_at: int | None = None
     """The number of bytes after which the connection ends."""

@@ -26,7 +26,7 @@ TYPES = {
 
 
 def as_sent(schema: Any) -> Any:
-    """The schema in JSON Schema's types. Of floats the leaderboard's client also sends the
+    """The schema in JSON Schema's types. For floats the leaderboard's client also sends the
     format."""
     if isinstance(schema, list):
         return [as_sent(each) for each in schema]

@@ -1,5 +1,5 @@
-"""GGUF files made of models of transformers, by the writer of the package ``gguf`` and its table of
-names, with what llama.cpp's converter does to the values."""
+"""Writes models of transformers as GGUF files, with the writer and the tensor names of the package
+``gguf``. Values are changed as llama.cpp's converter changes them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 INTERLEAVED = ("llama", "smollm3")
 LESS_ONE = ("gemma2", "gemma3")
 WORDS = [chr(256 + byte) if byte <= 0x20 else chr(byte) for byte in range(0x7F)]
-"""ASCII as GPT-2 spells bytes."""
+"""The ASCII characters in GPT-2's byte-level spelling."""
 
 
 def write_model(
@@ -29,10 +29,10 @@ def write_model(
     split_after: int = 0,
     vocabulary: bool = True,
 ) -> None:
-    """Writes ``model`` with its matrices as ``kind``, and gives it the values that were written.
+    """Writes ``model`` with matrices quantised as ``kind``; sets the model to the written values.
 
-    ``fields`` are of the architecture, ``tensors`` more tensors; ``split_after`` so many tensors
-    begins a second file.
+    ``fields`` are metadata of the architecture, ``tensors`` extra tensors. After ``split_after``
+    tensors a second file begins.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split_after)
@@ -71,7 +71,7 @@ def write_model(
                 heads = config.num_attention_heads
             elif architecture in INTERLEAVED and ".attn_k." in renamed:
                 heads = config.num_key_value_heads
-            if heads:  # Llama's own order: the two channels that turn together are neighbours.
+            if heads:  # Llama's original order: the two channels of a rotary pair are neighbours.
                 values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2)
                 values = np.ascontiguousarray(values).reshape(part.shape)
             stored = Kind.F32 if values.ndim == 1 else kind
@@ -88,9 +88,9 @@ def write_model(
 
 
 def _parts(names: Any, name: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """A tensor's name in the file, or those of its parts."""
+    """A tensor under its name in the file, or its parts under theirs."""
     stem, _, last = name.rpartition(".")
-    if last == "gate_up_proj":  # All experts', one below the other.
+    if last == "gate_up_proj":  # Gate and up of all experts, stacked.
         for part, kind in zip(value.chunk(2, 1), ("gate", "up"), strict=True):
             yield f"blk.{stem.split('.')[2]}.ffn_{kind}_exps.weight", part
     elif last == "down_proj":
@@ -102,7 +102,7 @@ def _parts(names: Any, name: str, value: torch.Tensor) -> Iterator[tuple[str, to
 
 
 def write_tiny(path: Path, *, kind: Kind = Kind.Q8_0, **options: Any) -> Any:
-    """A Llama of one layer, which is returned."""
+    """Writes a Llama of one layer and returns the model."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=160,
@@ -120,7 +120,7 @@ def write_tiny(path: Path, *, kind: Kind = Kind.Q8_0, **options: Any) -> Any:
 
 
 def add_vocabulary(writer: Any, size: int) -> None:
-    """``<s>``, ``</s>``, a mark of turns, ASCII, "hi", and unused tokens up to ``size``."""
+    """Adds ``<s>``, ``</s>``, a turn marker, ASCII, "hi", and unused tokens up to ``size``."""
     words = ["<s>", "</s>", "<|im_end|>", *WORDS, "hi"]
     kinds = [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(words) - 3)
     missing = range(len(words), size)

@@ -1,5 +1,5 @@
-"""A server on the loopback that speaks as much of the Hugging Face hub's HTTP API as downloads
-need: a repository's commits and branches, its list of files, and the files with their ETags."""
+"""A server on the loopback with the part of the Hugging Face hub's HTTP API that downloads need:
+a repository's commits and branches, its list of files, and the files with their ETags."""
 
 import hashlib
 import json
@@ -50,7 +50,7 @@ class Hub:
         return kept | {"HF_ENDPOINT": self.url, "HF_HOME": str(home)} | more
 
     def sent(self, suffix: str = "") -> list[str]:
-        """The files whose contents were sent, not only their headers."""
+        """Files whose contents were sent, not only their headers."""
         return [
             each.rpartition("/")[2]
             for each in self.requests
@@ -59,7 +59,7 @@ class Hub:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """What a repository of them has: digests of weights that other tests left are hidden files."""
+    """A repository's files from ``folder``, without hidden ones: digests that other tests left."""
     files = [each for each in folder.iterdir() if each.is_file() and each.name[0] != "."]
     return {file.name: file.read_bytes() for file in files}
 

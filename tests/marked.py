@@ -12,7 +12,7 @@ from quire.worker.text.tokenizer import Tokenizer
 
 
 def marked_tokenizer(*others: str) -> Tokenizer:
-    """Its special tokens are the markers that are such in known models, and ``others``."""
+    """A tokenizer whose special tokens are ``others`` and the markers that known models have."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
@@ -42,8 +42,8 @@ def walk(
     *,
     ends: Sequence[str] = ("</arg_value>", "\n</parameter>", "<escape>", '<|"|>'),
 ) -> str:
-    """A text that the grammar allows, drawn token by token. ``ends`` of texts that have any
-    characters would not come by chance."""
+    """Draws a text that the grammar allows, token by token. It inserts ``ends`` on purpose: random
+    tokens would hardly ever end a string that may hold any characters."""
     assert constraint is not None
     matcher = grammars.compile(constraint).matcher()
     token_ids: list[int] = []
@@ -51,7 +51,7 @@ def walk(
     ends_of_texts = [marked.encode(text) for text in ends]
     while True:
         allowed = np.flatnonzero(np.unpackbits(matcher.mask_W.view(np.uint8), bitorder="little"))
-        # Texts of some length, not of any.
+        # Quotes are preferred after 60 tokens, so that strings end.
         quotes = [each for each in allowed if each == 0 or chr(34) in marked.token_text(int(each))]
         if not ahead or ahead[0] not in allowed:
             ahead = list(chance.choice(ends_of_texts)) if chance.random() < 0.2 else []

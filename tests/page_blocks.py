@@ -1,4 +1,4 @@
-"""The code blocks of the documents' pages, and a folder of commands to run them with."""
+"""Reads the code blocks of documentation pages and prepares an environment that runs them."""
 
 import os
 import re
@@ -17,13 +17,13 @@ class Block(NamedTuple):
 
 
 def blocks(page: str, *languages: str) -> list[Block]:
-    """The fenced blocks of a page that are of these languages, in their order."""
+    """The fenced code blocks of a page in any of ``languages``, in the order of the page."""
     found = (Block(*each) for each in _FENCED.findall((ROOT / page).read_text()))
     return [each for each in found if each.language in languages]
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables with which a shell finds ``quire`` and ``ray`` of this Python, in ``folder``."""
+    """Variables of a shell that runs this Python's commands, by scripts written to ``folder``."""
     for name, module in _MODULES.items():
         command = folder / name
         command.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')

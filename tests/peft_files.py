@@ -1,5 +1,5 @@
-"""LoRA adapters of small models, as PEFT writes them, and what transformers makes of them: the
-products added to the model's own weights."""
+"""LoRA adapters of small models in PEFT's file format, and their merge into transformers' models:
+the low-rank products are added to the weights."""
 
 import json
 import math
@@ -28,8 +28,8 @@ def write(
     size: float = 0.3,
     **config: Any,
 ) -> Path:
-    """An adapter of random numbers, which changes what the model says. ``config`` are more fields
-    of ``adapter_config.json``; ranks follow its ``rank_pattern``."""
+    """Writes a random adapter, large enough to change tokens. ``config`` has more fields of
+    ``adapter_config.json``; ranks follow its ``rank_pattern``."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, module in model.named_modules():

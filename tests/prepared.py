@@ -1,4 +1,4 @@
-"""Requests as groups and engines get them, for tests."""
+"""Builds requests in the form that groups and engines receive, `Prepared`, for tests."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -13,9 +13,9 @@ _FIELDS = {field.name for field in fields(Prepared)}
 
 
 def prepared(request_id: str, prompt: Sequence[int], **more: Any) -> Prepared:
-    """``more`` are fields of `Prepared` and of `SamplingParams`; the seed is 0 by default."""
+    """A request. ``more`` sets fields of `Prepared` or `SamplingParams`; seed 0 by default."""
     token_ids = np.array(prompt, dtype=np.uint32)
-    token_ids.flags.writeable = False  # The request keeps them.
+    token_ids.flags.writeable = False  # The request keeps this array.
     own = {name: more.pop(name) for name in _FIELDS & more.keys()}
     return Prepared(
         **{"sampling": SamplingParams(**{"seed": 0, **more}), **own},

@@ -1,5 +1,5 @@
-"""Response templates, and how their models write: those that transformers has for itself, and one
-for each other way in which a template can describe calls."""
+"""Response templates with the texts of their models: those that transformers ships, and one for
+each other way in which a template can describe calls."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from transformers.cli.serving.utils import _RESPONSE_TEMPLATE_FALLBACKS
 KNOWN = {
     model: template for models, template in _RESPONSE_TEMPLATE_FALLBACKS.items() for model in models
 }
-"""What transformers serves checkpoints by that have no template, by the type of model."""
+"""Templates that transformers uses for checkpoints without one, by model type."""
 FUNCTION = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 THINK = {"open": "<think>", "close": "</think>"}
 LISTED = {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}}
@@ -73,13 +73,13 @@ class Case:
     template: dict[str, Any]
     call: Writer
     calls: str = "response_template"
-    """The name of the format that Quire is to read by."""
+    """The name of the format by which Quire must parse."""
     reasoning: str = "think"
     around: tuple[str, str, str] = ("", "", "")
-    """What is before, between and behind calls."""
+    """Text before, between and after calls."""
     thought: str = "<think>\n{}\n</think>\n\n"
     trims: bool = False
-    """The template takes whitespace from the ends of texts."""
+    """Whether the template strips whitespace from the ends of texts."""
 
     def write(self, reasoning: str, content: str, calls: Sequence[Call]) -> str:
         begin, between, end = self.around
@@ -197,7 +197,7 @@ CASES = {
         calls="harmony",
         reasoning="harmony",
     ),
-    # From here on, marks that no entry of the table has.
+    # From here on, markers that no entry of the table has.
     "python between marks": Case(
         template=template(
             {

@@ -1,4 +1,4 @@
-"""What the models of tests read from a step's input."""
+"""Reads samples and banned tokens from a `StepInput`, for the made-up models of tests."""
 
 from collections.abc import Iterator
 
@@ -9,18 +9,18 @@ from quire.worker.step.sampling_batch import Adjustments, Edits, SamplingBatch
 
 
 def samples(step: StepInput) -> Iterator[tuple[int, int, int]]:
-    """For each sample its number, its row of the step, and how many tokens stand before it."""
+    """Yields for each sample its index, its row in the step, and the length of its context."""
     rows = np.searchsorted(step.query_starts_B1, step.samples_S, side="right") - 1
     lengths = step.positions_T[step.samples_S] + 1
     yield from zip(range(len(rows)), rows.tolist(), lengths.tolist(), strict=True)
 
 
 _MAX_VOCAB = 512
-"""Of the models that are no real ones."""
+"""Largest vocabulary of the made-up models."""
 
 
 def banned_ids(sampling: SamplingBatch, sample: int) -> list[int]:
-    """The tokens that one sample must not be."""
+    """The token ids that bias or mask excludes for one sample."""
     if sampling.adjustments is None:
         return []
     adjustments = sampling.adjustments

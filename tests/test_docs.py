@@ -1,4 +1,4 @@
-"""What the documents name is there: files, headings, modules, benchmarks."""
+"""Files, headings, modules and benchmarks that the documentation names exist."""
 
 import importlib.util
 import re
@@ -63,7 +63,7 @@ def test_our_modules_can_be_run(page: Path) -> None:
 def test_paths_lead_somewhere(page: Path) -> None:
     text = page.read_text()
     for found in PATH.finditer(text):
-        is_gone = "last in " in text[max(0, found.start() - 120) : found.start()]  # In git alone.
+        is_gone = "last in " in text[max(0, found.start() - 120) : found.start()]  # In git only.
         assert is_gone or (ROOT / found[1]).exists(), found[1]
 
 
@@ -72,7 +72,7 @@ def test_flags_are_read_somewhere(page: Path) -> None:
     source = sources()
     for flag in set(FLAG.findall(page.read_text())):
         positive = flag.replace("--no-", "--", 1)
-        field = positive.removeprefix("--").replace("-", "_")  # Some are made of a field's name.
+        field = positive.removeprefix("--").replace("-", "_")  # Some derive from a field.
         assert any(f'"{name}"' in source for name in (flag, positive, field)), flag
 
 
@@ -108,15 +108,15 @@ def sources() -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchor of each heading, as web viewers make it."""
+    """The anchor of each heading, in the form that web viewers generate."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
 def module_of(name: str) -> Path | None:
-    """The file of a module, which is not run."""
+    """The file of a module, found without running it."""
     try:
         spec = importlib.util.find_spec(name)
-    except ModuleNotFoundError:  # What it is said to be in is none, or no package.
+    except ModuleNotFoundError:  # The parent does not exist or is no package.
         return None
     return Path(spec.origin) if spec and spec.origin else None

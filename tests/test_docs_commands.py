@@ -1,7 +1,7 @@
-"""The commands and programs of the documents' pages do what the pages say.
+"""The commands and programs on documentation pages do what the pages say.
 
-A block marked as ``sh`` or ``python`` is run here, with the demo model in place of the hub's and
-free ports in place of the usual ones, or its page is in `ELSEWHERE` with what runs it.
+Blocks marked as ``sh`` or ``python`` are run here, with the demo model in place of the hub's and
+free ports in place of the usual ones. Pages in `ELSEWHERE` are run by the test named there.
 """
 
 import re
@@ -45,7 +45,7 @@ NOT_RUN = {
     ".venv/bin/quire bench prefix": "tests/worker/bench runs it, on requests of its own",
     ".venv/bin/quire simulate": "tests/router/simulate replays a log of its own",
 }
-"""How a block begins that is not run, and why."""
+"""Beginnings of blocks that are not run, with the reason."""
 SMALL = "kv_cache_memory_bytes=33554432, num_threads=1"
 
 
@@ -59,7 +59,7 @@ class Served(NamedTuple):
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serving("--num-threads", "1") as (server, grpc, http):
         yield Served(grpc, http, environment(tmp_path_factory.mktemp("commands")))
-        server.send_signal(2)  # As Ctrl-C does.
+        server.send_signal(2)  # SIGINT, as from Ctrl-C.
         assert server.wait(timeout=120) == 0
 
 
@@ -98,7 +98,7 @@ def test_a_block_of_a_page_does_what_it_says(
 
 
 def here(text: str, served: Served) -> str:
-    """A block with what this machine has in place of what the reader has."""
+    """A block with this machine's values in place of the reader's."""
     text = text.replace("127.0.0.1:8000", served.http).replace("127.0.0.1:50051", served.grpc)
     text = text.replace("Qwen/Qwen3-0.6B", str(demo_model.PATH))
     text = re.sub(r"block_size=16", f"block_size=16, {SMALL}", text)

@@ -13,10 +13,10 @@ MAY_IMPORT = {
     "kernels": set[str](),
     "proto": set[str](),
     "worker": {"kernels"},
-    "router": {"kernels", "worker"},  # And no more of them than tests/router/test_imports.py says.
+    "router": {"kernels", "worker"},  # tests/router/test_imports.py limits these further.
     "cluster": {"kernels", "proto", "router", "worker"},
 }
-"""By source root; each also itself."""
+"""Allowed imports by source root; each root may also import itself."""
 WORKER_API = ("quire.worker.api",)
 MAY_IMPORT_OF_THE_WORKER = {
     "quire.router": WORKER_API,
@@ -27,19 +27,19 @@ MAY_IMPORT_OF_THE_WORKER = {
         (*WORKER_API, "quire.worker.text"),
     ),
 }
-"""By package, the packages of the worker; what is not here may import any."""
+"""The worker's packages that a package may import. Packages not listed may import any."""
 KNOWS_RAY = {"cluster", "router/quire/router/serve_router.py"}
 
 
 def modules() -> dict[str, Path]:
-    """Every module of Quire's but the compiler's stubs and `quire` itself, by name."""
+    """Files of Quire's modules by name, without protoc's stubs and `quire` itself."""
     return {
         ".".join(path.relative_to(ROOT / root).with_suffix("").parts).removesuffix(
             ".__init__"
         ): path
         for root in MAY_IMPORT
         for path in sorted((ROOT / root / "quire").rglob("*.py"))
-        # Each folder's modules are imported through this one, which itself imports nothing of them.
+        # All folders share the package `quire`, which imports none of their modules.
         if path != PACKAGE
     }
 
@@ -52,10 +52,10 @@ def root_of(path: Path) -> str:
 
 
 def imports(tree: ast.AST, *, everywhere: bool) -> Iterator[str]:
-    """The names of the modules that it imports; else only those that are needed to import it."""
+    """The names of the modules that it imports; else only those needed at import time."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
-            # What is imported from a package may be a module of it.
+            # A name imported from a package may be one of its modules.
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
             yield node.module
         elif isinstance(node, ast.Import):
@@ -85,7 +85,7 @@ def test_a_folder_imports_only_what_the_design_lets_it(root: str) -> None:
 
 
 def imported_modules() -> dict[str, set[str]]:
-    """The modules that importing each module imports."""
+    """For each module the modules that it imports at import time."""
     return {
         name: set(imports(ast.parse(path.read_text()), everywhere=False)) & MODULES.keys() - {name}
         for name, path in MODULES.items()
@@ -93,12 +93,12 @@ def imported_modules() -> dict[str, set[str]]:
 
 
 def package_of(name: str) -> str:
-    """A module beside packages, such as `quire.worker.engine`, counts as one."""
+    """A module's package; a module beside packages, such as `quire.worker.engine`, is its own."""
     return ".".join(name.split(".")[:3])
 
 
 def test_no_modules_import_each_other() -> None:
-    list(TopologicalSorter(imported_modules()).static_order())  # CycleError names them.
+    list(TopologicalSorter(imported_modules()).static_order())  # CycleError names the cycle.
 
 
 def test_no_packages_import_each_other() -> None:
@@ -126,7 +126,7 @@ def test_gateways_and_the_router_import_the_workers_api_alone(package: str) -> N
 
 
 def test_nothing_that_serves_knows_the_simulator_or_the_benches() -> None:
-    """The command line finds them when it is asked for them."""
+    """The command line imports simulator and benchmarks only when their commands run."""
     tools = ("quire.simulate.", "quire.worker.bench.", "quire.cluster.bench.")
     found = 0
     for name, path in MODULES.items():

@@ -1,4 +1,4 @@
-"""`requirements.lock` has each dependency within the bounds of pyproject.toml, and no address."""
+"""`requirements.lock` pins each dependency within pyproject.toml's bounds and names no index."""
 
 import re
 import tomllib
@@ -20,7 +20,7 @@ def test_each_dependency_is_locked_within_its_bounds() -> None:
     extras = PROJECT["optional-dependencies"].values()
     for line in [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]:
         wanted = Requirement(line)
-        # An extra of another extra, and what goes with the build of torch.
+        # An extra of another extra, and packages that belong to torch's build.
         if wanted.name in (PROJECT["name"], "triton"):
             continue
         versions = locked.get(canonicalize_name(wanted.name))

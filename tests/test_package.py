@@ -16,8 +16,8 @@ ROOTS = ["router", "proto", "kernels", "cluster", "worker"]
 
 
 def alone(program: str, *roots: str) -> subprocess.CompletedProcess[str]:
-    """Runs ``program`` with these folders of the checkout, or all as installed where none is given,
-    beside the packages of others."""
+    """Runs ``program`` with third-party packages and these folders of the checkout, or with the
+    whole installed package where none is given."""
     path = os.pathsep.join([str(ROOT / root) for root in roots])
     others = [each for each in sys.path if each.endswith("site-packages")]
     setup = f"import sys; sys.path += {others}\n" if roots else ""
@@ -43,7 +43,7 @@ def test_the_version_is_that_of_pyproject() -> None:
 
 
 def test_nothing_else_asks_for_the_version_of_the_distribution() -> None:
-    """Whose name is not that of the package."""
+    """The distribution's name differs from the package's."""
     sources = [path for root in ROOTS for path in (ROOT / root / "quire").rglob("*.py")]
     assert len(sources) > 100
     assert [str(path) for path in sources if 'version("quire' in path.read_text()] == []
@@ -66,7 +66,7 @@ def test_importing_it_loads_no_torch(program: str) -> None:
 
 
 def test_the_worker_and_its_kernels_are_enough() -> None:
-    """As on a GPU machine without Ray."""
+    """A GPU machine without Ray has only these two."""
     program = "import quire.kernels.quantization, quire.worker.api.request"
     assert alone(program, "worker", "kernels").returncode == 0
     assert alone("import quire.cluster", "worker", "kernels").returncode == 1

@@ -1,4 +1,4 @@
-"""How many product files name each sampling parameter: about as many as the next one will touch."""
+"""Bounds the number of files that name each sampling parameter: a new one would touch as many."""
 
 import re
 from collections import defaultdict
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES = [field.name for field in fields(SamplingParams)]
 MOST_FILES = 5
 KNOWN_WIDELY = {
-    # Numbers of each sample, which kernels take as arrays, or a seed of other things as well.
+    # Numbers of each sample, which kernels take as arrays; seeds also occur elsewhere.
     **dict.fromkeys(["temperature", "top_p", "top_k", "min_p", "seed"], "in kernels"),
     **dict.fromkeys(["n", "stop"], "a word of its own"),
     "max_tokens": "admission, routing and the endpoints count by it",
@@ -24,12 +24,12 @@ KNOWN_WIDELY = {
     "truncate_prompt_tokens": "an argument of all that embeds",
     "logprob_token_ids": "a reranker's score is made of two tokens'",
 }
-"""The parameters that more files name, and why."""
+"""Parameters that more files may name, with the reason."""
 
 
 def files_by_name() -> dict[str, set[str]]:
-    """The product's files by the parameters that they name, as such or as an array with a shape.
-    The compiler's stubs do not count."""
+    """For each parameter the source files that name it, also as an array with a shape suffix.
+    protoc's stubs do not count."""
     longest_first = sorted(NAMES, key=len, reverse=True)
     pattern = re.compile(rf"\b({'|'.join(longest_first)})(?:_[A-Z]+)?\b")
     found = defaultdict(set)

@@ -10,12 +10,12 @@ import pytest
 
 RUN = Path(__file__).with_name("run")
 WAITS, CLUSTER, COMPUTES = "--ignore=tests/worker", " tests/cluster", " tests/worker"
-"""What the arguments of each part hold."""
+"""A part of each pytest command line, by which the parts of `tests/run` are told apart."""
 
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """A program in pytest's place, which does what the test writes into it."""
+    """Puts a program in pytest's place, whose code is the test's."""
     program = tmp_path / "pytest"
     program.touch(mode=0o755)
     return program
@@ -43,7 +43,7 @@ def test_a_selection_may_leave_out_the_interpreted_kernels(stand_in: Path) -> No
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_all_parts(stand_in: Path, sent: signal.Signals) -> None:
-    # The second process of each part does not hear the interrupt. All hold the pipe's writing end.
+    # The second process of each part ignores SIGINT. All hold the pipe's writing end.
     stand_in.write_text(
         "#!/usr/bin/env bash\n(trap '' INT; exec sleep 600) &\necho started >&$PIPE\nwait\n"
     )
@@ -65,7 +65,7 @@ def test_an_interrupt_ends_all_parts(stand_in: Path, sent: signal.Signals) -> No
 
 
 def hear_interrupts() -> None:
-    """Programs that a shell started in the background do not, nor do those that they start."""
+    """Restores SIGINT, which shells have background programs and their children ignore."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,6 +1,6 @@
-"""A read or write out of bounds in our C++ ends a process under `make sanitize`, and names itself.
+"""Under `make sanitize`, an out-of-bounds access in our C++ ends the process with its location.
 
-Calls that the checks in Python would refuse go to the library itself here.
+These tests call the library directly, since the checks in Python would refuse their arguments.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""The documents as a site: it is built without a complaint, its generated pages are those of the
-code, and what they quote is in the code."""
+"""The documentation site builds without warnings, its generated pages are up to date with the code,
+and strings that pages quote are in the code."""
 
 import re
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_messages_that_troubles_are_told_by_are_in_the_code() -> None:
 
 
 def source() -> str:
-    """All of our code on one line, with strings that go on in the next line joined."""
+    """All of our source on one line, with string literals that span lines joined."""
     texts = (path.read_text() for name in SOURCES for path in (ROOT / name).rglob("*.py"))
     return " ".join(re.sub(r'"\s*\n\s*f?"', "", " ".join(texts)).split())
 

@@ -1,4 +1,4 @@
-"""A wheel that carries our C++ libraries, on a machine that has no compiler."""
+"""A wheel with our compiled C++ libraries works on a machine without a compiler."""
 
 import os
 import shutil
@@ -54,7 +54,7 @@ def test_its_libraries_are_loaded_and_nothing_is_compiled(tmp_path: Path) -> Non
     for library in map(Path, libraries):
         assert library.parts[-3:-1] == ("quire", "prebuilt")
         assert library.is_relative_to(tmp_path / "venv")
-    # Made of the same by the same compiler: a stream may move between groups that have either.
+    # Same sources and compiler, so a stream may move between groups with either library.
     assert Path(libraries[0]).name == compiled.name
     assert not (tmp_path / "cache").exists()
 
@@ -71,11 +71,11 @@ def build_wheel(folder: Path, isa: str) -> Path:
 
 
 def environment(folder: Path) -> Path:
-    """A new one's Python, with what is installed here, but without this checkout."""
+    """The Python of a new environment with the packages installed here, without this checkout."""
     venv.create(folder, symlinks=True)
     here = next(path for path in sys.path if path.endswith("site-packages"))
     (site,) = (folder / "lib").glob("python*/site-packages")
-    # The .pth files in there, an editable install's among them, are not read.
+    # .pth files in that folder, such as an editable install's, are not read.
     (site / "here.pth").write_text(f"{here}\n")
     return folder / "bin" / "python"
 

@@ -1,6 +1,6 @@
-"""Tokenizers of each kind that models have, small, and texts of 23 scripts to try them with.
+"""Small tokenizers of every kind that models use, and texts in 23 scripts to test them with.
 
-Beside them those of real models, which ``python -m tools.real_tokenizers`` fetches.
+Tokenizers of real models are included once ``python -m tools.real_tokenizers`` has fetched them.
 """
 
 import json
@@ -46,7 +46,7 @@ _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
 def _gpt2() -> tokenizers.Tokenizer:
-    """Bytes, of which some are merged."""
+    """Byte-level BPE as GPT-2's."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -78,8 +78,8 @@ def _words_with_their_space(*, byte_fallback: bool) -> models.BPE:
 
 
 def _sentencepiece(*, strips: bool = True) -> tokenizers.Tokenizer:
-    """As Llama 2's: words with their space, else bytes; a text's first space is dropped. Without
-    ``strips`` as Gemma's."""
+    """BPE as Llama 2's: words with their space, byte fallback, and a text's first space is dropped.
+    Without ``strips`` as Gemma's."""
     made = tokenizers.Tokenizer(_words_with_their_space(byte_fallback=True))
     prepend = [normalizers.Prepend("▁")] if strips else []
     made.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
@@ -104,7 +104,7 @@ def _metaspace(scheme: str = "always") -> tokenizers.Tokenizer:
 
 
 def _unigram() -> tokenizers.Tokenizer:
-    """As T5's."""
+    """Unigram as T5's."""
     made = tokenizers.Tokenizer(models.Unigram())
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.decoder = decoders.Metaspace()
@@ -118,7 +118,7 @@ def _unigram() -> tokenizers.Tokenizer:
 
 
 def _wordpiece() -> tokenizers.Tokenizer:
-    """As BERT's."""
+    """WordPiece as BERT's."""
     made = tokenizers.Tokenizer(models.WordPiece(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.decoder = decoders.WordPiece()
@@ -130,7 +130,7 @@ def _wordpiece() -> tokenizers.Tokenizer:
 
 
 def _suffixed() -> tokenizers.Tokenizer:
-    """As the first GPT's: a word's last token says that a space follows."""
+    """BPE as the first GPT's: the suffix of a word's last token stands for a space."""
     made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.decoder = decoders.BPEDecoder("</w>")
@@ -145,7 +145,7 @@ def _suffixed() -> tokenizers.Tokenizer:
 
 
 def _undecoded() -> tokenizers.Tokenizer:
-    """Without a decoder: words between spaces."""
+    """Whole words between spaces, without a decoder."""
     words = dict.fromkeys([*_SPECIAL, *" ".join([*_TEXT, *SCRIPTS.values()]).split()])
     vocabulary = {word: number for number, word in enumerate(words)}
     made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -168,7 +168,7 @@ KINDS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 
 @cache
 def made(kind: str) -> tokenizers.Tokenizer:
-    """One of `KINDS`, or a real one: those tests are skipped that need one that is not there."""
+    """One of `KINDS`, or a real tokenizer. Skips the test if that one was not fetched."""
     if kind in KINDS:
         return KINDS[kind]()
     folder = folder_of(kind)

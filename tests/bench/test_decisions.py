@@ -1,4 +1,4 @@
-"""The bench of single decisions, with few of them."""
+"""The benchmark of single routing decisions: a small run."""
 
 import sys
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The GPU's benchmark on a CPU: that it runs, and that one failing part leaves the others."""
+"""The GPU benchmark on a CPU: it runs, and a failing part does not stop the others."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A lender in a process of its own, which is stopped and killed while it lends."""
+"""A lender in a separate process, which is stopped and killed while it lends."""
 
 import asyncio
 import signal
@@ -29,7 +29,7 @@ def anyio_backend() -> str:
 
 @contextmanager
 def lender() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """And the port at which it is asked."""
+    """Yields the lender's process and port."""
     flags = ["--block-kib", str(SHAPE.block_bytes >> 10), "--num-blocks", str(SHAPE.num_blocks)]
     process = subprocess.Popen(
         [sys.executable, "-m", "bench.kv_transfer", "--lend", *flags],
@@ -48,7 +48,7 @@ def lender() -> Iterator[tuple[subprocess.Popen[str], int]]:
 async def fetched(
     borrower: Borrower, source: PeerSource, *, on_block: Callable[[int], object] = lambda _: None
 ) -> tuple[list[int], str]:
-    """Which blocks came, and why no more did."""
+    """Indices of the received blocks, and the error that ended the pull."""
     memory_XC = SHAPE.host_memory()
     over = threading.Event()
     landed: list[int] = []

@@ -1,4 +1,4 @@
-"""Hosts as network namespaces: which hosts they reach, and that they are cleaned up."""
+"""Hosts in network namespaces: which of them reach each other, and their removal."""
 
 import os
 import signal
@@ -68,7 +68,7 @@ def test_a_cut_silences_two_hosts_and_no_others_until_it_heals(namespaces: Any) 
         assert [say("b", "one"), say("c", "one")] == ["one", "one"]
         with network.cut_between("a", "b"):
             assert [say("b", "two", patience_s=1), say("c", "two")] == ["silence", "two"]
-        # The connection is still there, and what was lost is sent again.
+        # The connection still stands, and TCP sends lost data again.
         heard = [say("b", "three") for _ in range(5)]
         assert any("two" in words for words in heard)
 
@@ -143,7 +143,7 @@ def _talking(host: Any, program: str, *args: str) -> Any:
 
 
 def _runs(pid: int) -> bool:
-    """Not one that has ended and that nobody has reaped: this machine's init may not."""
+    """Whether a process runs. Zombies do not count, since init may not reap them here."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

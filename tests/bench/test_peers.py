@@ -1,4 +1,4 @@
-"""The comparison with peers: floors, prompts, and the protocol with an engine's process."""
+"""The comparison with other engines: floors, prompts, and the protocol with an engine's process."""
 
 import sys
 from collections.abc import Callable
@@ -44,7 +44,7 @@ def peers(bench_module: Import) -> Any:
 
 @pytest.fixture
 def start(peers: Any, tmp_path: Path) -> Callable[..., Any]:
-    """Starts an engine's process from the source of its adapter."""
+    """Starts an engine's process from its adapter's source."""
 
     def start(source: str) -> Any:
         adapter = tmp_path / "adapter.py"
@@ -194,9 +194,9 @@ def test_a_later_run_goes_on_from_the_figures_of_an_earlier_one(peers: Any, tmp_
         ([], True),
         ([(1.0, 0.0)], True),
         ([(1.0, 0.0), (1.0, 0.0)], False),
-        ([(1.0, 0.5), (1.0, 0.0)], True),  # Disturbed: again, but not for ever.
+        ([(1.0, 0.5), (1.0, 0.0)], True),  # Disturbed runs are repeated, but not for ever.
         ([(1.0, 0.5)] * 6, False),
-        ([(30.0, 0.0)], False),  # Longer than one waits for twice.
+        ([(30.0, 0.0)], False),  # Too long to repeat.
     ],
 )
 def test_only_what_is_missing_is_measured_again(

@@ -1,4 +1,4 @@
-"""A real cluster is upgraded under its clients, over gRPC and HTTP, on old and new connections."""
+"""Upgrades a real cluster under gRPC and HTTP clients, on old and new connections."""
 
 from argparse import Namespace
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The routing bench on a made-up trace: cells are kept, tables come from them."""
+"""The routing benchmark on a synthetic trace: results of cells are kept, and tabled."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ needs_traces = pytest.mark.skipif(not TRACES.exists(), reason=f"{TRACES} is not 
 def run(
     bench_module: BenchModule, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Callable[..., None]:
-    """Runs the bench with ours and Dynamo's on a folder of traces."""
+    """Runs the benchmark with our policy and Dynamo's on a folder of traces."""
 
     def main(data: Path, *flags: str) -> None:
         argv = ["routing", "--data", str(data), "--state", str(tmp_path / "state.jsonl")]
@@ -51,7 +51,7 @@ def test_what_was_run_is_not_run_again_and_the_tables_name_everything(
     state, output = tmp_path / "state.jsonl", tmp_path / "out.md"
     run(data, "--output", str(output))
     lines = state.read_text().splitlines()
-    # Two capacities, two at 78 %, and those disturbed in four ways.
+    # Two runs for capacity, two at 78 % of it, and those with four disturbances.
     assert len(lines) == 2 + 2 + 2 * 4
     text = output.read_text()
     for words in ("## multitenant, 2 groups", "| ours |", "Capacity", "10 s lag", "best baseline"):

@@ -1,4 +1,4 @@
-"""What `bench.served` counts: a stream however it is cut, and processes by their commands."""
+"""The counts of `bench.served`: tokens of streams however cut, and processes by command."""
 
 from collections.abc import Callable
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""The serving bench without a cluster: what it asks, what it loses, what it makes of answers."""
+"""The serving benchmark without a cluster: its requests, its lost messages and its figures."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from quire.worker.api.hashing import BlockHash
 
 BenchModule = Callable[[str], ModuleType]
 MAX_POSITIONS = 2048
-"""Positions that the checkpoints have."""
+"""Maximum positions of the checkpoints."""
 A = GroupId("a")
 
 
@@ -26,7 +26,7 @@ def block(name: int) -> BlockHash:
     return BlockHash(bytes([name]) * 32)
 
 
-# What is asked.
+# Requests
 
 
 def test_chats_follow_from_the_seed_and_fit_the_model(bench_module: BenchModule) -> None:
@@ -39,7 +39,7 @@ def test_chats_follow_from_the_seed_and_fit_the_model(bench_module: BenchModule)
     for chat in chats:
         whole = sum(len(turn.token_ids) + turn.max_tokens for turn in chat.turns)
         assert whole <= MAX_POSITIONS
-    # A tenant's chats begin with its system prompt.
+    # Chats of a tenant begin with its system prompt.
     firsts: dict[str, set[tuple[int, ...]]] = {}
     for chat in chats:
         firsts.setdefault(chat.cache_salt, set()).add(tuple(chat.turns[0].token_ids[:500]))
@@ -101,7 +101,7 @@ def test_each_case_runs_before_each_other_one_in_every_second_round(
     assert order == [*((1, name) for name in back), *((2, name) for name in forth)]
 
 
-# What is lost.
+# Lost messages
 
 
 def batch(first_seq: int, *names: int) -> EventBatch:
@@ -121,7 +121,7 @@ def test_a_lost_or_late_message_leaves_a_gap_and_a_lost_event_does_not(
 
     gap = table(batches=1.0)
     assert gap.apply_events(A, batch(0, 1)) == Applied(0)
-    # It did not arrive, so the next that does, be it a heartbeat, does not follow on.
+    # It did not arrive, so the next to arrive, even a heartbeat, does not follow on.
     assert isinstance(gap.apply_events(A, EventBatch(epoch=1, first_seq=1)), NeedsResync)
     silent = table(events=1.0)
     assert silent.apply_events(A, batch(0, 1)) == Applied(1)
@@ -140,7 +140,7 @@ def test_a_lost_or_late_message_leaves_a_gap_and_a_lost_event_does_not(
     assert late.stats().directory.num_holdings == 1, "the first came behind the second"
 
 
-# What is made of answers.
+# Figures
 
 
 def row(number: int, **more: Any) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def test_a_run_is_tabled(bench_module: BenchModule, tmp_path: Path) -> None:
     assert "40 requests were answered by several runs; 0 of them not" in table
 
 
-# A machine that others use too.
+# A machine with other users.
 
 
 def test_others_work_is_what_is_not_of_this_process_and_its_descendants(

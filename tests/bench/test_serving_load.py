@@ -1,4 +1,4 @@
-"""The load generator against a server that answers as it is told to."""
+"""The load generator against a scripted server."""
 
 import asyncio
 import importlib
@@ -19,7 +19,7 @@ Context = grpc.aio.ServicerContext[object, object]
 
 
 class Scripted(inference_pb2_grpc.InferenceServicer):
-    """Answers with the numbers after the prompt's last token; misbehaves as the prompt says."""
+    """Answers with the numbers after the prompt's last token, or misbehaves as the prompt says."""
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
@@ -66,7 +66,7 @@ def serve(use: Callable[[str], Any]) -> Any:
 
 
 def gateways(address: str, **options: int) -> Any:
-    # Its path is there once `load` was asked for.
+    # `load` puts it on the path.
     return importlib.import_module("bench.serving.gateways").Gateways([address], **options)
 
 

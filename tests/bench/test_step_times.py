@@ -1,4 +1,4 @@
-"""`python -m bench.step_times`, small, on the demo model."""
+"""`python -m bench.step_times`: a small run on the demo model."""
 
 import json
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_steps_decode_behind_blocks_that_are_the_same(
     tables = [step.block_tables_BM for step in steps if step.num_decodes == 3]
     assert len(tables) > 3
     for table_BM in tables:
-        # Two full blocks behind which the rest of the 43 tokens is each one's own.
+        # Two full blocks are shared; the rest of the 43 tokens differs.
         num_different = [len(set(column)) for column in table_BM.T.tolist()]
         assert num_different[:3] == [1] * num_shared + [3] * (3 - num_shared)
 

@@ -1,4 +1,4 @@
-"""The cluster in one process, for clients that people use; its model says what it is told to."""
+"""Fixtures for tests with third-party clients: a cluster in one process with scripted answers."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ SERVED: Any = {
 
 @pytest.fixture
 def converses(monkeypatch: pytest.MonkeyPatch, model: Any) -> Callable[..., None]:
-    """``converses(*texts)``: the model's first answer of a chat, its second, and so on."""
+    """``converses(*texts)`` scripts the model's first answer in a chat, its second, and so on."""
 
     def converse(*texts: str) -> None:
         (start,) = model.tokenizer.encode("<|assistant|>")
@@ -55,8 +55,8 @@ def converses(monkeypatch: pytest.MonkeyPatch, model: Any) -> Callable[..., None
 
 @pytest.fixture
 def printed(start_cluster: Any, converses: Callable[..., None]) -> Callable[..., Any]:
-    """``printed(folder, command, says=texts)``: the text that a program of ``folder`` prints about
-    a model that says so. ``command`` makes the program and its arguments of the base URL."""
+    """``printed(folder, command, says=texts)`` runs a program in ``folder`` against a model that
+    answers ``texts``, and returns its stdout. ``command`` maps the base URL to the command line."""
 
     async def run(
         folder: Path, command: Callable[[str], Sequence[str | Path]], *, says: Sequence[str]

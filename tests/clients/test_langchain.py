@@ -1,4 +1,4 @@
-"""LangChain's ChatOpenAI, as it is."""
+"""LangChain's unmodified ChatOpenAI."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

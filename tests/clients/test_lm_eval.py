@@ -1,6 +1,6 @@
 """The requests of lm-eval's ``local-completions``, replayed.
 
-What is done with the answers is what version 0.4.13 does in ``parse_logprobs``.
+The answers are parsed as ``parse_logprobs`` of version 0.4.13 parses them.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ async def test_multiple_choice_is_scored_by_echoed_log_probabilities(start_clust
         )
         scores = told["token_logprobs"][len(context) : -1]
         best = [max(top.values()) for top in told["top_logprobs"][len(context) : -1]]
-        assert scores == best == [-0.5] * len(end)  # The model's own, of every token.
+        assert scores == best == [-0.5] * len(end)  # The hash model's fixed score of every token.
 
 
 async def test_texts_are_generated_until_a_stop_string(start_cluster: Any, converses: Any) -> None:

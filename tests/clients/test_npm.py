@@ -1,5 +1,5 @@
-"""Clients that npm installs, as they are: OpenAI's and Vercel's AI SDK for JavaScript over chats
-and responses, `buf curl` over gRPC."""
+"""Unmodified clients from npm: OpenAI's and Vercel's AI SDK over chat completions and responses,
+`buf curl` over gRPC."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ PROVIDERS = ["compatible", "compatible with schemas", "openai", "openai chat"]
 
 @pytest.fixture(autouse=True, scope="session")
 def _packages() -> None:
-    """Those of package-lock.json, in node_modules beside it; installed if they are not there."""
+    """The packages of package-lock.json, in node_modules beside it; installed if missing."""
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
         pytest.skip("node and npm are not installed")
@@ -41,7 +41,7 @@ def _packages() -> None:
 
 @pytest.fixture
 def run(printed: Callable[..., Any]) -> Callable[..., Any]:
-    """``run(program, *arguments, says=texts)``: what it prints about a model that says so."""
+    """``run(program, *arguments, says=texts)`` → its output when the model answers ``texts``."""
 
     async def run_program(*arguments: str, says: list[str]) -> Any:
         return json.loads(
@@ -91,7 +91,7 @@ async def test_openai_tells_why_it_was_refused(run: Callable[..., Any], case: st
 async def test_ai_sdk_gets_a_text(run: Callable[..., Any], provider: str, stream: str) -> None:
     told = await run("ai.mjs", f"text{stream}", provider, says=[THOUGHT])
     assert (told["text"], told["finishReason"]) == ("that is that", "stop")
-    if provider.startswith("compatible"):  # The other knows no field of chats for it.
+    if provider.startswith("compatible"):  # Only this one reads reasoning from chats.
         assert told["reasoning"] == "Hm."
 
 
@@ -144,7 +144,7 @@ async def test_ai_sdk_uses_tools_after_a_thought_when_it_stores_nothing(
 
 
 async def test_ai_sdk_is_told_that_what_it_refers_to_is_not_kept(run: Callable[..., Any]) -> None:
-    """Over responses it refers to items of earlier answers, unless it stores nothing."""
+    """Over responses the SDK refers to items of earlier answers, unless ``store`` is off."""
     told = await run("ai.mjs", "turns refused", "openai", says=[THOUGHT])
     assert told["statusCode"] == 400
     assert "store=False" in told["message"]
@@ -173,7 +173,7 @@ async def test_buf_curl_finds_out_by_reflection_and_streams(
 
 
 async def _buf(*arguments: str, fails: bool = False) -> str:
-    """What it prints, or with ``fails`` its error."""
+    """Runs `buf` and returns its output, or with ``fails`` its error."""
     process = await asyncio.create_subprocess_exec(
         PROGRAMS / "node_modules" / ".bin" / "buf",
         *arguments,

@@ -1,4 +1,4 @@
-"""OpenAI's agents, as they are, over responses and chats."""
+"""The unmodified OpenAI Agents SDK, over responses and chat completions."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager

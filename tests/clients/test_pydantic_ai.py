@@ -1,4 +1,4 @@
-"""Agents of Pydantic AI, as they are, over chats and responses."""
+"""Unmodified agents of Pydantic AI, over chat completions and responses."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""Clients in Python that need other versions than we do, as they are, in an environment apart."""
+"""Unmodified Python clients whose dependencies conflict with ours, in a separate environment."""
 
 import asyncio
 import json
@@ -28,7 +28,7 @@ CALLED = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
 @pytest.fixture(scope="session")
 def python() -> Path:
     """The interpreter of an environment that has the packages, kept for the next run."""
-    # Another version of these tests, which may run just now, has a folder of its own.
+    # The folder is named by its packages: other versions of these tests may run at the same time.
     name = f"clients-{zlib.crc32(str(PACKAGES).encode()):08x}"
     folder = Path.home() / ".cache" / "quire" / name
     program, is_whole = folder / "bin" / "python", folder / "is-whole"
@@ -47,7 +47,7 @@ def python() -> Path:
 
 @pytest.fixture
 def run(printed: Callable[..., Any], python: Path) -> Callable[..., Any]:
-    """``run(program, *cases, says=texts)``: what it prints about a model that says so."""
+    """``run(program, *cases, says=texts)`` → its output when the model answers ``texts``."""
 
     async def run_program(program: str, *cases: str, says: list[str]) -> Any:
         file = f"use_{program}.py"
@@ -113,7 +113,7 @@ async def test_llama_index(
 async def test_schemathesis_finds_no_answer_that_the_reference_does_not_know(
     start_cluster: Any, python: Path, tmp_path: Path
 ) -> None:
-    """Requests made of ``/openapi.json``, most of them wrong; none may end in a server's error."""
+    """Sends requests derived from ``/openapi.json``, most of them invalid. None may cause a 5xx."""
     checks = (
         *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
         *("response_schema_conformance", "unsupported_method"),
@@ -124,7 +124,7 @@ async def test_schemathesis_finds_no_answer_that_the_reference_does_not_know(
             *("--phases", "examples,fuzzing", "--max-examples", "20", "--seed", "1"),
             *("--checks", ",".join(checks), "--request-timeout", "60", "--warnings", "off"),
             "--no-color",
-            cwd=tmp_path,  # It keeps what it finds in the folder where it runs.
+            cwd=tmp_path,  # Schemathesis stores findings in its working directory.
             stdout=asyncio.subprocess.PIPE,
         )
         told, _ = await process.communicate()

@@ -1,4 +1,4 @@
-"""Clients that ask for HTTP/2 by an upgrade, as they are: the JDK's `HttpClient` and curl."""
+"""Unmodified clients that ask for HTTP/2 by an upgrade: the JDK's `HttpClient` and curl."""
 
 import json
 import shutil

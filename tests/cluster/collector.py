@@ -1,4 +1,4 @@
-"""A collector of OTLP over gRPC or HTTP, within the test."""
+"""An in-process collector for OTLP over gRPC or HTTP."""
 
 import asyncio
 import contextlib

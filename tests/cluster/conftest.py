@@ -81,7 +81,7 @@ def anyio_backend() -> str:
 
 
 class _HurriedAsyncio:
-    """asyncio with shorter sleeps: uvicorn polls ten times a second whether it should stop."""
+    """asyncio with 20 times shorter sleeps: uvicorn polls for its stop ten times a second."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
@@ -101,7 +101,7 @@ def hurried_listeners() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """HTTP clients trust one test CA, which spares each of them reading the system's hundred."""
+    """HTTP clients trust one test CA, so that none of them loads the system's many."""
     path = tmp_path_factory.mktemp("authority") / "ca.pem"
     trustme.CA().cert_pem.write_to_path(str(path))
     with pytest.MonkeyPatch.context() as patch:
@@ -185,7 +185,7 @@ class HashExecutor(DirectExecutor):
         self.step_s = 0.0
         self.fails = False
         self.breaks_at: int | None = None
-        """The token after which the logits are NaN."""
+        """If set, logits of contexts with this token are NaN."""
         self.num_steps = 0
         self._model = model
         self._slots = self.kv_NLW.reshape(-1)
@@ -194,7 +194,7 @@ class HashExecutor(DirectExecutor):
     def execute(self, step: StepInput) -> StepOutput:
         if self.fails:
             raise RankFailure("rank 1 died")
-        if not len(step.token_ids_T):  # There were copies alone.
+        if not len(step.token_ids_T):  # The step only copies.
             return StepOutput(np.empty(0, dtype=np.int64))
         self.num_steps += 1
         time.sleep(self.step_s)
@@ -234,7 +234,7 @@ def _logprobs(token_id: int, num_top: int, asked: Sequence[int]) -> TokenLogprob
 
 @dataclass
 class Clock:
-    """The real clock, which a test can put forward so that deadlines pass."""
+    """The real clock, which a test can advance so that deadlines pass."""
 
     ahead_s: float = 0.0
 
@@ -244,7 +244,7 @@ class Clock:
 
 @dataclass
 class Group:
-    """One replica group, served."""
+    """A replica group with its gRPC server."""
 
     name: str
     executor: HashExecutor
@@ -274,7 +274,7 @@ class Group:
             await asyncio.sleep(0.01)
 
     async def _num_held_blocks(self) -> int:
-        """Held blocks, plus requests, as some may have arrived while the engine was asked."""
+        """Held blocks plus requests, since some may arrive during the call of the engine."""
         stats = await self.engine_loop.call(lambda engine: engine.stats())
         return stats.num_held_blocks + self.engine_loop.num_requests
 
@@ -484,7 +484,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                 keeper=keeper,
                 config=GatewayConfig(
                     completion=CompletionConfig(group_wait_s=group_wait_s),
-                    # How long a request would wait is no matter, but where a test says so.
+                    # Long predicted waits refuse nothing, unless a test configures that.
                     **{"admission": PATIENT, **(config or {})},
                 ),
                 clock=clock,

@@ -1,4 +1,4 @@
-"""What a gateway sends to a group, and reads from it."""
+"""Calls that tests make to a group in place of a gateway."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""An HTTP listener with an application, and clients that speak bytes."""
+"""An HTTP listener with a small application, and clients that write raw bytes."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Two groups' sides of travelling blocks without engines: one lends from a dict, one borrows."""
+"""Both sides of a block transfer without engines: one group lends from a dict, one borrows."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ def chain(num_blocks: int, *, format: KvFormat = FORMAT) -> dict[BlockHash, byte
 
 
 class LendingEngine:
-    """Lends what is in ``blocks``, through a few slots."""
+    """Stands for an engine that lends ``blocks`` through a few slots of host memory."""
 
     def __init__(self, blocks: dict[BlockHash, bytes], *, format: KvFormat = FORMAT) -> None:
         self.blocks = blocks
@@ -89,7 +89,7 @@ class LendingEngine:
 
 
 class BorrowingEngine:
-    """Takes what lands, and grants the slot again; ``takes`` off, it never does."""
+    """Stands for an engine that takes landed blocks and grants their slots again, if ``takes``."""
 
     def __init__(self, *, takes: bool = True) -> None:
         self.blocks: dict[BlockHash, bytes] = {}

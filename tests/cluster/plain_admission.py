@@ -1,6 +1,6 @@
-"""Admission that goes through the groups in turn for each question.
+"""A plain twin of admission, which loops over groups and lists instead of using arrays.
 
-What it takes from the code is how fast a group is (`quire.router.policies.speeds`).
+It shares only the estimates of speeds with the product (`quire.router.policies.speeds`).
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -24,7 +24,7 @@ from quire.router.prefix_index.directory import GroupId
 
 
 class PlainCapacity(Capacity):
-    """Learns for itself how fast the groups are."""
+    """A plain `Capacity`, which learns the groups' speeds itself."""
 
     def __init__(self) -> None:
         super().__init__(block_size=16)
@@ -78,13 +78,13 @@ class PlainCapacity(Capacity):
         return self._per_s(state, "prefill", PRIOR_PREFILL_PER_S)
 
     def full_per_s(self, state: GroupState) -> float:
-        """Output tokens per second with every slot taken."""
+        """Output tokens per second with all slots taken."""
         if state.max_num_seqs is None:
             return inf
         return self._per_s(state, "output_when_full", PRIOR_OUTPUT_PER_S * state.max_num_seqs)
 
     def short_per_s(self, state: GroupState) -> float:
-        """Output tokens per second with slots left."""
+        """Output tokens per second with free slots."""
         prior = PRIOR_OUTPUT_PER_S * (state.max_num_seqs or 1)
         return self._per_s(state, "output_when_short", prior)
 
@@ -96,13 +96,13 @@ class PlainCapacity(Capacity):
 
 
 class PlainQueue:
-    """`FairQueue` as lists that are gone through for each question."""
+    """A plain `FairQueue` of lists, searched at each call."""
 
     def __init__(self) -> None:
         self.waiting: list[Ticket] = []
         self.paid: list[Ticket] = []
         self._virtual: dict[tuple[int, str], float] = {}  # By priority and tenant, if any is live.
-        self._last: dict[int, float] = {}  # By priority: that of the request released last.
+        self._last: dict[int, float] = {}  # Of the last released request, by priority.
 
     def __len__(self) -> int:
         return len(self.waiting)

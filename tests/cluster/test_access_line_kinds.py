@@ -1,4 +1,4 @@
-"""Calls that no group serves have an access line too, whatever they hold."""
+"""Calls that no group serves also have an access line, whatever their fields."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""One line for each call, whatever becomes of it, without its text; and timing for clients."""
+"""The access log's line for each call, however it ends and without its text; clients' timing."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ class Lines(logging.Handler):
         self.records.append(record)
 
     async def wait(self, num: int) -> None:
-        """For so many; a call's line follows its answer."""
+        """Waits for this many lines, since a call's line follows its answer."""
         while len(self.records) < num:
             await asyncio.sleep(0.005)
 
@@ -181,7 +181,7 @@ async def test_a_client_that_leaves_is_told_of(start_cluster: Any, lines: Lines)
 @pytest.mark.parametrize(
     ("sent", "begins"),
     [
-        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "400 request_id="),  # TLS.
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "400 request_id="),  # A TLS handshake.
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "400 request_id="),
         (b"hello\r\n\r\n", "400 request_id="),
         (b"GET /" + b"a" * 2**17, "431 request_id="),
@@ -199,7 +199,7 @@ async def test_a_connection_that_speaks_no_http_has_one_line(
         reader, writer = await asyncio.open_connection(url.host, url.port)
         writer.write(sent)
         answer = await reader.read()
-        writer.write(sent)  # Nobody reads more.
+        writer.write(sent)  # Nobody reads further.
         await lines.wait(1)
         for each in (writer, silent[1]):
             each.close()
@@ -311,7 +311,7 @@ def test_a_full_log_drops_lines_and_says_so() -> None:
 
 
 class Blocked(logging.Handler):
-    """Writes nothing before it is let go."""
+    """A log handler that blocks until released."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""LoRA adapters in a cluster whose model is a hash of context, seed and adapter: names, failover,
-replacement, and how files reach groups."""
+"""LoRA adapters in a cluster of the hash model: names, failover, replacement, and the transfer of
+files to groups."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Writes an adapter of one tensor: the hash knows it by its digest alone."""
+    """Writes an adapter of one tensor. The hash model uses only its digest."""
 
     def write(name: str, *, seed: int, **config: Any) -> Path:
         folder = tmp_path / name
@@ -46,7 +46,7 @@ def write(tmp_path: Path) -> Write:
 
 
 class Keeper:
-    """A gateway's node, without the checks that need a real model."""
+    """A gateway's adapter keeper without checks that need a real model."""
 
     def __init__(self, root: Path) -> None:
         self.store = AdapterStore(root)
@@ -58,7 +58,7 @@ class Keeper:
 
 @pytest.fixture
 def start(start_cluster: Any, tmp_path: Path) -> Callable[..., Any]:
-    """A cluster on one node, or with a store of its own for each of ``nodes``."""
+    """A cluster on one node, or with a separate store for each of ``nodes``."""
 
     def start(*, nodes: int = 0, **options: Any) -> Any:
         keeper = Keeper(tmp_path / "store")
@@ -92,7 +92,7 @@ async def tokens(cluster: Any, model: str, **options: Any) -> list[int]:
 
 
 def said(cluster: Any, digest: str, *, max_tokens: int = 8, seed: int = 3) -> list[int]:
-    """What a lone run says."""
+    """The expected tokens, from the model alone."""
     found: list[int] = cluster.model.continuation(
         PROMPT, seed=seed, max_tokens=max_tokens, adapter=digest
     )
@@ -152,7 +152,7 @@ async def test_each_name_has_its_own_tokens_and_is_listed(start: Any, write: Wri
 
 
 async def test_streams_of_adapters_survive_a_group(start: Any, write: Write) -> None:
-    """On nodes of their own: the other group is given the adapters' files."""
+    """Groups on separate nodes: the other group receives the adapters' files."""
     async with start(num_groups=2, nodes=2, max_num_seqs=4) as cluster:
         for name, seed in (("red", 1), ("blue", 2)):
             await cluster.models.adapters.load(name, str(write(name, seed=seed)))
@@ -174,7 +174,7 @@ async def test_streams_of_adapters_survive_a_group(start: Any, write: Write) -> 
 
 
 async def test_a_stream_keeps_the_weights_that_it_began_with(start: Any, write: Write) -> None:
-    """Also where its group is lost after others have come under the name."""
+    """Also if its group is lost after other weights were loaded under the name."""
     async with start(num_groups=2, nodes=2) as cluster:
         adapters = cluster.models.adapters
         await adapters.load("red", str(write("red", seed=1)))
@@ -241,7 +241,7 @@ async def test_without_the_setting_no_adapter_is_taken(
 async def test_a_group_that_comes_later_is_given_what_it_needs_by_another_one(
     start: Any, start_group: Any, write: Write, tmp_path: Path
 ) -> None:
-    """The gateway's own node has lost the files meanwhile."""
+    """The gateway's node has lost the files in the meantime."""
     async with start(num_groups=1, nodes=1) as cluster:
         await cluster.models.adapters.load("red", str(write("red", seed=1)))
         digest = digest_of(cluster, "red")
@@ -258,14 +258,14 @@ async def test_a_group_that_comes_later_is_given_what_it_needs_by_another_one(
             assert store.folder(digest) is not None
             await cluster.groups["g0"].kill()
             assert await tokens(cluster, "red", seed=9) == said(cluster, digest, seed=9)
-            # It loses its files too, and says so to the next request.
+            # It loses its files too, and reports that to the next request.
             late.engine_loop._engine._entrance.reading._kept.clear()
             (store.root / digest).rename(tmp_path / "lost")
             with pytest.raises(grpc.aio.AioRpcError, match="load it again"):
                 await tokens(cluster, "red")
             (tmp_path / "gone").rename(own.root / digest)
             await asyncio.sleep(0)
-            while True:  # The failure stands for a moment.
+            while True:  # The failure is remembered for a moment.
                 try:
                     assert await tokens(cluster, "red") == said(cluster, digest)
                     break
@@ -361,7 +361,7 @@ async def test_gateways_tell_each_other_and_one_that_starts_asks(start: Any, wri
         assert not list(second)
         deaf = False
         await first.load("blue", str(write("blue", seed=2)))
-        while {each.name for each in second} != {"red", "blue"}:  # It is told again.
+        while {each.name for each in second} != {"red", "blue"}:  # It is informed again.
             await asyncio.sleep(0.05)
 
         green = str(write("green", seed=3))
@@ -369,17 +369,17 @@ async def test_gateways_tell_each_other_and_one_that_starts_asks(start: Any, wri
         await first.unload("red")
         third.hear([*first.words(), *second.words()])
         await third.configure("hash", configured)
-        # What was said at run time is younger than the configuration.
+        # A change at run time outweighs the older configuration.
         assert {each.name for each in third} == {"blue", "green"}
 
-        # Its files have changed, but other gateways serve it as it was.
+        # Its files have changed, but other gateways serve the old ones.
         write("green", seed=4)
         fourth, fifth = Adapters(cluster.models), Adapters(cluster.models)
         for each in (fourth, fifth):
             each.hear(third.words())
         await fourth.configure("hash", configured)
         assert list(fourth) == list(third)
-        # An upgrade has another source under the name; and another one leaves it out.
+        # One upgrade names another source; the next one removes the adapter.
         other = str(write("other", seed=5))
         await fifth.configure("hash", {"green": other, "lost": "/nowhere"})
         assert {each.name: each.source for each in fifth}["green"] == other

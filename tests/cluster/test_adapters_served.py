@@ -42,7 +42,7 @@ def anyio_backend() -> str:
 class Made(NamedTuple):
     folders: dict[str, Path]
     expected: dict[str, list[list[int]]]
-    """What transformers makes of `PROMPTS` with each adapter, and as "demo" without."""
+    """transformers' tokens for `PROMPTS` by adapter; those without an adapter are under "demo"."""
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def config_of(made: Made) -> ClusterConfig:
 
 
 class Cluster:
-    """Two gateways that know of each other, and two groups."""
+    """Two gateways that know each other, and two groups."""
 
     def __init__(self) -> None:
         self.gateways: list[GatewayServer] = []
@@ -176,7 +176,7 @@ async def test_what_one_gateway_loads_the_other_serves(cluster: Cluster, made: M
             found += (chunk.choices[0].model_extra or {})["token_ids"] if chunk.choices else []
         assert found == made.expected["support"][0]
 
-        # Other weights under the name.
+        # Other weights under the same name.
         body["lora_path"] = str(made.folders["sql"])
         assert (await client.post("/v1/load_lora_adapter", json=body)).status_code == 200
         for gateway in cluster.gateways:

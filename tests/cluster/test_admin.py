@@ -38,7 +38,7 @@ def generate(cluster: Any, *, seed: int = 5, max_tokens: int = 8) -> Any:
 
 
 async def group_of(call: Any) -> str:
-    """Reads the call to its end; returns who served it."""
+    """Reads the call to its end; returns the group that served it."""
     chunks = [chunk async for chunk in call]
     return str(chunks[0].start.routing.group)
 
@@ -86,7 +86,7 @@ async def test_a_drained_group_ends_what_it_runs_and_gets_nothing_new(start_clus
         cluster.take_steps_of(0)
         chunks += [chunk async for chunk in call]
         assert [response.num_requests async for response in drain] == [0]
-        # Its cache would have drawn them there.
+        # Its cached prefix would have attracted them.
         others = {await group_of(generate(cluster, seed=seed)) for seed in range(4)}
         assert cluster.gateway.telemetry.handovers._value.get() == 0
     tokens = [token for chunk in chunks for token in chunk.token_ids]

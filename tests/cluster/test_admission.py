@@ -33,7 +33,7 @@ def frame(**load: Any) -> GroupLoad:
 
 
 class Known:
-    """What a gateway knows of one group ``g`` of `NUM_SLOTS` slots, and of outputs."""
+    """A gateway's estimates of one group ``g`` with `NUM_SLOTS` slots, and of output lengths."""
 
     def __init__(self, *, gateways: int = 1) -> None:
         self.capacity = Capacity(block_size=16)
@@ -45,7 +45,7 @@ class Known:
         self._speeds.observe(load, at_s=at_s, is_awaited=is_awaited)
 
     def loads(self, *states: GroupState) -> Loads:
-        """Those of the group in such a state."""
+        """Loads of the group in these states."""
         loads = Loads(
             [replace(state, num_gateways=self._gateways) for state in states], common=self._common
         )
@@ -62,7 +62,7 @@ class Known:
 
 @cache
 def known(*, prefill_per_s: int = 1000, output_per_s: int = 100, gateways: int = 1) -> Known:
-    """Of these speeds, and outputs of 50 tokens."""
+    """Estimates after observing these speeds, and outputs of 50 tokens."""
     known = Known(gateways=gateways)
     for second in range(100):
         load = frame(
@@ -104,7 +104,7 @@ def ticket(num_prompt_tokens: int = 10, **values: Any) -> Ticket:
 
 def test_speeds_are_those_of_a_busy_group() -> None:
     group = known.__wrapped__()
-    for now_s in (100.0, 10_000.0):  # It runs one, slowly, and then it has nothing to do.
+    for now_s in (100.0, 10_000.0):  # It runs one request slowly, and is idle afterwards.
         idle = frame(num_prompt_tokens=100_000, num_output_tokens=10_000, max_num_seqs=NUM_SLOTS)
         group.observe(idle, at_s=now_s)
     # 100 tokens/s in outputs of 50 end 2 sequences a second; 1,000 tokens/s begin 10 of 100.
@@ -139,10 +139,10 @@ def test_a_long_prompt_alone_in_a_step_shows_how_fast_the_group_is() -> None:
 
 
 def test_prompts_that_take_several_steps_show_the_speed_without_a_step_of_decodes() -> None:
-    """A prompt is told as begun as a whole while another waits, and nothing in its other steps."""
+    """A prompt counts as begun as a whole in one frame; frames of its other steps add nothing."""
     known = Known()
     for second in range(100):
-        begun, steps_ahead = 1 + second // 3, 3 - second % 3  # Of 1,000 tokens each.
+        begun, steps_ahead = 1 + second // 3, 3 - second % 3  # Steps of 1,000 tokens.
         load = frame(
             num_waiting=1,
             num_prompt_tokens=3000 * begun,
@@ -153,9 +153,9 @@ def test_prompts_that_take_several_steps_show_the_speed_without_a_step_of_decode
 
 
 def after_a_slow_time(*, is_awaited: bool) -> float:
-    """Prompts of 300 tokens that a group begins per second. It took 3 s for each of ten; each of a
-    hundred more takes 0.18 s, and 0.02 s of decodes lie between. No frame shows these before they
-    are computed, since each is sent while the step before it runs."""
+    """Estimated prompts of 300 tokens that a group begins per second. Each of ten took 3 s, each of
+    a hundred more 0.18 s with 0.02 s of decodes between. No frame shows these before they are
+    computed, since each is sent while the step before it runs."""
     known = Known()
     now_s, num_begun = 0.0, 0
 
@@ -213,12 +213,12 @@ def test_other_gateways_are_taken_to_have_sent_as_much() -> None:
 
 
 def test_there_are_as_many_gateways_as_the_group_says_that_knows_of_most() -> None:
-    """One that has just started was attached to by this one only."""
+    """Only this gateway has attached to a group that has just started."""
     table = RoutingTable(block_size=16)
     assert table.loads().most_gateways == 1
     a, b, c = map(GroupId, "abc")
     table.update_members([a, b, c])
-    for name, num_gateways in ((a, 3), (b, 1), (c, 0)):  # The last is too old to say it.
+    for name, num_gateways in ((a, 3), (b, 1), (c, 0)):  # The last reports no number.
         table.update_load(name, frame(num_gateways=num_gateways))
     assert table.loads().most_gateways == 3
     table.update_load(a, frame(num_gateways=2))
@@ -295,7 +295,7 @@ def test_a_refusal_predicts_more_than_the_bound_that_it_names(
 
 
 def refused(queue: Admission, state: GroupState, **values: Any) -> Overloaded:
-    """What the first of equal requests is told that is not taken."""
+    """Offers equal requests; returns the error of the first that is refused."""
     for _ in range(100):
         try:
             queue.offer(ticket(**values), loads(state), now_s=0)
@@ -359,7 +359,7 @@ def test_what_has_no_chance_is_refused_before_its_size_is_known() -> None:
     queue.offer(waiting, loads(FULL), now_s=0)
     with pytest.raises(Overloaded, match="max-queued-requests is 1"):
         queue.check(5, loads(FULL), now_s=0)
-    queue.check(1, loads(FULL), now_s=0)  # It would displace the other.
+    queue.check(1, loads(FULL), now_s=0)  # Accepted, it would displace the other.
     assert list(queue.queued) == [waiting]
 
 
@@ -393,7 +393,7 @@ def test_a_bad_setting_is_named(name: str, value: float) -> None:
 
 
 class AdmissionMachine(RuleBasedStateMachine):
-    """Against a list of all tickets and what became of each."""
+    """Admission, compared with a list of all tickets and their outcomes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Admission decides from arrays as it does looking at one group after the other."""
+"""Admission on arrays decides like a loop over groups."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -23,7 +23,7 @@ from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 
 NAMES = [GroupId(f"g{number:02}") for number in range(20)]
-SLOTS = (0, 1, 4, 16)  # None are said by the first.
+SLOTS = (0, 1, 4, 16)  # 0: the group reports no number.
 CONFIGS = [
     AdmissionConfig(),
     AdmissionConfig(max_queue_wait_s=3.0, min_queued_per_group=1),
@@ -31,14 +31,14 @@ CONFIGS = [
     AdmissionConfig(max_queue_wait_s=0.2, max_queued_bytes=9000, max_group_wait_s=0.1),
     AdmissionConfig(max_queued_requests=4),
 ]
-WEIGHTS = {"": 1.0, "a": 1.0, "b": 0.25, "c": 4.0}  # Powers of two: sums do not round.
+WEIGHTS = {"": 1.0, "a": 1.0, "b": 0.25, "c": 4.0}  # Powers of two, so that sums are exact.
 few_numbers = st.sampled_from([0, 0, 0, 1, 2, 3, 4, 7, 16])
 many_tokens = st.sampled_from([0, 0, 1, 16, 100, 1000, 4000, 30_000])
 
 
 class TwinMachine(RuleBasedStateMachine):
-    """One admission looks at its groups at once, its twin at each in turn; both are told the same,
-    and the requests of the first go to the groups of a real table."""
+    """Drives admission on arrays and its twin, which loops over groups, with the same events.
+    Requests of the first go to the groups of a real table."""
 
     @initialize(
         config=st.sampled_from(CONFIGS),
@@ -166,7 +166,7 @@ class TwinMachine(RuleBasedStateMachine):
         data=st.data(),
     )
     def all_are_busy(self, data: st.DataObject, **load: int) -> None:
-        """And the time is that of a slow step."""
+        """Reports nearly all groups as busy, and advances the clock by a slow step."""
         spared = data.draw(st.sets(st.sampled_from(NAMES), max_size=2))
         for group in sorted(self.members - spared):
             self.frame(group, **load, prompt=512, output=load["running"])
@@ -245,7 +245,7 @@ class TwinMachine(RuleBasedStateMachine):
         tokens_each=st.sampled_from([0.0, 1.0, 100.0]) | st.floats(0, 1e5),
     )
     def they_see_the_same(self, wait_s: float, tokens_each: float) -> None:
-        """To the last bit."""
+        """Asserts equal results, bit by bit."""
         ours, plain = self.capacities
         for states in [self.table.loads()] * 2:
             rooms = [

@@ -39,7 +39,7 @@ def generate(cluster: Any, *, max_tokens: int = 300, priority: int = 0, **option
 
 
 async def occupy(cluster: Any) -> Any:
-    """Takes the only slot, for as long as the call that is returned."""
+    """Occupies the only slot until the returned call ends."""
     cluster.take_steps_of(0.1)
     call = generate(cluster, max_tokens=370)
     await call.read()
@@ -119,7 +119,7 @@ async def test_whoever_gives_up_in_the_queue_frees_its_place(start_cluster: Any,
 @pytest.mark.parametrize("how", ["grpc", "http"])
 async def test_a_deadline_in_the_queue_ends_the_wait(start_cluster: Any, how: str) -> None:
     async with start_cluster(num_groups=1, group_wait_s=300) as cluster:
-        cluster.connections.set_addresses([])  # So that no wait can be predicted.
+        cluster.connections.set_addresses([])  # Without groups no wait can be predicted.
         await cluster.wait_ready(0)
         if how == "grpc":
             with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -289,7 +289,7 @@ async def test_a_hundred_that_go_away_leave_nothing_behind(start_cluster: Any, h
         "config": {"admission": PATIENT},
     }
     async with start_cluster(**options) as cluster, httpx.AsyncClient(timeout=None) as client:
-        # So slow that none has ended when all have begun.
+        # Slow steps: none ends before all have begun.
         cluster.take_steps_of(0.005 if how == "deadline" else 0.1)
 
         async def post() -> None:
@@ -317,7 +317,7 @@ NOTHING = [0, (0, 0), 0, 0, 0, 0, 0]
 
 
 async def what_is_left(cluster: Any) -> list[Any]:
-    """The traces of requests that remain in every part of the cluster."""
+    """Counts of requests left over in each part of the cluster."""
     for group in cluster.groups.values():
         await group.settle()
     routing = cluster.table.stats()

@@ -1,4 +1,4 @@
-"""Bodies as coding agents send them are served as far as they can be; the rest is named."""
+"""Request bodies of coding agents are served as far as possible; ignored parts are reported."""
 
 import gzip
 import json
@@ -98,7 +98,7 @@ async def test_the_system_may_speak_among_anthropics_messages(start_cluster: Any
         turns = [{"role": "system", "content": "b"}, *hello]
         apart = await client.post("/v1/messages", json=asked | {"system": "a", "messages": turns})
     assert apart.json()["content"] == merged.json()["content"]
-    assert apart.json()["usage"]["cache_read_input_tokens"] > 0  # Its prompt is the same.
+    assert apart.json()["usage"]["cache_read_input_tokens"] > 0  # The prompts are equal.
 
 
 async def test_values_by_which_clients_mean_none_or_greedy(start_cluster: Any) -> None:

@@ -1,4 +1,4 @@
-"""All groups die in the same moment, under fifty streams that have done nothing to them."""
+"""All groups die at once under fifty streams, none of which caused it."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ NUM_GROUPS = 3
 NUM_TOKENS = 60
 ROOM = {"max_num_seqs": 64, "max_num_batched_tokens": 256, "num_blocks": 2000}
 HOWS = ("killed", "failed in turn", "silent")
-SLOW_S = 0.1  # A step, so that no stream has had the eight tokens that clear it.
+SLOW_S = 0.1  # Step time, so that no stream gets the eight tokens that clear it.
 
 
 def prompt_of(number: int) -> list[int]:
@@ -25,7 +25,7 @@ def prompt_of(number: int) -> list[int]:
 
 
 async def begin(cluster: Any) -> list[asyncio.Task[list[int]]]:
-    """Streams of which each has its first token, and not many more."""
+    """Begins streams; returns once each has its first token and few more."""
     cluster.take_steps_of(SLOW_S)
     calls = [
         cluster.inference.Generate(
@@ -62,10 +62,10 @@ async def kill_all(cluster: Any, *, how: str) -> None:
     for group in cluster.groups.values():
         if how == "killed":
             await group.kill()
-        elif how == "failed in turn":  # In the pause, its streams begin on the next.
+        elif how == "failed in turn":  # In the pause, its streams begin on the next group.
             group.executor.fails = True
             await asyncio.sleep(SLOW_S)
-        else:  # As without power: their connections stand, but nothing comes over them.
+        else:  # As in a power failure: connections stay open, but carry nothing.
             group.service._heartbeat_s = 1e6
             group.engine_loop._deliver = lambda result: None
 
@@ -89,7 +89,7 @@ async def test_all_streams_go_on_exactly_once_groups_are_back(
 
 
 async def test_where_no_group_is_started_any_more_all_are_told_at_once(start_cluster: Any) -> None:
-    """Those under way, one that waits for a group, and one that comes later."""
+    """Streams under way, a request that waits for a group, and one that arrives later."""
     async with start_cluster(num_groups=NUM_GROUPS, group_wait_s=1e4, **ROOM) as cluster:
         streams = await begin(cluster)
         await kill_all(cluster, how="killed")

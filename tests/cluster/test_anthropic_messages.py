@@ -1,4 +1,4 @@
-"""``/v1/messages`` as Anthropic's own client sees it."""
+"""``/v1/messages`` through Anthropic's own client."""
 
 from collections.abc import Sequence
 from contextlib import asynccontextmanager

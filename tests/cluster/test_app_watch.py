@@ -1,4 +1,4 @@
-"""An application that is not whole for long says so."""
+"""The watch over an application reports missing replicas and a removed application."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ from quire.cluster.deploy.app_watch import AppWatch
 
 
 def running(groups: int, message: str = "", status: str | None = None) -> dict[str, Any]:
-    """Two groups are wanted."""
+    """The status with ``num`` running groups of two."""
     status = status or ("HEALTHY" if groups == 2 else "UNHEALTHY")
     deployments = {
         "ReplicaGroup": DeploymentStatusOverview(
@@ -69,7 +69,7 @@ def test_an_application_that_was_stopped_by_others_is_gone() -> None:
     look_after.look(running(2), now_s=0)
     assert not look_after.is_gone
     for now_s in (2, 4):
-        look_after.look({}, now_s=now_s)  # Serve's controller may have started again.
+        look_after.look({}, now_s=now_s)  # A restart of Serve's controller looks alike.
     look_after.look(running(2), now_s=6)
     for now_s in (8, 16):
         look_after.look({}, now_s=now_s)

@@ -1,4 +1,4 @@
-"""Attempts without a cluster: what they count, and how long they wait, in simulated time."""
+"""Attempts of completions, without a cluster: counted deaths and waits, in simulated time."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ EPOCH = 7
 
 
 class Silent(Groups):
-    """Groups that take everything and bring nothing."""
+    """Groups that accept all requests and never answer."""
 
     members: tuple[str, ...] = ()
 
@@ -42,7 +42,7 @@ class Silent(Groups):
 
 
 WINDOW_S = 3.0
-"""In which groups that died together are missed: one and a half silence timeouts."""
+"""The time within which deaths count as simultaneous: one and a half silence timeouts."""
 
 
 class Scene:
@@ -79,7 +79,7 @@ def to_be_isolated() -> Blame:
 
 
 def test_a_death_that_two_completions_hear_of_in_two_ways_counts_once() -> None:
-    """The one reads that the group failed, the other that its connection broke."""
+    """One reads the group's failure, the other a broken connection."""
 
     async def main(loop: SimLoop) -> int:
         scene, blame = Scene(loop, members=("g",)), Blame()
@@ -111,7 +111,7 @@ def test_isolated_requests_without_a_group_all_wait_for_one_at_once() -> None:
 
 
 def test_the_line_of_isolated_requests_may_be_longer_than_a_wait_for_a_group() -> None:
-    """A group comes after 40 seconds and each turn takes 50. None of those in line gives up."""
+    """A group starts after 40 seconds and each turn takes 50. No request in line gives up."""
 
     async def main(loop: SimLoop) -> list[float]:
         scene = Scene(loop, members=())
@@ -133,7 +133,7 @@ def test_the_line_of_isolated_requests_may_be_longer_than_a_wait_for_a_group() -
 
 
 def test_what_an_isolated_request_waited_in_line_is_not_taken_for_a_wait_for_a_group() -> None:
-    """The group goes while the second waits for its turn, which has its whole wait before it."""
+    """The group ends while the second waits for its turn; its wait for a group begins only then."""
 
     async def main(loop: SimLoop) -> float:
         scene = Scene(loop, members=("g",))
@@ -234,7 +234,7 @@ def test_a_death_while_isolated_convicts_where_nothing_else_explains_it(
 
 
 def test_a_request_is_convicted_though_its_sibling_comes_first_and_is_not_run_again() -> None:
-    """Two completions of one prompt: the second has its turn before the first is judged."""
+    """Two completions of a prompt: the second gets its turn before the first is judged."""
 
     async def main(loop: SimLoop) -> float:
         scene, blame = Scene(loop, members=("g",)), to_be_isolated()

@@ -1,4 +1,4 @@
-"""The policy on a virtual clock, against groups that are a queue and a speed."""
+"""The autoscaling policy on a virtual clock, with groups of a queue and a speed."""
 
 import itertools
 import random
@@ -12,8 +12,8 @@ from quire.cluster.scaling.policy import Observation, Sample, ScalingDecision, S
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.worker.api.errors import ConfigError
 
-SPEED = 1000.0  # Prompt tokens a second.
-TICK_S = 0.1  # Serve asks so often, and groups report once in ten.
+SPEED = 1000.0  # Prompt tokens per second.
+TICK_S = 0.1  # Serve's interval; groups report every tenth.
 SETTINGS = AutoscalingSettings(
     min_groups=1, max_groups=8, target_ttft_s=2, down_delay_s=60, down_step_s=10, idle_delay_s=100
 )
@@ -68,7 +68,7 @@ class World:
         self.groups += [Group(ready_s=0) for _ in range(self.settings.min_groups)]
 
     def run(self, seconds: float, arrivals: Callable[[float], float]) -> ScalingDecision:
-        """``arrivals`` gives the tokens that come in the tick at a time."""
+        """Runs ticks; ``arrivals`` gives the tokens that arrive in the tick at a time."""
         for _ in range(round(seconds / TICK_S)):
             self.now_s += TICK_S
             running = [group for group in self.groups if group.ready_s <= self.now_s]
@@ -100,12 +100,12 @@ class World:
 
 
 def steady(groups: float) -> Callable[[float], float]:
-    """Tokens that occupy ``groups`` groups fully."""
+    """Arrivals that fully occupy ``groups`` groups."""
     return lambda _: groups * SPEED * TICK_S
 
 
 def noisy(groups: float, seed: int = 0) -> Callable[[float], float]:
-    """The same on average, in prompts of 100 to 2,000 tokens at random times."""
+    """As `steady` on average, in prompts of 100 to 2,000 tokens at random times."""
     rng = random.Random(seed)
 
     def arrivals(_: float) -> float:
@@ -238,7 +238,7 @@ def test_a_load_that_is_gone_is_forgotten_soon() -> None:
 
 
 def test_prompts_that_never_wait_ask_for_no_group() -> None:
-    """However many short prompts come along with the decodes of a group that is not full."""
+    """Any number of short prompts may run beside the decodes of a group that is not full."""
     samples = [
         Sample(time_s=i, num_prefilled_tokens=900 * i, num_running=20, max_num_seqs=100)
         for i in range(7)

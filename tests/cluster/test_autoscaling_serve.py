@@ -1,4 +1,4 @@
-"""What Serve hands to the policy, and what it is told."""
+"""The autoscaling policy as Serve calls it: its input and its answer."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -37,7 +37,7 @@ def raw_metrics() -> Iterator[tuple[str, dict[str, list[Any]]]]:
 
 def test_what_serve_hands_over_is_understood() -> None:
     metrics = dict(raw_metrics())
-    # Told to one group and then to another: the later word counts. A silent gateway has none.
+    # Reported to one group and then another: the later report counts. Lost gateways do not count.
     metrics["gateway_tokens/g1"] = {"a": series((97.0, 900.0)), "b": series((99.0, 40.0))}
     metrics["gateway_tokens/g2"] = {"a": series((99.0, 2.0))}
     metrics["gateway_tokens/gone"] = {"a": series((90.0, 5000.0))}
@@ -53,6 +53,6 @@ def test_the_policy_keeps_its_state_with_serve() -> None:
     policy = ServePolicy(min_groups=0, max_groups=4)
     metrics = dict(raw_metrics())
     num_groups, state = policy(context(raw_metrics=metrics, running_replicas=["a"]))
-    assert num_groups == 3  # 2,000 tokens a second come, at a speed of 1,000.
+    assert num_groups == 3  # 2,000 tokens/s arrive at a speed of 1,000.
     again = context(raw_metrics=metrics, running_replicas=["a"], policy_state=state)
     assert policy(again)[1]["quire"].speed == 1000

@@ -1,4 +1,4 @@
-"""Bad words through a gateway, which spells them, and behind a group's death."""
+"""Bad words through a gateway, which tokenizes them, also after a group's death."""
 
 from itertools import pairwise
 from typing import Any

@@ -1,4 +1,4 @@
-"""``quire bench serve``: figures, counting, and sending, in virtual time."""
+"""``quire bench serve`` in virtual time: its figures, token counts and arrivals."""
 
 import json
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -24,7 +24,7 @@ from quire.cluster.bench.serving.load import Load, run
 from quire.worker.api.errors import ConfigError, QuireError
 
 Events = Sequence[tuple[float, int]]
-"""When each chunk came, after the request was sent, and its tokens."""
+"""For each chunk the seconds since the request and its number of tokens."""
 
 
 def event(text: str = "", **more: Any) -> bytes:
@@ -48,7 +48,7 @@ def fed(*pieces: tuple[float, bytes], keeps_text: bool = False) -> Answer:
 
 
 def recorded(rng: np.random.Generator) -> Events:
-    """An answer of up to 20 chunks, with one to five tokens each."""
+    """A recorded answer of up to 20 chunks with one to five tokens each."""
     times = np.cumsum(rng.exponential(0.05, size=rng.integers(1, 21)))
     return [(float(time), int(rng.integers(1, 6))) for time in times]
 
@@ -115,7 +115,7 @@ def test_gaps_of_an_answer_add_up_to_the_time_behind_its_first_token() -> None:
 
 
 def test_names_of_the_result_are_those_of_vllm_bench_serve() -> None:
-    """As users' scripts read them: they are copied from a file of vLLM's."""
+    """Users' scripts read these names, which are copied from one of vLLM's result files."""
     names = (
         "duration completed failed total_input_tokens total_output_tokens request_throughput "
         "request_goodput output_throughput total_token_throughput max_output_tokens_per_s "
@@ -154,7 +154,7 @@ def test_a_stream_reads_the_same_however_its_bytes_are_cut() -> None:
 def test_a_chunk_is_a_token_where_the_server_counts_only_at_the_end() -> None:
     answer = fed((1, event(" a b")), (2, event(" c", finish="length")), (3, last(3)))
     assert (list(answer.counts), answer.num_tokens, answer.is_counted) == ([1, 1], 3, False)
-    # Usage that comes with the last text is the total, too.
+    # Usage in the last chunk with text is also the total.
     answer = fed(
         (1, event(" a b")), (2, event(" c", finish="stop", usage={"completion_tokens": 3}))
     )
@@ -280,7 +280,7 @@ def test_failures_stop_nobody() -> None:
 
 
 def test_a_client_that_is_kept_from_running_says_by_how_much() -> None:
-    """From the third second on its clock is half a second ahead of what the loop had planned."""
+    """From the third second on the loop wakes half a second later than planned."""
 
     def clock(loop: SimLoop) -> Callable[[], float]:
         return lambda: loop.time() + (0.5 if loop.time() > 3 else 0)
@@ -317,7 +317,7 @@ def test_a_body_says_what_it_is_asked_to() -> None:
 
 
 def chosen(prompts: Sequence[Prompt], takes: Callable[[dict[str, Any]], bool]) -> Form:
-    """The form of requests to a server that answers 400 unless it ``takes`` them."""
+    """The form of requests that is chosen for a server that answers 400 to all but ``takes``."""
 
     class Server:
         async def stream(self, body: bytes) -> AsyncGenerator[bytes]:
@@ -345,7 +345,7 @@ def test_a_server_is_asked_in_the_best_way_that_it_takes() -> None:
     assert chosen([IDS], lambda body: is_text(body) and "stream_options" not in body) == Form(
         False, "none"
     )
-    # Token ids of a file are sent as such or not at all.
+    # Token ids from a file are never sent as text.
     given = Prompt(content=np.array([7, 900]), max_tokens=3)
     with pytest.raises(QuireError, match=r"no load was sent: HTTP 400: no such field"):
         chosen([given], is_text)

@@ -1,4 +1,4 @@
-"""``quire bench serve`` as it is typed, against a server of the standard library's."""
+"""The command ``quire bench serve`` against an HTTP server of the standard library."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from quire.cluster.cli.main import main
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Streams as many tokens as it is asked for, two in a chunk, and notes what was asked."""
+    """Streams as many tokens as requested, two in a chunk, and records requests."""
 
     server: "Server"
     protocol_version = "HTTP/1.1"

@@ -1,4 +1,4 @@
-"""What follows from a group's events with contents, against a plain twin of what a log says."""
+"""The block ledger, fed by a group's events with contents, against a plain twin of the log."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,7 +45,7 @@ async def sent(batch: EventBatch, log: EventLog) -> list[pb.EventBatch]:
 
 
 class Twin:
-    """What was told: tiers and contents by key."""
+    """Blocks as published by the ledger: tiers and contents by key."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[int, BlockContent]] = {}
@@ -75,7 +75,7 @@ CHANGES = st.lists(
     min_size=1,
     max_size=6,
 )
-"""Stored or removed; the tier; the chain; how much of it is there, or is left."""
+"""Stored or removed, the tier, the chain, and the number of its blocks present or left."""
 
 
 def change(log: EventLog, is_stored: bool, tier: int, chain: int, length: int) -> None:
@@ -89,7 +89,7 @@ def change(log: EventLog, is_stored: bool, tier: int, chain: int, length: int) -
 
 
 def present(log: EventLog) -> dict[int, tuple[int, BlockContent]]:
-    """What is in a log. No chain in it has a hole, as a tier has the beginning of each."""
+    """Blocks in a log. Chains have no holes, since each tier holds the beginnings of its chains."""
     snapshot = log.snapshot()
     tiers = {
         each: tier

@@ -1,4 +1,4 @@
-"""`ByteBudget`: never more than its limit, first come, first served, nothing lost."""
+"""`ByteBudget` never exceeds its limit, serves in order of arrival, and loses nothing."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""A request whose logits are NaN: its client is told so, and no group dies or tries it again."""
+"""A request with NaN logits: its client gets an error, no group dies, and it is not retried."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What clients say of the cache acts: keys of affinity, and times for which prefixes are kept."""
+"""Clients' cache hints take effect: affinity keys, and retention times of prefixes."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def marked(mark: object) -> dict[str, Any]:
 
 
 async def kept_s(cluster: Any, path: str, body: dict[str, Any]) -> float:
-    """How long a group was asked to keep the body's prompt."""
+    """Seconds for which a group was asked to keep the body's prompt."""
     seen: list[Prepared] = []
     engine_loop = cluster.groups["g0"].engine_loop
     submit = engine_loop.submit

@@ -1,4 +1,4 @@
-"""Calls as models write them, mistakes and all: what is read of each text, wherever it is cut."""
+"""Tool calls as models write them, including mistakes: the result of each text, cut anywhere."""
 
 import json
 from dataclasses import replace
@@ -45,8 +45,8 @@ GIVEN = '{"name": "weather", "arguments": {"city": "Rome"}}'
 GIVEN_NOW = '{"name": "now", "arguments": {}}'
 
 Part = str | tuple[str, ...]
-# Text, and what is read of it: content, and calls' names and arguments, with "cut" if not whole.
-# Where there is nothing, all of it is content.
+# Text and its parse: content, and calls' names and arguments, with "cut" for incomplete ones.
+# Without a parse, the whole text is content.
 CASES: dict[str, list[tuple[str, list[Part]]]] = {
     "deepseek_v3": [
         (

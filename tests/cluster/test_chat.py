@@ -1,4 +1,4 @@
-"""``quire chat``: a conversation over a server that is really there."""
+"""``quire chat``: a conversation with a real server."""
 
 import asyncio
 import io
@@ -24,7 +24,7 @@ async def test_a_conversation_goes_on_and_can_begin_again(
         lines = ("a", "a", "/clear", "a", "/stats", "/exit", "b")
         assert await talk(cluster, monkeypatch, *lines) == 0
         first, second, again, stats = capsys.readouterr().out.splitlines()
-        assert first == again != second  # The second has what was said before in its prompt.
+        assert first == again != second  # The second prompt includes the earlier turn.
         assert "prompt tokens" in stats
         assert "a second" in stats
 

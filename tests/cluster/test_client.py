@@ -1,4 +1,4 @@
-"""The package `quire_client`, against a gateway."""
+"""The package `quire_client` against a gateway."""
 
 import asyncio
 import contextlib
@@ -145,7 +145,7 @@ async def test_an_overloaded_server_says_when_to_try_again(start_cluster: Any) -
             waiting = [asyncio.create_task(client.generate(PROMPT, PARAMS)) for _ in range(4)]
             done = await asyncio.gather(*waiting, return_exceptions=True)
         cluster.take_steps_of(0)
-        await cluster.groups["g0"].settle()  # What was closed is not computed.
+        await cluster.groups["g0"].settle()  # Closed streams are not computed further.
     refused = [each for each in done if isinstance(each, Overloaded)]
     assert refused
     assert all(each.retry_after_s and each.retry_after_s >= 1 for each in refused)
@@ -282,7 +282,7 @@ async def test_its_wheel_needs_grpcio_and_protobuf_alone(
 
 
 def installed() -> Iterator[tuple[str, Path]]:
-    """What grpcio and protobuf install here, and what grpcio needs."""
+    """Files of grpcio and protobuf as installed here, and of grpcio's dependencies."""
     for name in ("grpc", "google.protobuf", "google._upb", "typing_extensions"):
         spec = find_spec(name)
         assert spec is not None

@@ -1,4 +1,4 @@
-"""What commands print fits the terminal that it goes to, and a pipe gets whole lines."""
+"""Tables of commands fit the terminal's width; pipes get unwrapped lines."""
 
 import re
 

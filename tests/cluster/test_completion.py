@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Scripted(Groups):
-    """Two groups. Each attempt is answered by the next of ``answers``."""
+    """Two groups that answer each attempt with the next of ``answers``."""
 
     answers: list[group_pb2.TokenDelta]
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    """Ray gives gateways the second."""
+    """The event loops of gateways: uvloop is Ray's choice."""
     return "asyncio", {"use_uvloop": request.param}
 
 
@@ -81,7 +81,7 @@ async def test_half_sent_heads_are_closed_and_a_stream_goes_on() -> None:
         stream = await server.client(STREAM, sees=b"begun")
         slow = [await server.client(b"GET / HTTP/1.1\r\nHost:") for _ in range(20)]
         again = await server.client(STREAM[:-2])
-        again.writer.write(b"\r\n")  # In time: it is no half any more.
+        again.writer.write(b"\r\n")  # In time: the request is now complete.
         for client in slow:
             assert await client.rest() == b""
         assert server.cuts == ["head"] * 20

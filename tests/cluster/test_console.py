@@ -1,4 +1,4 @@
-"""What the console and its commands show of a cluster."""
+"""The output of the console and its commands for a cluster."""
 
 import asyncio
 import io
@@ -38,7 +38,7 @@ def test_rates_are_differences_over_time_of_groups_that_were_there_before() -> N
     rates = Rates.between(before, after, interval_s=2.0)
     assert (rates.prompt_per_s, rates.output_per_s) == (10, 5)
     assert (rates.hit_rate, rates.kv_use) == (5 / 20, 50 / 200)
-    again = [group("a", num_output_tokens=3)]  # It began again.
+    again = [group("a", num_output_tokens=3)]  # It has restarted.
     assert Rates.between(after, again, interval_s=1.0).output_per_s == 0
 
 
@@ -153,7 +153,7 @@ def test_the_status_is_one_line_of_a_terminal_and_lines_elsewhere(
         assert "\n" not in shown
         assert shown.endswith(ERASE)
     else:
-        # Nothing ran from the fourth look on.
+        # Nothing ran from the fourth sample on.
         assert all("1 of 1 groups" in line for line in shown.splitlines())
         assert 1 <= len(shown.splitlines()) <= 3
 

@@ -1,4 +1,4 @@
-"""What a gateway remembers of constraints, for whom."""
+"""A gateway's cache of checked constraints is kept by tenant."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ GOOD, BAD = Constraint("regex", "a+"), Constraint("regex", "(")
 
 
 class FakeProcess:
-    """Refuses what is bad, and holds what is slow until it may go on."""
+    """A compiler that refuses bad constraints, and holds up slow ones until it may continue."""
 
     checked: list[Constraint]
     may_go_on: threading.Event

@@ -1,4 +1,4 @@
-"""A reader that stalls holds up itself: neither other readers, nor the gateway, nor KV blocks."""
+"""Flow control: a stalled reader delays neither other readers nor the gateway, nor holds blocks."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = list(range(20, 41))
 WINDOW = 16
-# As little as a client can have gRPC read ahead, so that few tokens fill it.
+# The smallest read-ahead of gRPC, so that few tokens fill it.
 _SMALL_WINDOWS = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
 
 
@@ -53,7 +53,7 @@ async def test_a_slow_reader_blocks_only_itself(start_cluster: Any) -> None:
             request(seed=99, max_tokens=350, logprobs=20)
         )
         chunks = aiter(slow)
-        found_slow = list((await anext(chunks)).token_ids)  # And no more for now.
+        found_slow = list((await anext(chunks)).token_ids)  # Then stops reading.
         fast = [cluster.inference.Generate(request(seed=seed, max_tokens=60)) for seed in range(16)]
         first = [await anext(aiter(call)) for call in fast]
         num_fast_steps = 0
@@ -68,12 +68,12 @@ async def test_a_slow_reader_blocks_only_itself(start_cluster: Any) -> None:
         rest = await asyncio.gather(*[tokens_of(call) for call in fast])
         assert num_fast_steps < 60, "a token each step"
 
-        await group.settle()  # The engine ends the slow one's work and keeps no block for it.
+        await group.settle()  # The engine completes the slow request and keeps no blocks.
         (stream,) = streams_of(cluster)
         assert not stream.is_owed
         assert stream.num_buffered <= WINDOW
         assert stream.num_tokens < 350
-        num_unsent = 350 - stream.num_tokens  # They wait at the group, which says so.
+        num_unsent = 350 - stream.num_tokens  # Unsent tokens wait at the group, which reports them.
         while cluster.connections.loads["g0"].num_unsent_tokens != num_unsent:
             await asyncio.sleep(0.01)
         found_slow += [token async for chunk in chunks for token in chunk.token_ids]
@@ -94,7 +94,7 @@ async def test_a_stalled_reader_is_not_taken_for_a_hung_group(start_cluster: Any
         found: list[int] = []
 
         async def take(chunk: Chunk) -> None:
-            if not found:  # A first chunk, and no more for now.
+            if not found:  # Reads the first chunk only.
                 await cluster.groups["g0"].settle()
                 await asyncio.sleep(2.5)
             found.extend(chunk.token_ids)
@@ -168,7 +168,7 @@ async def test_a_group_sends_up_to_the_limit_and_the_rest_in_one_delta(
 async def test_an_end_that_brings_no_token_needs_no_credit(start_group: Any, model: Any) -> None:
     expected = model.continuation(PROMPT, seed=5, max_tokens=20)
     async with start_group() as group, attach(group) as call:
-        # Nothing is left to do behind what was resumed.
+        # No tokens remain after those resumed.
         await call.write(submit(token_limit=20, resumed=expected, max_tokens=20))
         deltas: list[Any] = []
         while not deltas:

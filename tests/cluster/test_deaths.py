@@ -3,7 +3,7 @@ from quire.cluster.links.deaths import Deaths
 
 
 class Log(Deaths):
-    """With a window of ten seconds, at ``now_s``."""
+    """A log of deaths with a window of ten seconds and ``now_s`` as its clock."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

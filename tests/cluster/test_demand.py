@@ -18,7 +18,7 @@ async def test_what_waits_is_counted_while_it_waits() -> None:
     with demand.waiting(10):
         with contextlib.suppress(TimeoutError), demand.waiting(5):
             assert (demand.num_requests, demand.num_tokens) == (2, 15)
-            raise TimeoutError  # However it ends.
+            raise TimeoutError  # Any end counts.
         assert (demand.num_requests, demand.num_tokens) == (1, 10)
     assert (demand.num_requests, demand.num_tokens) == (0, 0)
 

@@ -1,4 +1,4 @@
-"""The deployments without Serve: what they do with what it gives them, and at their end."""
+"""The deployment classes without Serve: their inputs from it, and their end."""
 
 import asyncio
 import contextlib
@@ -36,7 +36,7 @@ SECOND = Member(GroupId("g1"), {"address": "host:2"})
 
 
 class FakeServer:
-    """A gateway's server that keeps the addresses it was told of; and its only model."""
+    """A stand-in for a gateway's server and its only model, which records group addresses."""
 
     def __init__(self) -> None:
         self.groups = self
@@ -66,7 +66,7 @@ class FakeServer:
 
 
 class FakeSet:
-    """Models that all are the server."""
+    """A model set that answers with the server for each model."""
 
     def __init__(self, *_: Any, follow: Follow, **__: Any) -> None:
         self._follow = follow
@@ -87,7 +87,7 @@ FAKE_SERVERS: list[FakeServer] = []
 
 
 class FakeCall:
-    """What a handle gives where nobody answers it, and Serve cannot assign it to a group."""
+    """A handle's call that Serve cannot assign to a group and that is never answered."""
 
     def __init__(self) -> None:
         self._assigned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -102,7 +102,7 @@ class FakeCall:
 
 
 class FakeHandle:
-    """A handle to the groups whose calls raise, or whose cancellation does."""
+    """A handle to groups, whose calls or cancellations raise."""
 
     def __init__(self, *, raises: bool = False) -> None:
         self.told: asyncio.Queue[int] = asyncio.Queue()
@@ -120,7 +120,7 @@ class FakeHandle:
 
 @pytest.fixture(autouse=True)
 def loggers_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As other tests of this process expect them."""
+    """Leaves loggers unchanged, as other tests of this process expect."""
     monkeypatch.setattr(deployments, "log_beside_serve", lambda config: None)
 
 
@@ -168,7 +168,7 @@ async def test_demand_is_told_again_after_it_could_not_be(
         with server.demand.waiting(num_tokens):
             assert await asyncio.wait_for(handle.told.get(), 120) == num_tokens
         for _ in range(5):
-            await asyncio.sleep(0)  # Until the gateway knows that no request waits.
+            await asyncio.sleep(0)  # Until the gateway has seen that no request waits.
         while not handle.told.empty():
             handle.told.get_nowait()
     await gateway.__del__()

@@ -1,4 +1,4 @@
-"""Calls and reasoning of each family, read from text that is cut anywhere."""
+"""Parsing of tool calls and reasoning of each model family, from text cut anywhere."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The directory in a whole cluster: an error in it costs time, never a token, and is mended."""
+"""Errors in the block directory of a whole cluster cost time, never a token, and are corrected."""
 
 import asyncio
 import random
@@ -40,7 +40,7 @@ async def ask_all(cluster: Any) -> None:
 
 
 def tamper(directory: BlockDirectory, names: list[BlockHash], draw: random.Random) -> None:
-    """Makes groups holders of what they lack, and of some that they hold no holders."""
+    """Adds and removes holders in the index at random."""
     for slot in range(2):
         for name in names:
             change = draw.choice([directory._index.add, directory._index.remove])
@@ -49,7 +49,7 @@ def tamper(directory: BlockDirectory, names: list[BlockHash], draw: random.Rando
 
 async def test_a_directory_that_is_wrong_changes_no_token(start_cluster: Any) -> None:
     draw = random.Random(0)
-    async with start_cluster(num_blocks=60) as cluster:  # So few that blocks come and go.
+    async with start_cluster(num_blocks=60) as cluster:  # So few that blocks are evicted.
         await ask_all(cluster)
         directory = cluster.table._directory
         for _ in range(5):
@@ -93,7 +93,7 @@ async def test_lost_events_and_odd_messages_are_asked_for_again(
         directory = cluster.table._directory
         while directory.stats().num_gaps < 3:
             await ask_all(cluster)
-            await generate(cluster, [draw.randrange(100)] * 30)  # Lets others go.
+            await generate(cluster, [draw.randrange(100)] * 30)  # Evicts other blocks.
         while not _is_true(directory, cluster):
             await asyncio.sleep(0.05)
         assert directory.stats().num_drifted_buckets == 0
@@ -119,7 +119,7 @@ async def test_what_nobody_foresaw_in_an_event_is_logged_and_the_events_go_on(
 
 
 def _is_true(directory: BlockDirectory, cluster: Any) -> bool:
-    """For every block, who holds it according to the directory and to the groups themselves."""
+    """Whether directory and groups agree on the holders of every block."""
     stored = {name: group.engine.events._tiers[0] for name, group in cluster.groups.items()}
     return all(
         directory.longest_prefix([block]).keys() == {g for g in stored if block in stored[g]}

@@ -1,4 +1,4 @@
-"""Groups that drain under load: no stream fails, and no request is blamed."""
+"""Groups drain under load: no stream fails, and no request is blamed."""
 
 import asyncio
 from typing import Any
@@ -31,12 +31,12 @@ async def tokens_of(call: Any, chunks: list[pb.GenerateResponse]) -> list[int]:
 
 async def test_what_a_draining_group_runs_is_handed_over(start_cluster: Any) -> None:
     async with start_cluster(max_num_seqs=64, num_blocks=4000) as cluster:
-        cluster.take_steps_of(0.1)  # So that none has ended when all have begun.
+        cluster.take_steps_of(0.1)  # No stream ends before all have begun.
         calls = [generate(cluster, seed=seed) for seed in range(20)]
         chunks = [await begin(call) for call in calls]
         draining = cluster.groups[chunks[0][0].start.routing.group]
         num_there = sum(each[0].start.routing.group == draining.name for each in chunks)
-        # All of the grace is for handing over.
+        # The whole drain time is for handing over.
         num_left = await draining.service.drain(timeout_s=60, handover_s=60)
         assert num_left == 0
         cluster.take_steps_of(0.002)
@@ -86,7 +86,7 @@ async def test_what_is_left_at_the_end_of_the_grace_is_given_back(
 async def test_one_group_after_the_other_is_replaced_under_load(
     start_cluster: Any, start_group: Any
 ) -> None:
-    """A rolling upgrade: at each moment one group drains, more often than losses are allowed."""
+    """A rolling upgrade: one group at a time drains, in all more groups than losses are allowed."""
     async with start_cluster(max_num_seqs=64, num_blocks=4000) as cluster:
         running = list(cluster.groups.values())
         calls = [generate(cluster, seed=seed, max_tokens=300) for seed in range(16)]

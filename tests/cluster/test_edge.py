@@ -1,4 +1,4 @@
-"""What a gateway answers at its edge: broken messages, odd names, and metrics of its own."""
+"""A gateway's answers to broken messages and odd names, and its own metrics."""
 
 import asyncio
 import contextlib
@@ -116,7 +116,7 @@ async def test_grpc_connections_beyond_the_bound_are_closed_and_silent_ones_time
     async with gateway(max_connections=2, head_timeout_s=0.5) as server:
         address = ("127.0.0.1", port_of(server.grpc_address))
         clients = [await asyncio.open_connection(*address) for _ in range(4)]
-        for reader, _ in clients:  # All end: two to make room for the newest, and then these too.
+        for reader, _ in clients:  # All end: two to make room for the newest, later these too.
             with contextlib.suppress(ConnectionResetError):
                 await reader.read()
         async with httpx.AsyncClient(timeout=None) as client:

@@ -1,4 +1,4 @@
-"""Embeddings, rerankings and scores, by OpenAI's client, over HTTP and over gRPC."""
+"""Embeddings, rerankings and scores over OpenAI's client, plain HTTP and gRPC."""
 
 import asyncio
 import contextlib
@@ -52,7 +52,7 @@ TEMPLATE = """\
 
 
 class Served:
-    """A gateway of a model of text, two of embeddings and a reranker, with a group each."""
+    """A gateway with a text model, two embedding models and a reranker, each with a group."""
 
     def __init__(
         self, server: GatewayServer, twins: dict[str, Any], paths: dict[str, Path]
@@ -63,12 +63,12 @@ class Served:
         self._tokenizers = {name: Tokenizer.load(path) for name, path in paths.items()}
 
     def vectors(self, model: str, texts: list[str]) -> npt.NDArray[np.float32]:
-        """What transformers makes of ``texts``."""
+        """transformers' embeddings of ``texts``."""
         ids = [self._tokenizers[model].encode(text) for text in texts]
         return np.stack([expected(self._twins[model], each, MODELS[model][1]) for each in ids])
 
     def score(self, query: str, document: str) -> float:
-        """What transformers makes of the reranker's logits."""
+        """transformers' score from the reranker's logits."""
         ids = self._tokenizers["reranker"].encode(
             f"<query>{query}<document>{document}:", add_special_tokens=False
         )
@@ -112,7 +112,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
 
 
 def save_reranker(folder: Path) -> Any:
-    """A random model as sentence-transformers saves those of Qwen3-Reranker's kind."""
+    """Saves a random model in the form in which sentence-transformers saves Qwen3-Reranker."""
     twin = save("qwen3", folder, vocab_size=_vocab_size())
     for file in demo_model.PATH.glob("*token*"):
         shutil.copy(file, folder)
@@ -164,7 +164,7 @@ async def test_the_list_of_models_tells_what_each_is_for(client: httpx.AsyncClie
 async def test_embeddings_are_those_of_transformers(served: Served, model: str) -> None:
     vectors = served.vectors(model, TEXTS)
     async with AsyncOpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
-        made = await client.embeddings.create(model=model, input=TEXTS)  # As base64.
+        made = await client.embeddings.create(model=model, input=TEXTS)  # In base64.
         one = await client.embeddings.create(model=model, input=TEXTS[1], encoding_format="float")
         short = await client.embeddings.create(model=model, input=TEXTS[1], dimensions=8)
         with pytest.raises(openai.BadRequestError, match="the model's embeddings have 64"):
@@ -181,7 +181,7 @@ async def test_embeddings_are_those_of_transformers(served: Served, model: str) 
             model=model,
             base_url=f"{served.url}/v1",
             api_key="none",  # type: ignore[arg-type]
-            check_embedding_ctx_length=False,  # It would send token ids of OpenAI's tokenizer.
+            check_embedding_ctx_length=False,  # Otherwise it would send ids of OpenAI's tokenizer.
             http_async_client=http,
         )
         listed = await by_langchain.aembed_documents(TEXTS)

@@ -1,4 +1,4 @@
-"""What is said of completions that ended otherwise than by themselves."""
+"""Errors and log entries of completions that did not end normally."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ LOST = QuireError("g0 died")
         (Ending(), 1e9, None, ("cancelled", "")),
         (Ending(arrival_s=100, deadline_s=110), 105, None, ("cancelled", "")),
         (Ending(arrival_s=100, deadline_s=110), 110, None, ("deadline", "passed before the end")),
-        # A gRPC client with 1.001 s left says 1.01 s, and cancels when its own are over.
+        # A gRPC client with 1.001 s left sends 1.01 s, and cancels when its own time is over.
         (Ending(arrival_s=100, deadline_s=101.01), 101.0, None, ("deadline", "passed before the")),
         (Ending(deadline_s=10), 3, LOST, ("cancelled", "while it waited for another group (g0 d")),
         (Ending(deadline_s=10), 12, LOST, ("deadline", "passed while it waited for another group")),
@@ -47,7 +47,7 @@ def test_what_is_closed_is_told_by_whom(
 
 
 class Refusing(Groups):
-    """Groups of which each answers with ``error`` and, if it is to, is the last one seen."""
+    """Groups that answer each request with ``error``, and disappear if ``are_gone``."""
 
     error: group_pb2.GroupError
     are_gone = False
@@ -67,7 +67,7 @@ class Refusing(Groups):
     [
         ("INVALID_REQUEST", False, InvalidRequest, ["error: by the group"]),
         ("QUEUE_FULL", False, QueueFull, ["moved: by the group", "error: by the group"]),
-        # With nobody left to go to, it has not moved.
+        # Without another group, it has not moved.
         ("GROUP_FAILED", True, Unavailable, ["error: no replica group can take the request after"]),
     ],
 )

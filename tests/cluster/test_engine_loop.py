@@ -17,7 +17,7 @@ def request(name: str, *, max_tokens: int = 10, prompt: tuple[int, ...] = (20, 2
 
 
 class Sink:
-    """Gathers what comes for one request."""
+    """Collects the deltas of one request."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []

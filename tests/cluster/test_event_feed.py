@@ -1,4 +1,4 @@
-"""When a subscriber receives which events, on a virtual clock (gRPC: test_group_events.py)."""
+"""Events that a subscriber receives, and when, on a virtual clock (gRPC: test_group_events.py)."""
 
 import asyncio
 import hashlib
@@ -20,7 +20,7 @@ LENGTH_S = 20.0
 
 
 class Steps:
-    """The side of an `EngineLoop` that feeds see: an engine that stores a block in each step."""
+    """The part of `EngineLoop` that feeds use, with an engine that stores a block in each step."""
 
     def __init__(self) -> None:
         self.log = EventLog(epoch=1)
@@ -44,7 +44,7 @@ class Steps:
 
 
 async def hear(loop: SimLoop, *, step_s: float) -> list[tuple[float, EventBatch]]:
-    """What a subscriber of a group with so long steps hears, and when."""
+    """The events that a subscriber receives from a group with steps of this length, with times."""
     steps = Steps()
 
     async def work() -> None:

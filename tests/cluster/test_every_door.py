@@ -1,6 +1,6 @@
-"""Every port of a cluster: which callers without or with wrong credentials are answered.
+"""Authentication at every port of a cluster: callers with wrong credentials or none.
 
-Routes and calls are those of the servers themselves, so that a new one cannot be forgotten here.
+Routes and calls are read from the servers, so that no new one can be forgotten here.
 """
 
 import contextlib
@@ -65,14 +65,14 @@ def config(**settings: Any) -> ClusterConfig:
 
 @pytest.fixture
 def locked(tmp_path: Path, certificates: Certificates) -> ClusterConfig:
-    """With keys and TLS."""
+    """A gateway with keys and TLS."""
     keys = tmp_path / "keys"
     keys.write_text(KEY)
     return config(
         api_keys_file=keys,
         tls_certificate=certificates.certificate,
         tls_key=certificates.key,
-        group_wait_s=0.2,  # There is none, and calls are not to wait for one.
+        group_wait_s=0.2,  # Calls need not wait: there is no group.
     )
 
 
@@ -95,7 +95,7 @@ async def gateway(config: ClusterConfig) -> AsyncIterator[GatewayServer]:
 
 
 async def code_of(channel: grpc.aio.Channel, call: str, shown: dict[str, str]) -> grpc.StatusCode:
-    """What an empty message is answered; a call of any kind can be made like this."""
+    """The status of a call with an empty message, which works for calls of any type."""
     make: Any = channel.unary_stream(call)
     stream = make(b"", metadata=tuple(shown.items()), timeout=120)
     try:
@@ -120,7 +120,7 @@ def routes_of(listener: HttpListener) -> list[Route]:
 async def answered(
     client: httpx.AsyncClient, routes: list[Route], shown: dict[str, str], *, refusal: httpx.codes
 ) -> set[str]:
-    """The paths whose answer is another than ``refusal``."""
+    """Paths that do not answer with ``refusal``."""
     found = set()
     for route in routes:
         path = route.path.replace("{model:path}", "m")
@@ -132,7 +132,7 @@ async def answered(
 
 
 PAGE = {"/ui", "/ui/", "/ui/licenses.txt", "/ui/assets/{name}"}
-"""What the live page is made of, which is the same everywhere."""
+"""The live page's static files, which are the same everywhere."""
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ async def test_a_gateways_calls_are_for_those_with_a_key_but_health_and_reflecti
     refused = grpc.StatusCode.UNAUTHENTICATED
     async with gateway(locked) as server:
         for shown in WRONG:
-            # Each on a connection of its own: a stranger who calls too often is cut off.
+            # A new connection each, since unauthenticated callers are cut off after a few calls.
             async with certificates.grpc_channel(server.grpc_address) as channel:
                 open_calls = {
                     call for call in CALLS if await code_of(channel, call, shown) != refused
@@ -190,7 +190,7 @@ async def test_the_port_for_metrics_has_nothing_else(
 async def test_a_group_answers_nobody_without_its_token(
     locked: ClusterConfig, with_tls: bool
 ) -> None:
-    """Nor those with a client's key. Without keys and TLS, too."""
+    """Also not callers with a client's key, and also if keys and TLS are off."""
     async with group(locked if with_tls else config()) as server:
         contact = server.contact
         assert bool(contact.certificate) == with_tls
@@ -230,8 +230,7 @@ async def test_a_group_behind_tls_is_reached_by_its_own_certificate_alone(
 async def test_a_gateway_that_was_told_of_a_group_serves_over_it(
     locked: ClusterConfig, certificates: Certificates, with_tls: bool
 ) -> None:
-    """And one that has no TLS itself over one that has it, and the other way round: as when an
-    upgrade turns it on."""
+    """Also where only one of gateway and group has TLS, as while an upgrade turns it on."""
     async with group(locked if with_tls else config()) as there:
         for settings in (locked, config()):
             async with gateway(settings) as server:

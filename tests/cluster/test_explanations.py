@@ -33,7 +33,7 @@ async def explain(cluster: Any, **question: Any) -> list[pb.RoutingDecision]:
 
 
 async def complete(cluster: Any, **options: Any) -> dict[str, Any]:
-    """An HTTP completion, with ``headers`` among the options; its id is in the answer."""
+    """Sends a completion over HTTP. ``options`` may have ``headers``; its id is in the answer."""
     headers = options.pop("headers", None)
     async with httpx.AsyncClient(timeout=None) as client:
         answer = await client.post(
@@ -96,7 +96,7 @@ async def test_every_completion_of_a_request_is_found_by_the_requests_id(
         )
         by_answer = (await decisions(cluster, f"?request_id={answer['id']}")).json()["data"]
         by_client = (await decisions(cluster, "?request_id=two of two")).json()["data"]
-    # An answer is named after the first of its prompts.
+    # An answer has the id of its first prompt.
     name = answer["id"].removeprefix("cmpl-")
     assert [each["request_id"] for each in by_answer] == [f"{name}-0", f"{name}-1"]
     assert len(by_client) == 4
@@ -182,7 +182,7 @@ async def test_an_answer_whose_deadline_passed_is_told_of_as_such(start_cluster:
 @pytest.mark.parametrize(
     ("query", "status", "message"),
     [
-        # How many there are of others is not told.
+        # The number of others is not revealed.
         (
             "?request_id=nobody",
             404,
@@ -272,7 +272,7 @@ async def test_the_command_line_prints_what_the_gateway_knows(
 
 
 async def test_what_other_gateways_know_is_part_of_the_answer(start_cluster: Any) -> None:
-    """Newest first among all, as many as were asked for; of one request, oldest first."""
+    """All requests: newest first, as many as asked for. One request: oldest first."""
 
     def told(name: str, decided_at_s: float) -> pb.RoutingDecision:
         return pb.RoutingDecision(request_id=name, decided_at_s=decided_at_s)

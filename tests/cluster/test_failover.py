@@ -18,9 +18,9 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = list(range(20, 41))
 NUM_TOKENS = 120
-SLOW_S, FAST_S = 0.1, 0.002  # A step, until a test has done what it is about, and after it.
+SLOW_S, FAST_S = 0.1, 0.002  # Step times before and after the event of a test.
 WAIT_AT_GROUPS = AdmissionConfig(max_group_wait_s=1000, max_queue_wait_s=1000)
-"""Else requests wait at the gateway."""
+"""Lets requests wait at groups; otherwise they would wait at the gateway."""
 
 
 def generate(cluster: Any, *, max_tokens: int = NUM_TOKENS, **sampling: Any) -> Any:
@@ -87,7 +87,7 @@ async def test_a_silent_group_is_left_and_its_streams_go_on(start_cluster: Any) 
         call = generate(cluster)
         chunks = await begin(call, num_chunks=3)
         silent = cluster.groups[chunks[0].start.routing.group]
-        # As a stopped process: its connections stand, but nothing comes over them.
+        # Like a stopped process, whose open connections carry nothing.
         silent.service._heartbeat_s = 1e6
         silent.engine_loop._deliver = lambda result: None
         cluster.take_steps_of(FAST_S)
@@ -151,7 +151,7 @@ async def test_what_a_former_group_said_does_not_count_against_its_successor(
 
         running = asyncio.ensure_future(completion.run(take))
         await has_begun.wait()
-        # From here to the successor's arrival, nobody reads the stream.
+        # Nobody reads the stream until the successor arrives.
         former.executor.fails = True
         await former.engine_loop.failed
         async with start_group("g0") as successor:
@@ -305,7 +305,7 @@ async def test_without_any_group_the_gateway_says_why(start_cluster: Any) -> Non
 
 async def test_a_group_that_skips_tokens_is_not_believed(start_cluster: Any) -> None:
     class Skipping(group_pb2_grpc.ReplicaGroupServicer):
-        """Answers each request with its third token."""
+        """A group that skips tokens: it answers each request with its third token."""
 
         async def Describe(self, request: Any, context: Any) -> group_pb2.GroupDescription:
             (honest,) = cluster.groups.values()

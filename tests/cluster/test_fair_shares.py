@@ -1,4 +1,4 @@
-"""What tenants get of a cluster where one of them asks for far more than its share, in the virtual
+"""Tenants' shares of a cluster where one of them asks for far more than its own, in the virtual
 time of `test_overload`."""
 
 import random
@@ -31,7 +31,7 @@ from quire.cluster.serving.ticket import Ticket
 SMALL = [f"small{number}" for number in range(9)]
 GREEDY = "greedy"
 CAPACITY_PER_S = {"slots": 31.4, "prefill": 6.6, "blocks": 10.8}
-"""Requests that two groups end per second while there are always more."""
+"""Requests that two groups complete per second under permanent overload."""
 
 
 def served(
@@ -45,9 +45,9 @@ def served(
     num_gateways: int = 1,
     **config: float,
 ) -> Counter[str]:
-    """The work that was done for each tenant in the last two thirds of the time in which requests
-    came: that of requests that ended then. Each tenant's arrivals are the same whoever else comes.
-    Where it is not fair, all pass for one tenant."""
+    """Work of each tenant's requests that ended in the last two thirds of the time of arrivals. A
+    tenant's arrivals do not depend on the others. Without ``is_fair`` all requests count as one
+    tenant's."""
     world, hardware = World(), HARDWARE[limit]
     load = Load(per_s=0, **SIZES[limit])
     groups = [ModelGroup(world, f"g{number}", hardware) for number in range(2)]
@@ -80,8 +80,8 @@ def served(
 def share_kept(
     limit: str, *, seconds: float, num_gateways: int = 1, **how: Any
 ) -> dict[str, float]:
-    """What each small tenant, at 0.8 of its share, gets beside one that asks for a hundred times as
-    much, over what it gets without that one at as many gateways, to which it sends the same."""
+    """Throughput of each small tenant, at 0.8 of its share, beside one that asks for a hundred
+    times as much, relative to that without the large one at the same number of gateways."""
     per_s = 0.8 * CAPACITY_PER_S[limit] / (len(SMALL) + 1)
     small = dict.fromkeys(SMALL, per_s)
     at = partial(served, limit=limit, seconds=seconds, num_gateways=num_gateways)
@@ -110,7 +110,7 @@ def test_so_it_is_at_three_gateways_each_of_which_is_fair_by_itself() -> None:
 
 @pytest.mark.slow
 def test_so_it_is_where_the_greedy_tenants_outputs_are_long() -> None:
-    """Its sequences keep slots for long, and the others' share counts what runs."""
+    """Its sequences occupy slots for long; shares must include running work."""
     kept = share_kept("slots", seconds=90, output=(400, 1600))
     assert min(kept.values()) >= 0.95, kept
 
@@ -139,8 +139,8 @@ ticket_sizes = st.tuples(st.sampled_from("abc"), st.integers(1, 1000))
 def test_while_all_wait_no_tenant_is_ahead_by_more_than_a_request(
     sizes: list[tuple[str, int]], data: st.DataObject
 ) -> None:
-    """The bound of start-time fair queueing: the work over the weights of two tenants that both
-    wait differs by no more than a largest request of each, over its weight."""
+    """The bound of start-time fair queueing: for two waiting tenants, work divided by weight
+    differs by at most a largest request of each divided by its weight."""
     weights = {tenant: data.draw(st.sampled_from([0.5, 1.0, 3.0])) for tenant in "abc"}
     queue, largest = FairQueue(), Counter[str]()
     for number, (tenant, size) in enumerate(sizes):
@@ -199,7 +199,7 @@ def test_what_a_request_really_cost_is_made_up_for() -> None:
         queue.add(each)
     for each in tickets[:2]:
         queue.take(each)
-    tickets[0].num_done = 25.0  # More than the two and a half requests that were charged.
+    tickets[0].num_done = 25.0  # More than the two and a half requests charged so far.
     queue.grew(tickets[0])
     assert tickets[0].charged == 35.0
     assert [each.tenant for each in queue][:3] == ["b", "b", "b"]
@@ -214,7 +214,7 @@ def test_a_full_queue_drops_the_last_of_who_has_most_waiting() -> None:
         queue.offer(each, loads(FULL), now_s=0)
     newcomer = ticket(10, tenant="new")
     assert queue.offer(newcomer, loads(FULL), now_s=0) == [waiting[2]]
-    for tenant in ("fat", "thin", "other"):  # Each has as much as another with it.
+    for tenant in ("fat", "thin", "other"):  # With it, none has less than another.
         with pytest.raises(Overloaded, match="max-queued-requests is 3"):
             queue.offer(ticket(10, tenant=tenant), loads(FULL), now_s=0)
     heavy = ticket(10, tenant="heavy", weight=4.0)

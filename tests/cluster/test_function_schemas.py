@@ -1,4 +1,4 @@
-"""Functions as the Berkeley Function Calling Leaderboard has them, called in every format."""
+"""Functions in the style of the Berkeley Function Calling Leaderboard, called in every format."""
 
 import random
 

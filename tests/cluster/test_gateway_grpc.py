@@ -314,7 +314,7 @@ async def test_a_salt_keeps_prefixes_apart(start_cluster: Any) -> None:
 
 async def test_many_requests_at_once_all_get_their_own_tokens(start_cluster: Any) -> None:
     async with start_cluster(num_blocks=60) as cluster:
-        cluster.take_steps_of(0.1)  # Until both have something to do.
+        cluster.take_steps_of(0.1)  # Slow steps, until both are busy.
         prompts = [[20 + number % 7] * (number + 1) for number in range(40)]
         calls = [
             cluster.inference.Generate(request(prompt, seed=9, max_tokens=20, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""How many gateways there should be, and that Serve does it."""
+"""The autoscaling of gateways: the decision, and its use by Serve."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ def test_there_is_one_for_each_share_of_what_is_under_way(
 def test_they_go_one_by_one_when_fewer_were_enough_without_a_break() -> None:
     number, since_s = 3, None
     seen = []
-    # Of ten seconds each; the load comes again in the fourth, for one of them.
+    # Ticks of ten seconds; the load returns for one tick, the fourth.
     for beat in range(20):
         load = [30.0] if beat == 3 else [4.0]
         number, since_s = decide(

@@ -1,4 +1,4 @@
-"""A group's block events as it serves them."""
+"""The stream of a group's block events."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def next_batch(call: Any) -> EventBatch:
-    """The next batch that says anything."""
+    """The next batch that is not empty."""
     while True:
         batch = events_from_proto(await call.read())
         if batch.events or batch.snapshot is not None:
@@ -60,14 +60,14 @@ async def test_a_subscriber_that_was_away_is_told_what_it_missed(start_group: An
 
 
 async def test_events_have_a_heartbeat_with_a_digest(start_group: Any) -> None:
-    """Behind the last event as well: what it did not lead to shows without another one."""
+    """After the last event too, so that a wrong state shows without another event."""
     async with start_group(service={"events_heartbeat_s": 0.01}) as group, connect(group) as stub:
         work = stub.Attach()
         await work.write(submit("a", [20] * 9, max_tokens=2))
         await read_deltas(work, "a")
         log = group.engine.events
         events = stub.Events(pb.EventsRequest(epoch=log.epoch, next_seq=log.next_seq))
-        for _ in range(4):  # The replay, and three heartbeats.
+        for _ in range(4):  # The replay and three heartbeats.
             batch = events_from_proto(await events.read())
             assert batch == log.since(log.next_seq)
             assert (batch.events, batch.snapshot) == ((), None)

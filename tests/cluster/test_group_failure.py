@@ -1,4 +1,4 @@
-"""What a failing group reports to its gateways."""
+"""Reports of a failing group to its gateways."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -36,7 +36,7 @@ async def test_a_failed_rank_fails_every_request_and_the_stream(start_group: Any
 async def test_gateways_without_requests_learn_at_once_that_a_group_failed(
     start_group: Any,
 ) -> None:
-    """Not with the next heartbeat, until which they would send requests there."""
+    """Not only with the next heartbeat, until which they would send requests there."""
     async with start_group(service={"heartbeat_s": 1000.0}) as group, connect(group) as stub:
         idle, busy = stub.Attach(), stub.Attach()
         await idle.read()
@@ -49,7 +49,7 @@ async def test_gateways_without_requests_learn_at_once_that_a_group_failed(
 async def test_a_request_that_comes_after_a_groups_failure_is_not_to_blame(
     start_group: Any,
 ) -> None:
-    """It is told what one is told that comes to a draining group, which counts for nothing."""
+    """It gets the error of a draining group, which does not count as a death."""
     async with start_group() as group, connect(group) as stub:
         group.executor.fails = True
         call = stub.Attach()

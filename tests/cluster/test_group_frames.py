@@ -1,4 +1,4 @@
-"""What frames say of a group beside its tokens: its load, and how many gateways there are."""
+"""Frames of a group report its load and the number of gateways."""
 
 import asyncio
 import threading
@@ -76,7 +76,7 @@ async def test_frames_say_how_many_gateways_there_are_as_they_come_and_go(
 async def test_a_silent_gateway_does_not_count_long_before_it_is_given_up(
     start_group: Any,
 ) -> None:
-    """It may have lost its connection and come back over another."""
+    """It may have lost its connection and returned over another."""
     async with start_group() as group:
         attachment = GatewaySession(group.engine_loop, Door(), name="silent")
         assert attachment.may_submit
@@ -123,7 +123,7 @@ async def test_a_later_attempt_is_acknowledged_before_the_engine_has_it(start_gr
         assert not delta.token_ids
         assert not delta.HasField("error")
         assert (group.engine_loop.num_submitted, frame.num_submits) == (0, 0)
-        attachment.take_frame()  # That one was written.
+        attachment.take_frame()  # The first frame has been written.
         assert group.engine_loop.num_submitted == 1
         attachment.close()
 

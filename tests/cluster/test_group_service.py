@@ -1,4 +1,4 @@
-"""Requests of gateways at a group: their streams, their ends, what is refused."""
+"""The group's service for gateways: streams, their ends, and refusals."""
 
 import asyncio
 from typing import Any
@@ -153,7 +153,7 @@ async def test_what_nobody_foresaw_in_a_command_is_logged_and_counts_as_a_death(
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await read_to_end(call)
         assert group.service.num_requests == 0
-    # Not an end in peace, which would blame nobody, and be tried again with all that was on it.
+    # Not a clean end, after which all requests would be retried without blame.
     assert raised.value.code() == grpc.StatusCode.INTERNAL
     assert "nobody foresaw this" in caplog.text
 
@@ -163,7 +163,7 @@ async def test_a_prompt_may_be_longer_than_grpc_takes_by_default(start_group: An
         call = stub.Attach()
         await call.write(submit("long", [20] * 2_000_000))
         (delta,) = await read_deltas(call, "long")
-    assert delta.error.code == pb.GroupError.INVALID_REQUEST  # This model's limit, and not gRPC's.
+    assert delta.error.code == pb.GroupError.INVALID_REQUEST  # The model's limit, not gRPC's.
 
 
 async def test_the_same_attempt_is_not_taken_twice_and_not_harmed(start_group: Any) -> None:

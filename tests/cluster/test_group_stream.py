@@ -14,7 +14,7 @@ WINDOW = 8
 
 
 class Wire:
-    """A stream, and what it told the group."""
+    """A `GroupStream`, and its messages to the group."""
 
     def __init__(
         self,

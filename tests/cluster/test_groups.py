@@ -44,8 +44,8 @@ async def test_a_group_that_restarts_at_its_address_is_not_lost_with_its_former_
     (former, _), *_ = groups._clients.values()
     attach(groups, former, epoch=1)
     groups.detached(former)
-    groups.set_addresses([])  # The group has crashed,
-    groups.set_addresses(["host:1"])  # and another is there. Both clients come to it.
+    groups.set_addresses([])  # The group has crashed
+    groups.set_addresses(["host:1"])  # and another started. Both clients connect to it.
     (present, _), *_ = groups._clients.values()
     attach(groups, present, epoch=2)
     attach(groups, former, epoch=2)
@@ -119,14 +119,14 @@ async def test_a_former_group_that_still_tells_its_events_does_not_fence_off_the
     attach(groups, present, epoch=2)
     stored = BlocksStored([BlockHash(bytes(32))])
     groups.events(present, EventBatch(epoch=2, first_seq=0))
-    groups.events(former, EventBatch(epoch=1, first_seq=0))  # It drains, and lives.
+    groups.events(former, EventBatch(epoch=1, first_seq=0))  # It drains, but lives.
     groups.events(present, EventBatch(epoch=2, first_seq=0, events=(stored,)))
     assert table.stats().directory.num_blocks == 1
     await groups.close()
 
 
 class _Link:
-    """A group whose calls answer a cancellation with a status that came at the same moment, as
+    """A group whose calls answer a cancellation with a status that arrived at the same moment, as
     gRPC's may."""
 
     def __init__(self, waits_in: str) -> None:

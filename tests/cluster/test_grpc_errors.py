@@ -1,4 +1,4 @@
-"""What the details of a refused call say, as grpcio-status reads them."""
+"""Error details of refused calls, read with grpcio-status."""
 
 import asyncio
 from typing import Any, cast
@@ -24,7 +24,7 @@ async def refusal(call: Any) -> grpc.aio.AioRpcError:
 
 
 def details(error: grpc.aio.AioRpcError) -> dict[str, Any]:
-    """By type; the status in them must agree with the call's."""
+    """Error details by type. Their status must equal the call's."""
     status = rpc_status.from_call(error)
     assert status is not None
     found = {}
@@ -137,7 +137,7 @@ async def test_a_client_that_leaves_as_it_is_written_to_is_no_incident(
 ) -> None:
     class Gone:
         async def write(self, message: object) -> None:
-            # As gRPC's core fails a write to a connection that is gone.
+            # gRPC's core fails a write to a lost connection like this.
             raise grpc.aio.InternalError("Failed execute_batch")
 
         async def abort(self, *status: object) -> None:

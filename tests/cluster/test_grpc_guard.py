@@ -103,7 +103,7 @@ class Server:
         return False
 
     def is_ended(self, client: socket.socket) -> bool:
-        """Waits for the end of a connection; pytest's patience is the limit."""
+        """Waits for the end of a connection; pytest's timeout is the limit."""
         with contextlib.suppress(ConnectionError):
             while client.recv(2**16):
                 pass
@@ -225,7 +225,7 @@ async def test_large_messages_and_their_streams_are_no_flood(serving: Any) -> No
         text = "the cat " * (3 * 2**17)
 
         async def tokenize() -> None:
-            with contextlib.suppress(grpc.aio.AioRpcError):  # It may be too much at once.
+            with contextlib.suppress(grpc.aio.AioRpcError):  # Too much at once is refused.
                 await stub.Tokenize(pb.TokenizeRequest(text=text), metadata=KEY)
 
         for _ in range(3):
@@ -242,7 +242,7 @@ async def test_messages_that_come_before_the_event_loop_knows_of_their_calls_are
             stub = inference_pb2_grpc.InferenceStub(channel)
             message = pb.TokenizeRequest(text=text)
             calls = [stub.Tokenize.future(message, metadata=tuple(KEY)) for _ in range(4)]
-            time.sleep(0.3)  # The server's event loop stands still.
+            time.sleep(0.3)  # Blocks the server's event loop.
             codes = [await asyncio.to_thread(call.code) for call in calls]
         assert {*codes} <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert not server.cuts
@@ -289,7 +289,7 @@ async def test_a_flood_under_tls_is_ended(serving: Any) -> None:
 async def test_connections_of_one_address_are_bounded(serving: Any) -> None:
     async with serving(max_connections_per_address=2) as (_, server), victim(server) as stub:
         kept = [server.connect("127.0.0.2") for _ in range(2)]
-        for client in kept:  # It is there: its settings have come.
+        for client in kept:  # Its settings have arrived, so it is connected.
             assert client.recv(1)
         one_more = server.connect("127.0.0.2")
         assert await asyncio.to_thread(server.is_ended, one_more)

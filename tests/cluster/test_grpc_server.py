@@ -87,7 +87,7 @@ async def test_reflection_v1_describes_the_services_and_itself(start_cluster: An
             await call.write(asked(file_containing_symbol=name))
             files = (await call.read()).file_descriptor_response.file_descriptor_proto
             known = DescriptorPool()
-            for file in reversed(files):  # What a file needs comes behind it.
+            for file in reversed(files):  # Dependencies follow the file that needs them.
                 known.AddSerializedFile(file)
             assert known.FindServiceByName(name).methods
         await call.write(asked(file_containing_symbol="quire.v1.Unknown"))

@@ -1,4 +1,4 @@
-"""Groups that hang though their connections stand, and gateways that are gone though theirs do."""
+"""Hanging groups and lost gateways whose connections stay open."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ NUM_TOKENS = 120
 
 
 class Hang:
-    """Stops an executor in the midst of a step until it is released."""
+    """Blocks an executor within a step until released."""
 
     def __init__(self) -> None:
         self.has_begun = threading.Event()
@@ -106,7 +106,7 @@ async def test_a_hung_step_fails_the_whole_group_which_is_then_left(
         assert "has not ended within 0.2 s" in str(failure)
         await cluster.wait_ready(1)
         assert "has not ended within 0.2 s" in cluster.connections.troubles()[0]
-        # What the step brings in the end is nobody's.
+        # The step's late output belongs to no request.
         hang.release()
     assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=NUM_TOKENS)
 
@@ -152,7 +152,7 @@ async def test_a_gateway_that_falls_silent_has_its_requests_aborted(start_group:
 
 
 async def test_a_gateway_that_neither_reads_nor_speaks_keeps_no_blocks(start_group: Any) -> None:
-    """The group is in the midst of a write, which does not end."""
+    """The group is blocked in a write."""
     small_windows = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
     async with start_group(service={"gateway_timeout_s": 2.0}) as group:
         group.executor.step_s = 0.004
@@ -166,8 +166,8 @@ async def test_a_gateway_that_neither_reads_nor_speaks_keeps_no_blocks(start_gro
             while not group.service._attachments:
                 await asyncio.sleep(0.01)
             (attachment,) = group.service._attachments
-            while attachment.num_unsent_tokens < 100:  # A frame's write has not returned.
-                await call.write(group_pb2.GroupCommand())  # Until then it is heard.
+            while attachment.num_unsent_tokens < 100:  # The write of a frame is blocked.
+                await call.write(group_pb2.GroupCommand())  # Keeps the gateway alive until then.
                 await asyncio.sleep(0.01)
             while group.service.num_requests:
                 await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What is read of a request's body, and what is refused before that."""
+"""Reading of HTTP request bodies, and refusals before that."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ BIG = json.dumps({"prompt": "x" * 100_000}).encode()
 
 
 class Body:
-    """A request whose body comes in ``pieces``; ``num_read`` of them were asked for."""
+    """A request whose body arrives in ``pieces``; ``num_read`` of them were read."""
 
     def __init__(self, *pieces: bytes, headers: dict[str, str] = JSON) -> None:
         self.num_read = 0
@@ -56,7 +56,7 @@ class Body:
         "application/json",
         "Application/JSON; charset=utf-8",
         "application/vnd.api+json",
-        None,  # httpx without a name for what it sends, and many a script.
+        None,  # httpx and scripts may send no type.
     ],
 )
 async def test_json_is_read_by_whatever_name_it_has(given: str | None) -> None:
@@ -68,11 +68,11 @@ async def test_json_is_read_by_whatever_name_it_has(given: str | None) -> None:
     "headers",
     [
         {"content-type": "text/plain"},
-        {"content-type": "application/x-www-form-urlencoded"},  # What curl says without -H.
+        {"content-type": "application/x-www-form-urlencoded"},  # curl's default without -H.
         {"content-type": "multipart/form-data; boundary=application/json"},
         {"content-type": "application/jsonp"},
         {"content-type": ""},
-        {"origin": "http://evil.example"},  # A page may send a blob without any type.
+        {"origin": "http://evil.example"},  # Web pages may send blobs without a type.
     ],
 )
 async def test_what_a_page_may_send_without_asking_is_not_read(headers: dict[str, str]) -> None:
@@ -155,7 +155,7 @@ VALUES = st.recursive(
 
 
 def num_parts(value: object) -> tuple[int, int, int]:
-    """Lists and objects, keys, and values that have one before them."""
+    """Number of lists, objects, keys, and values after the first."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
     inner = list(value.values()) if isinstance(value, dict) else value
@@ -206,7 +206,7 @@ async def test_an_answer_to_a_gigabyte_comes_before_a_byte_of_it(start_cluster: 
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(f"{head}Content-Length: 1000000000\r\n\r\n".encode())
         assert (await reader.readline()).startswith(b"HTTP/1.1 413")
-        await reader.read()  # To the end, which comes though nothing more is sent.
+        await reader.read()  # Reads to the end, which arrives without more data.
         writer.close()
 
 

@@ -1,4 +1,4 @@
-"""What the side that starts a cluster does with a model of the hub. Its groups are in
+"""Models of the hub where a cluster is started. For groups see
 tests/served/test_serve_command.py."""
 
 import subprocess

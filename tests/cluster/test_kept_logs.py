@@ -1,4 +1,4 @@
-"""Logs outlive the cluster that wrote them, within bounds."""
+"""Logs of ended clusters are kept, within bounds."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The keys file with tenants and hashes, its rotation, and the command that changes it."""
+"""The file of API keys with tenants and hashes, its reload, and the command that changes it."""
 
 import hashlib
 import io
@@ -20,7 +20,7 @@ BOSS = "qk-the-secret-of-the-boss"
 
 
 def hash_of(key: str) -> str:
-    """As `sha256sum` prints it."""
+    """A key's SHA-256 as printed by `sha256sum`."""
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
@@ -136,7 +136,7 @@ async def test_a_changed_file_is_read_and_a_bad_one_leaves_the_former(path: Path
 
 @pytest.mark.anyio
 async def test_a_secret_of_kubernetes_is_followed_through_its_links(tmp_path: Path) -> None:
-    """The mounted name is a link to a link, of which the latter is replaced."""
+    """The mounted file is a link to a link, and Kubernetes replaces the latter."""
     for name, key in (("first", "one"), ("second", "two")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "keys").write_text(f"{key} acme\n")

@@ -1,4 +1,4 @@
-"""Requests whose blocks another group has: their tokens are the same, whatever the way does."""
+"""Requests that fetch blocks from another group get the same tokens under any network fault."""
 
 import asyncio
 import contextlib
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.anyio
 
 PROMPT = list(range(20, 122))
 NUM_BLOCKS = 25
-"""Whole ones of the prompt."""
+"""Number of the prompt's full blocks."""
 FRAME_BYTES = 64 + 32
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However busy the machine is, requests wait for their blocks."""
+    """Lets requests wait for their blocks on a busy machine."""
     monkeypatch.setattr(arriving, "MIN_SLACK_S", 60.0)
     monkeypatch.setattr(arriving, "_UNKNOWN_SLACK_S", 60.0)
 
@@ -56,7 +56,7 @@ def source_of(group: Any, **changes: Any) -> group_pb2.BlockSource:
 
 @contextlib.asynccontextmanager
 async def two_groups(start_group: Any) -> AsyncIterator[tuple[Any, Any]]:
-    """The first one has computed the prompt; in the end, neither holds anything for the other."""
+    """Two groups, the first of which has computed the prompt. At the end neither may hold loans."""
     options = {"kv_transfer": True}
     async with start_group("g0", **options) as lender, start_group("g1", **options) as borrower:
         await ask(lender)
@@ -70,7 +70,7 @@ async def two_groups(start_group: Any) -> AsyncIterator[tuple[Any, Any]]:
 
 
 async def fetched_by(model: Any, borrower: Any, source: group_pb2.BlockSource) -> group_pb2.Fetched:
-    """What a request says of its blocks, whose tokens are right."""
+    """Runs a request, asserts its tokens, and returns its report of fetched blocks."""
     deltas = await ask(borrower, source=source)
     assert tokens(deltas) == model.continuation(PROMPT, seed=1, max_tokens=10)
     assert deltas[0].num_cached_tokens >= deltas[0].fetched.num_peer_tokens
@@ -182,7 +182,7 @@ async def test_a_new_group_is_warm_before_its_first_request(start_group: Any, mo
     ):
         request = group_pb2.WarmRequest(sources=[source_of(lender)], max_bytes=10**6)
         answer = await stub.Warm(request)
-        # And what it has written behind the prompt.
+        # Also the output's blocks.
         assert (answer.num_blocks, answer.error) == ((len(PROMPT) + 9) // 4, "")
         deltas = await ask(borrower)
         assert deltas[0].num_cached_tokens == 4 * NUM_BLOCKS

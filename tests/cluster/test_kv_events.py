@@ -1,7 +1,7 @@
-"""What other routers hear of a cluster's caches, by the stubs of smg-grpc-proto.
+"""The KV event stream for other routers, read through smg-grpc-proto's stubs.
 
-`Twin` is a subscriber too simple to be wrong: it keeps what it is told, checks that no number is
-missing, and is compared with the engines' own blocks.
+`Twin` is a trivial subscriber: it applies events, checks that no sequence number is missing, and is
+compared with the engines' own blocks.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ Blocks = dict[int, Held]
 
 @dataclass
 class Twin:
-    """What the stream says, by rank."""
+    """Blocks according to the stream, by rank."""
 
     blocks: dict[int, Blocks] = field(default_factory=dict)
     sequence_numbers: dict[int, int] = field(default_factory=dict)
@@ -101,7 +101,7 @@ def key(name: bytes | None) -> int | None:
 
 
 def blocks_of(engine: Engine) -> Blocks:
-    """What an engine has, each in its fastest tier."""
+    """An engine's blocks, each in its fastest tier."""
     contents, snapshot = engine.events.contents, engine.events.snapshot()
     assert contents is not None
     assert snapshot.snapshot is not None
@@ -120,7 +120,7 @@ def blocks_of(engine: Engine) -> Blocks:
 
 @contextlib.asynccontextmanager
 async def subscribed(cluster: Any, **request: Any) -> AsyncIterator[tuple[Twin, Any]]:
-    """A subscriber that reads all the time, and its call."""
+    """A subscriber that reads continuously, and its call."""
     twin = Twin()
     async with grpc.aio.insecure_channel(cluster.grpc_address) as channel:
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
@@ -139,7 +139,7 @@ async def subscribed(cluster: Any, **request: Any) -> AsyncIterator[tuple[Twin, 
 
 
 async def until(reader: asyncio.Task[None], holds: Callable[[], bool]) -> None:
-    """Returns once ``holds``; raises what ended the reader."""
+    """Returns once ``holds`` is true; raises the reader's error, if any."""
     while True:
         if reader.done():
             reader.result()
@@ -165,13 +165,13 @@ async def generate(cluster: Any, *token_ids: int, max_tokens: int = 4, salt: str
 
 
 async def state(*groups: Any) -> list[Blocks]:
-    """What the groups' engines hold, those that hold anything."""
+    """Blocks of the groups' engines, without empty ones."""
     each = [await group.engine_loop.call(blocks_of) for group in groups]
     return sorted((blocks for blocks in each if blocks), key=sorted)
 
 
 async def until_told(twin: Twin, reader: asyncio.Task[None], *groups: Any) -> None:
-    """Returns once ``twin`` has been told all that ``groups`` hold, and no more."""
+    """Returns once ``twin`` has exactly the blocks of ``groups``."""
     while told(twin) != await state(*groups):
         await until(reader, lambda: True)
         await asyncio.sleep(0.01)
@@ -267,7 +267,7 @@ async def test_what_goes_wrong_on_the_way_is_found_by_the_digest(
 async def test_a_subscriber_for_whom_a_group_has_told_too_much_hears_what_differs(
     start_cluster: Any,
 ) -> None:
-    """The group's feed drops events that nobody takes, and sends a snapshot."""
+    """The group's feed drops unread events and sends a snapshot."""
     async with (
         start_cluster(
             num_groups=1, kv_events=True, service={"buffer_events": 1}, num_blocks=60, model_len=200
@@ -316,7 +316,7 @@ async def test_only_operators_see_the_tokens_of_all_tenants(start_cluster: Any) 
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Gateways with other settings of subscriptions."""
+    """Changes the gateways' settings for subscriptions."""
 
     def set_(**settings: Any) -> None:
         monkeypatch.setattr(vllm_grpc, "KvEventsConfig", lambda: KvEventsConfig(**settings))

@@ -1,4 +1,4 @@
-"""Blocks that go from one group to another: what arrives is what was lent, or the pull ends."""
+"""Transfers of blocks between groups: blocks arrive as lent, or the pull ends."""
 
 import asyncio
 import contextlib
@@ -47,7 +47,7 @@ async def borrowing(**options: Any) -> AsyncIterator[Borrower]:
 async def fetched(
     borrower: Borrower, group: LendingGroup, names: list[BlockHash] = NAMES, **changes: Any
 ) -> tuple[dict[BlockHash, bytes], str]:
-    """The blocks that came, and why no more did."""
+    """Pulls blocks; returns those that arrived, and the error that ended the pull."""
     engine = BorrowingEngine()
     pull = engine.pull(names, replace(group.source, **changes))
     borrower.fetch(pull)
@@ -80,7 +80,7 @@ async def test_a_group_that_has_the_first_blocks_lends_those() -> None:
         assert (await fetched(borrower, group, NAMES[4:]))[1].endswith("it refused: it has none")
 
 
-# Every frame boundary, and places in every header and every block.
+# Every frame boundary, and positions in every header and block.
 CUTS = sorted(
     {index * FRAME_BYTES for index in range(6)}
     | {index * FRAME_BYTES + 30 for index in range(6)}
@@ -141,7 +141,7 @@ def of_another_name(stream: bytes) -> bytes:
 
 
 def short(stream: bytes) -> bytes:
-    """One byte of the second block is missing, and the next frames follow."""
+    """Removes a byte of the second block; later frames follow."""
     return stream[: 2 * FRAME_BYTES - 1] + stream[2 * FRAME_BYTES :]
 
 
@@ -205,7 +205,7 @@ async def test_a_peer_that_does_not_answer_is_given_up() -> None:
 
 
 async def cancelled(borrower: Borrower, group: LendingGroup) -> Pull:
-    """A pull that is cancelled once something has come."""
+    """A pull that is cancelled after a block has arrived."""
     engine = BorrowingEngine(takes=False)
     pull = engine.pull(NAMES, group.source)
     borrower.fetch(pull)
@@ -224,7 +224,7 @@ async def test_a_pull_that_nobody_waits_for_ends_at_once() -> None:
 
 
 async def test_a_borrower_that_takes_nothing_loses_its_loan() -> None:
-    """Its slots are full, so that it does not read either."""
+    """Its slots are full, so it does not read either."""
     many = chain(200, format=replace(FORMAT, head_bytes=2**14))
     format = replace(FORMAT, head_bytes=2**14)
     async with (
@@ -273,7 +273,7 @@ async def test_the_number_of_loans_has_a_bound() -> None:
         assert (await fetched(borrower, group))[1].endswith(
             "it refused: busy: 16 loans are under way"
         )
-        await group.settle()  # Nobody has come for them.
+        await group.settle()  # Nobody has fetched them.
         assert await fetched(borrower, group) == (BLOCKS, "")
 
 
@@ -309,7 +309,7 @@ async def test_blocks_of_another_format_are_refused_with_both_values() -> None:
 
 
 async def shown(port: int, ticket: bytes) -> bytes:
-    """What the lender's port answers to ``ticket``, up to the end of the connection."""
+    """The lender's answer to ``ticket``, up to the end of the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(ticket)
     data = await reader.read()
@@ -406,7 +406,7 @@ async def test_a_new_group_takes_the_most_useful_blocks_of_others_once() -> None
         answers = await asyncio.gather(warming.warm(request), warming.warm(request))
         assert all(answer == pb.WarmResponse(num_blocks=4) for answer in answers)
         assert engine.blocks == {**one.engine.blocks, **dict(list(other.items())[:2])}
-        assert len(one.service.answers) == len(two.service.answers) == 1  # As was expected.
+        assert len(one.service.answers) == len(two.service.answers) == 1  # As expected.
 
 
 async def test_a_group_that_has_blocks_takes_no_others() -> None:

@@ -1,4 +1,4 @@
-"""A server that leaves, over HTTP: none of its clients meets a closed connection."""
+"""An HTTP server that stops: none of its clients finds its connection closed."""
 
 import asyncio
 import contextlib
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handshake has its time here, of which other tests have none."""
+    """Gives handshakes their normal time, which other tests set to 0."""
     monkeypatch.setattr("quire.cluster.edge.leaving.HANDSHAKE_S", HANDSHAKE_S)
 
 
 @pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    """Ray gives gateways the second."""
+    """The event loops of gateways: uvloop is Ray's choice."""
     return "asyncio", {"use_uvloop": request.param}
 
 
@@ -47,7 +47,7 @@ def connection_header_of(head: bytes) -> str:
 
 @contextlib.asynccontextmanager
 async def leaving(server: Server) -> AsyncIterator[None]:
-    """The listener stops meanwhile; at the end it has."""
+    """Stops the listener during the block; at its end, the listener has stopped."""
     stopping = asyncio.create_task(server.listener.stop())
     await asyncio.sleep(0)
     yield
@@ -65,7 +65,7 @@ async def test_an_idle_connection_has_one_more_request_as_its_server_leaves() ->
 
 
 async def test_a_stream_that_promised_its_connection_keeps_it_as_its_server_leaves() -> None:
-    """Its client sends the next request as it reads the end of the answer."""
+    """The client sends the next request while it reads the end of the answer."""
     async with serving(drain_timeout_s=FOREVER_S) as server:
         client = await server.client(STREAM, sees=b"begun")
         async with leaving(server):
@@ -100,7 +100,7 @@ async def test_connections_without_a_request_are_closed_as_their_server_leaves()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT deals connections out on Linux")
 async def test_a_server_that_leaves_a_shared_port_loses_no_connection() -> None:
-    """Neither those that wait to be accepted nor those that come meanwhile."""
+    """Neither those that wait to be accepted nor those that arrive in the meantime."""
     async with (
         serving(is_shared=True, drain_timeout_s=FOREVER_S) as leaver,
         serving(port=leaver.port, is_shared=True) as stayer,
@@ -110,7 +110,7 @@ async def test_a_server_that_leaves_a_shared_port_loses_no_connection() -> None:
             client = await stayer.client(GET, sees=b"done")
             await client.close()
 
-        # The loop accepts none of these before it leaves.
+        # The event loop accepts none of these before the stop.
         waiting = [socket.create_connection(("127.0.0.1", leaver.port)) for _ in range(64)]
         for each in waiting:
             each.sendall(GET)

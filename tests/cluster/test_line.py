@@ -1,4 +1,4 @@
-"""The line to gateways that does not lead through Ray, with gateways that are coroutines here."""
+"""The socket by which `quire serve` reaches gateways without Ray; gateways are coroutines here."""
 
 import asyncio
 import tempfile
@@ -19,7 +19,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture
 def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
-    # Not pytest's own folder, whose name is too long for a socket's.
+    # Socket paths under pytest's own folder are too long.
     with tempfile.TemporaryDirectory(prefix="q") as folder, Line(Path(folder) / "line") as line:
         monkeypatch.setenv(PATH, str(line.path))
         yield line

@@ -15,7 +15,7 @@ def test_workers_have_the_niceness_of_ours_unless_the_user_says_another(
 ) -> None:
     monkeypatch.setattr(ray, "init", lambda **_: None)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    monkeypatch.setattr(logging.Logger, "setLevel", lambda *_: None)  # Would outlive the test.
+    monkeypatch.setattr(logging.Logger, "setLevel", lambda *_: None)  # It would last.
     with monkeypatch.context() as patch:
         patch.setattr(os, "environ", {NICENESS: theirs} if theirs else {})
         with ray_session(address="somewhere"):

@@ -10,7 +10,7 @@ from quire.cluster.settings import config_from
 
 @pytest.fixture
 def written() -> Iterator[io.StringIO]:
-    """What Serve's logger writes, as it is set up in a replica: from warnings on."""
+    """Output of Serve's logger, set up as in a replica: warnings and above."""
     serve, ours = logging.getLogger("ray.serve"), logging.getLogger("quire")
     kept = [(each, each.handlers, each.level, each.propagate) for each in (serve, ours)]
     text = io.StringIO()

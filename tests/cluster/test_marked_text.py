@@ -1,4 +1,4 @@
-"""Formats in which text has marks, too, and templates that want more than a chat."""
+"""Formats that also mark plain text, and templates that need more than messages."""
 
 import json
 import random
@@ -28,7 +28,7 @@ OBJECT = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
 
 
 def turns(begin: str, text: str, call: str, end: str, *, joined: str = "", last: str = "") -> str:
-    """A template of answers. ``joined`` stands between two calls, ``last`` behind them."""
+    """A template for answers, with ``joined`` between two calls and ``last`` after them."""
     calls = EACH.replace("ONE", call + "{% if not loop.last %}" + joined + "{% endif %}")
     said = f"{{% if m.content %}}{text}{{% endif %}}"
     return (
@@ -125,7 +125,7 @@ def dialect_of(name: str) -> Dialect:
 
 
 def written(name: str, num_calls: int, text: str | None) -> str:
-    """What the template writes behind the prompt."""
+    """The template's output after the prompt."""
     template = ChatTemplate(FORMATS[name], special_tokens={})
     asked: list[Any] = [{"role": "user", "content": "?"}]
     calls = [
@@ -152,7 +152,7 @@ def said_in(events: list[Event]) -> str:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("text", [None, "So > it <is>:\n{1}"])
 def test_what_a_template_writes_is_read_in_every_cut(name: str, text: str | None) -> None:
-    num = 1 if "behind the end" in name else 2  # That template shows no more.
+    num = 1 if "behind the end" in name else 2  # That template renders one call only.
     for num_calls in (0, num) if text else (num,):
         answer = written(name, num_calls, text)
         whole = read(name, [answer])

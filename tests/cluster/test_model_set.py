@@ -1,4 +1,4 @@
-"""A gateway brings its models to the list that it is told, under their requests."""
+"""A gateway changes its models to a new list while they serve requests."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ PROMPT = [5, 6, 7, 8]
 
 @dataclass
 class Serving:
-    """A gateway whose groups a test starts, by part."""
+    """A gateway whose groups the test starts."""
 
     stack: contextlib.AsyncExitStack
     server: GatewayServer
@@ -50,7 +50,7 @@ class Serving:
         return lambda: self.followed[listed.part].remove(served)
 
     async def start_group(self, listed: Listed) -> GroupServer:
-        """It is known to all that follow its part."""
+        """Starts a group and publishes it to subscribers of its pool."""
         config = CONFIG.serving(listed.settings)
         group = await GroupServer.start(config, group_id=f"g-{listed.part}")
         self.stack.push_async_callback(group.stop, drain_timeout_s=0)
@@ -70,7 +70,7 @@ class Serving:
         return {each["id"]: each["state"] for each in data}
 
     async def samples(self, name: str) -> dict[str, float]:
-        """Sums by model."""
+        """Sums of a metric, by model."""
         page = (await self.client.get("/metrics")).text
         found: dict[str, float] = {}
         seen = set()

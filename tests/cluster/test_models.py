@@ -1,4 +1,4 @@
-"""Several models behind one gateway: each has a name, groups and metrics of its own."""
+"""Several models behind one gateway, each with its own name, groups and metrics."""
 
 import contextlib
 import shutil
@@ -32,7 +32,7 @@ NUM_TOKENS = 6
 
 @pytest.fixture(scope="module")
 def checkpoints(make_llama: Any) -> dict[str, Path]:
-    """Two with one tokenizer and different weights."""
+    """Two checkpoints with the same tokenizer and different weights."""
     other = make_llama("other", seed=7, vocab_size=_vocab_size())
     for file in demo_model.PATH.glob("*token*"):
         shutil.copy(file, other)
@@ -48,7 +48,7 @@ def _vocab_size() -> int:
 
 @pytest.fixture(scope="module")
 def expected(checkpoints: dict[str, Path]) -> dict[str, list[int]]:
-    """What transformers' greedy search answers."""
+    """transformers' greedy answers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -87,7 +87,7 @@ def config_of(checkpoints: dict[str, Path]) -> ClusterConfig:
 
 @contextlib.asynccontextmanager
 async def serving(config: ClusterConfig, *names: str) -> AsyncIterator[GatewayServer]:
-    """A gateway of all models, with a group for each of ``names``."""
+    """A gateway for all models, with a group for each of ``names``."""
     async with contextlib.AsyncExitStack() as stack:
         server = await GatewayServer.start(config)
         stack.push_async_callback(server.stop, drain_timeout_s=0)
@@ -111,7 +111,7 @@ def generate(model: str) -> pb.GenerateRequest:
 
 
 async def values(client: httpx.AsyncClient, server: GatewayServer) -> dict[tuple[str, str], float]:
-    """Samples by name and model."""
+    """Samples of metrics, by metric and model."""
     page = (await client.get(f"http://{server.http_address}/metrics")).text
     return {
         (sample.name, sample.labels.get("model", "")): sample.value

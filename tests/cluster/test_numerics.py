@@ -1,5 +1,5 @@
-"""Groups whose numbers differ are not mixed: no stream goes on with other bits, and a roll from
-one kind to another comes to its end."""
+"""Groups of different numerics are not mixed: no stream continues with other bits, and a rolling
+upgrade from one kind to another completes."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -38,7 +38,7 @@ async def tokens_of(call: Any) -> list[int]:
 
 
 async def refused(cluster: Any, name: str) -> str:
-    """Why the group ``name`` is not attached, once it has been refused."""
+    """Waits until the group ``name`` is refused; returns the reason."""
     while not (troubles := [x for x in cluster.connections.troubles() if f"group {name} " in x]):
         await asyncio.sleep(0.01)
     (trouble,) = troubles
@@ -74,7 +74,7 @@ async def test_a_stream_never_goes_on_in_a_group_of_other_numerics(
             await tokens_of(call)
         assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
         assert new.executor.num_steps == 0
-        # Clients may try again at once.
+        # Clients may retry at once.
         assert len(await tokens_of(generate(old))) == NUM_TOKENS
         await first.settle()
 
@@ -89,7 +89,7 @@ async def test_groups_of_other_numerics_take_over_while_the_last_of_the_former_d
     async with start_group("new", description={"numerics": AVX2}) as new:
         old.connections.set_addresses([first.address, new.address])
         await refused(old, "new")
-        # All of the grace is for handing over, but there is nobody to hand the stream to.
+        # The whole drain time is for handing over, but no group can take the stream.
         drained = asyncio.create_task(first.service.drain(timeout_s=60, handover_s=60))
         other = await tokens_of(generate(old))
         assert new.executor.num_steps > 0
@@ -117,7 +117,7 @@ async def test_a_request_without_tokens_yet_goes_where_the_groups_of_other_numer
 async def test_groups_that_were_described_before_others_came_are_checked_once_more(
     old: Any, start_group: Any
 ) -> None:
-    """Two kinds that come at the same time: one of them is refused, whichever."""
+    """Groups of two kinds that join at the same time: either of them is refused."""
     (first,) = old.groups.values()
     await first.kill()
     await old.wait_ready(0)

@@ -1,4 +1,4 @@
-"""What clients of OpenAI's API, and of other servers of it, rely on beyond the answers."""
+"""Details beyond answers on which clients of OpenAI's API and of other such servers rely."""
 
 from typing import Any
 
@@ -170,7 +170,7 @@ async def test_an_answer_can_be_asked_about_by_its_request_id(
 async def test_clients_do_not_try_again_what_has_no_time_left(
     start_cluster: Any, stream: bool
 ) -> None:
-    """OpenAI's clients would, two times, and answer after three times the timeout."""
+    """OpenAI's clients would retry twice, and report the error only after three timeouts."""
     async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         body = {"prompt": "the cat", "timeout": 1e-6, "stream": stream}
         answer = await client.post(f"{cluster.http_url}/v1/completions", json=body)

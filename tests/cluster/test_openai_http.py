@@ -1,4 +1,4 @@
-"""What the OpenAI API answers, beside the model that the groups run and OpenAI's own client."""
+"""Answers of the OpenAI API, against the groups' model and through OpenAI's own client."""
 
 import asyncio
 import json
@@ -345,7 +345,7 @@ async def test_events_of_a_stream_are_well_formed(start_cluster: Any) -> None:
 async def test_whoever_leaves_while_nothing_is_known_of_the_model_is_not_waited_for(
     start_cluster: Any, stream: bool
 ) -> None:
-    mismatch = {"kv_dtype": "another"}  # So that no group is ever attached.
+    mismatch = {"kv_dtype": "another"}  # No group can attach.
     async with (
         start_cluster(num_groups=1, group_wait_s=300, expected=mismatch) as cluster,
         httpx.AsyncClient(timeout=None) as client,
@@ -356,5 +356,5 @@ async def test_whoever_leaves_while_nothing_is_known_of_the_model_is_not_waited_
             await asyncio.sleep(0.01)
         post.cancel()
         await asyncio.wait([post])
-        while cluster.connections.demand.num_requests:  # pytest's patience is the limit.
+        while cluster.connections.demand.num_requests:  # pytest's timeout is the limit.
             await asyncio.sleep(0.01)

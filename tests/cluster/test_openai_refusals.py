@@ -1,4 +1,4 @@
-"""What the OpenAI API refuses, and how it says so."""
+"""Refused requests of the OpenAI API, and their errors."""
 
 from typing import Any
 
@@ -187,7 +187,7 @@ async def test_what_a_client_makes_long_is_refused_and_breaks_nobodys_stream(
 def test_what_is_wrong_ends_the_reading_of_a_body(body: dict[str, Any]) -> None:
     with pytest.raises(pydantic.ValidationError) as raised:
         CompletionBody.model_validate(body)
-    assert raised.value.error_count() <= 4  # One for each kind that a prompt may be.
+    assert raised.value.error_count() <= 4  # One for each type of prompt.
 
 
 async def test_too_many_prompts_are_refused_by_name(start_cluster: Any) -> None:

@@ -1,4 +1,4 @@
-"""``/v1/responses`` as OpenAI's own client sees it."""
+"""``/v1/responses`` through OpenAI's own client."""
 
 import json
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ TOLD = {**ASKED, "tools": [WEATHER]}
 
 
 def checked(response: Any) -> Any:
-    """``response``, whose every field is as the client's types say."""
+    """``response``, after checking every field against the client's types."""
     return Response.model_validate(response.model_dump(mode="json", by_alias=True))
 
 

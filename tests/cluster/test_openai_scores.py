@@ -1,4 +1,4 @@
-"""Prompts that are echoed and scored, as evaluation harnesses ask for them."""
+"""Echo and log-probabilities of prompts, as evaluation harnesses request them."""
 
 from typing import Any
 

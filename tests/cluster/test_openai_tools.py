@@ -1,5 +1,4 @@
-"""Calls of tools and reasoning as OpenAI's own client sees them, of a model that says what it is
-told to."""
+"""Tool calls and reasoning of a scripted model, as OpenAI's own client receives them."""
 
 import json
 import logging
@@ -40,7 +39,7 @@ TWO_CALLS = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}\n{CALL}"
 
 @pytest.fixture
 def says(monkeypatch: pytest.MonkeyPatch, model: Any) -> Any:
-    """Has the model answer a chat with this text and its end token."""
+    """``says(text)`` scripts the model to answer a chat with the text and its end token."""
 
     def say(text: str) -> None:
         (start,) = model.tokenizer.encode("<|assistant|>")
@@ -121,7 +120,7 @@ async def test_a_stream_says_the_same_a_little_at_a_time(start_cluster: Any, say
     assert len({call_id for call_id, _ in calls.values()}) == 2
     script = cluster.model.tokenizer.encode(TWO_CALLS)
     told = [each for choice in choices if choice.logprobs for each in choice.logprobs.content]
-    assert len(told) == len(script) + 1  # The end token too.
+    assert len(told) == len(script) + 1  # And the end token.
     (choice,) = final.choices
     assert [call.function.arguments for call in choice.message.tool_calls] == [
         '{"city": "Ulm"}'
@@ -203,7 +202,7 @@ FREE = ASKED | {"tools": [FIND], "seed": 4, "parallel_tool_calls": False, "max_t
 @pytest.mark.quick_cells(2)
 @pytest.mark.parametrize("form", [each.name for each in TOOL_FORMATS])
 async def test_a_call_that_is_required_comes_in_every_format(start_cluster: Any, form: str) -> None:
-    """From a model that would rather say anything else."""
+    """From a model whose tokens are otherwise random."""
     async with start_cluster(
         num_groups=1, model_len=700, config={"tool_call_parser": form}
     ) as cluster:

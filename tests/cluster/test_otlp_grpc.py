@@ -1,4 +1,4 @@
-"""Messages of spans that we write equal those of OpenTelemetry's encoder."""
+"""Our encoding of spans equals that of OpenTelemetry's encoder."""
 
 from collections.abc import Iterator
 

@@ -1,9 +1,9 @@
-"""A cluster under load in virtual time, too simple to be wrong, around real admission and routing.
+"""A trivial model of a cluster under load in virtual time, with the real admission and routing.
 
 A group computes steps one after another. A step takes a fixed time, and more for each prompt token
-and each decode in it; sequences begin in order of arrival while there are slots and room for all of
-their KV. After a step its frame reaches every gateway, a little later. Nothing is random but what
-the caller's seed says.
+and each decode in it. Sequences begin in order of arrival while there are slots and room for all of
+their KV. Each step's frame reaches every gateway a little later. Only the caller's seed decides
+what is random.
 """
 
 import heapq
@@ -33,7 +33,7 @@ WARM_UP_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What a group is like."""
+    """Speed and size of a group."""
 
     num_slots: int = 16
     num_blocks: int = 100_000
@@ -45,7 +45,7 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What clients send: Poisson arrivals; sizes are uniform in these ranges."""
+    """A load of Poisson arrivals, with sizes uniform in these ranges."""
 
     per_s: float
     prompt: tuple[int, int] = (50, 300)
@@ -55,7 +55,7 @@ class Load:
 
 @dataclass(eq=False)
 class Client:
-    """One request and what became of it."""
+    """One request and its outcome."""
 
     ticket: Ticket
     num_output: int
@@ -79,7 +79,7 @@ class _Sequence:
 
 
 class World:
-    """The clock and what is due."""
+    """The clock and its due events."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -202,7 +202,7 @@ class ModelGateway:
             self._send(client)
 
     def forecast_s(self) -> float:
-        """The least bound with which a request would be taken now, to three percent."""
+        """The smallest ``max_queue_wait_s`` that would admit a request now, within 3 %."""
         states, waiting = self.table.loads(), self.admission.queued_load
         tokens_each = waiting.num_tokens / max(waiting.num_requests, 1)
         wait_s = 0.1
@@ -247,10 +247,10 @@ class ModelGateway:
 
 @dataclass
 class Outcome:
-    """What became of the requests of a run."""
+    """The outcomes of a run's requests."""
 
     clients: list[Client]
-    """Those of the load that was asked for."""
+    """Requests of the load, without the warm-up's."""
     completed: list[Client] = field(init=False)
     refused: list[Client] = field(init=False)
 
@@ -272,7 +272,7 @@ class Outcome:
 
     @property
     def completed_per_s(self) -> float:
-        """In the last three quarters of the time in which requests came."""
+        """Completed requests per second in the last three quarters of the time of arrivals."""
         begin_s, last_s = self.clients[0].arrival_s, self.clients[-1].arrival_s
         begin_s += (last_s - begin_s) / 4
         ends = [client.end_s for client in self.completed if client.end_s is not None]
@@ -291,8 +291,8 @@ def simulate(
     seed: int = 1,
     **config: float,
 ) -> Outcome:
-    """Sends ``load`` for ``duration_s``, spread over the active gateways, and lets all of it end;
-    before that, for `WARM_UP_S`, the same requests at ``warm_up_per_s``, which are not counted."""
+    """Sends ``load`` for ``duration_s``, spread over the active gateways, and lets all requests
+    end. A warm-up of `WARM_UP_S` at ``warm_up_per_s`` comes first and is not counted."""
     world = World()
     groups = [ModelGroup(world, f"g{number}", hardware) for number in range(num_groups)]
     settings = AdmissionConfig(**{"max_queue_wait_s": 1.0, **config})  # type: ignore[arg-type]
@@ -337,7 +337,7 @@ BURSTS = {
         num_slots=128, max_tokens_in_step=2048, step_s=0.03, prefill_token_s=1 / 400, decode_s=0.004
     ),
 }
-"""How fast two models are on two cores."""
+"""Speeds of two models on two cores."""
 
 
 def run(limit: str, *, per_s: float, num_gateways: int = 1) -> Outcome:
@@ -349,7 +349,7 @@ def run(limit: str, *, per_s: float, num_gateways: int = 1) -> Outcome:
 
 @cache
 def capacity_per_s(limit: str) -> float:
-    """What it completes when there is always more to do."""
+    """Requests completed per second under permanent overload."""
     return run(limit, per_s=40.0).completed_per_s
 
 
@@ -397,14 +397,14 @@ def test_four_gateways_do_not_admit_four_times_as_much(limit: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", sorted(BURSTS))
 def test_a_burst_is_served_as_soon_as_was_forecast_once_a_burst_was_seen(model: str) -> None:
-    """With a group's first prompts it was slow: it took 40 times as long for each token."""
+    """The group's first prompts were slow: 40 times as long for each token."""
     world = World()
     slow = replace(BURSTS[model], prefill_token_s=40 * BURSTS[model].prefill_token_s)
     group = ModelGroup(world, "g", slow)
     gateway = ModelGateway(world, [group], AdmissionConfig())
 
     def burst(num_clients: int) -> tuple[float, float]:
-        """How long the last one was to wait, and how long it did."""
+        """Forecast and actual wait of the last request."""
         for _ in range(num_clients):
             forecast_s, begin_s = gateway.forecast_s(), world.now_s
             client = Client(Ticket(num_prompt_tokens=340, max_tokens=64), 64, begin_s)

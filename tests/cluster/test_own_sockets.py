@@ -1,4 +1,4 @@
-"""Sockets by file descriptor, and addresses that the kernel shuts out."""
+"""Facts of sockets by file descriptor, and addresses that the kernel shuts out."""
 
 import contextlib
 import os
@@ -133,5 +133,5 @@ def test_a_network_of_ipv6_is_shut_out_as_one() -> None:
             pytest.skip("this machine has no IPv6")
         shut_out(listener.fileno(), ["2001:db8::1", "127.0.0.1"])
         assert is_let_in(listener, "::1")
-        shut_out(listener.fileno(), ["2001:db8::1", "::ffff"])  # Of the same 64 bits as ::1.
+        shut_out(listener.fileno(), ["2001:db8::1", "::ffff"])  # Same first 64 bits as ::1.
         assert not is_let_in(listener, "::1")

@@ -1,4 +1,4 @@
-"""A network between gateway and group that stalls, breaks and heals, as bytes on real sockets."""
+"""A network between gateway and group that stalls, breaks and heals, on real sockets."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ NUM_TOKENS = 200
 
 
 class Wire:
-    """Forwards connections to an address. While it is stalled, bytes wait, and go on later."""
+    """Forwards connections to an address. While stalled, it delays bytes."""
 
     def __init__(self, address: str) -> None:
         self.address = ""
@@ -42,7 +42,7 @@ class Wire:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def break_all(self) -> None:
-        """Resets every connection that stands."""
+        """Resets every open connection."""
         connections, self._connections = self._connections, []
         for writers in connections:
             for writer in writers:
@@ -105,11 +105,11 @@ async def test_streams_go_on_elsewhere_and_nothing_comes_twice_after_the_heal(
         reads = [asyncio.create_task(tokens_of(*each)) for each in zip(calls, chunks, strict=True)]
         while cluster.gateway.telemetry.resumes._value.get() < 20:
             await asyncio.sleep(0.01)
-        # Cut off from its gateway, the group lets go of what it ran.
+        # Cut off from its gateway, the group releases its requests.
         await cut.settle()
         assert cut.executor.num_steps < NUM_TOKENS
         near.executor.step_s = 0.002
-        # All that was on the way arrives late, and the gateway attaches again.
+        # Delayed data arrives, and the gateway attaches again.
         wire.is_flowing.set()
         await cluster.wait_ready(2)
         found = await asyncio.gather(*reads)
@@ -120,7 +120,7 @@ async def test_streams_go_on_elsewhere_and_nothing_comes_twice_after_the_heal(
 
 
 async def test_connections_that_break_are_no_deaths(start_cluster: Any) -> None:
-    """As often as groups may die under a request: it goes on, on the same group each time."""
+    """Breaks as often as groups may die under a request, which continues on the same group."""
     async with start_cluster(num_groups=1, group_wait_s=30) as cluster:
         (group,) = cluster.groups.values()
         group.executor.step_s = 0.05

@@ -45,7 +45,7 @@ async def tokens_of(call: Any, chunks: list[pb.GenerateResponse]) -> list[int]:
 
 
 def make_deadly(group: Any, *, poison: int, at_length: int) -> None:
-    """From now on, ``group`` dies of a sequence that begins with ``poison`` and has got so long."""
+    """Makes ``group`` die of a sequence that begins with ``poison`` and has reached a length."""
     execute = group.executor.execute
 
     def check(step: Any) -> Any:
@@ -59,7 +59,7 @@ def make_deadly(group: Any, *, poison: int, at_length: int) -> None:
 
 
 def _begins(group: Any, step: Any, row: int, poison: int) -> bool:
-    """Whether the sequence in ``row`` begins with ``poison``, which this very step may write."""
+    """Whether the sequence in ``row`` begins with ``poison``; this step may be what writes it."""
     slot = int(step.block_tables_BM[row][0]) * 4
     written = dict(zip(step.slot_mapping_T.tolist(), step.token_ids_T.tolist(), strict=True))
     return bool(written.get(slot, group.executor._slots[slot]) == poison)
@@ -90,7 +90,7 @@ async def test_a_poison_request_kills_three_groups_and_nobody_else_fails(
         for group in groups:
             group.executor.step_s = 0.005
             make_deadly(group, poison=poison[0], at_length=at_length)
-        # All on one group, so that all are there when it dies.
+        # All run on one group, and so when it dies.
         cluster.connections.set_addresses([groups[0].address])
         calls = [
             generate(cluster, prompt_of(n), seed=n, max_tokens=120) for n in range(NUM_INNOCENTS)
@@ -102,7 +102,7 @@ async def test_a_poison_request_kills_three_groups_and_nobody_else_fails(
         if spread:
             await groups[0].engine_loop.failed
             cluster.connections.set_addresses([group.address for group in groups])
-        else:  # Wherever the poison goes, all others go too.
+        else:  # All other requests follow the poison.
             for dying, following in itertools.pairwise(groups[:4]):
                 await dying.engine_loop.failed
                 cluster.connections.set_addresses([following.address])
@@ -123,7 +123,7 @@ async def test_a_poison_request_kills_three_groups_and_nobody_else_fails(
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 2])
 async def test_completions_of_one_prompt_are_one_poison(start_cluster: Any, at_once: int) -> None:
-    """Four of them, on two groups that die one after the other or at once."""
+    """Four completions, on two groups that die one after the other or at once."""
     poison = [250, *range(20, 40)]
     async with start_cluster(num_groups=8, group_wait_s=30) as cluster:
         groups = list(cluster.groups.values())
@@ -228,7 +228,7 @@ async def read_tokens(call: Any, name: str, *, num_tokens: int) -> group_pb2.Gro
 
 @contextlib.contextmanager
 def steps_of(group: Any, num_steps: int) -> Iterator[None]:
-    """Inside, ``group`` runs ``num_steps`` steps and no more."""
+    """Within the block, ``group`` runs only ``num_steps`` steps."""
     allowed, is_over = threading.Semaphore(num_steps), threading.Event()
     execute = group.executor.execute
 
@@ -267,7 +267,7 @@ async def test_a_group_runs_one_isolated_request_at_a_time_of_all_gateways(
         else:
             first.cancel()
             await group.settle()
-        for number in itertools.count():  # The group hears of the end in its own time.
+        for number in itertools.count():  # The group learns of the end after a delay.
             await second.write(isolated(f"c{number}"))
             if await read_tokens(second, f"c{number}", num_tokens=1) == taken:
                 return

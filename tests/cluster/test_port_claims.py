@@ -1,4 +1,4 @@
-"""Two applications never share a port, though their sockets would let them."""
+"""Two applications never share a port, although their socket options would allow it."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from quire.worker.api.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 PORT = 20000 + os.getpid() % 10000
-"""Nothing listens here: claims are of numbers."""
+"""A port for claims; nothing listens there, since claims concern numbers only."""
 
 
 def claim(owner: str, *, host: str = "127.0.0.1", port: int = PORT) -> contextlib.ExitStack:

@@ -1,4 +1,4 @@
-"""Versions of Ray and uvicorn that lack what Quire uses of them privately say so."""
+"""Versions of Ray and uvicorn without the private APIs that Quire uses cause a clear error."""
 
 import logging
 import tomllib

@@ -1,4 +1,4 @@
-"""What a start says while it waits, to a pipe and to a terminal."""
+"""Progress messages of a start, to a pipe and to a terminal."""
 
 import os
 import pty
@@ -42,7 +42,7 @@ def test_a_terminal_gets_one_line_that_changes_and_is_gone_at_the_end() -> None:
         try:
             while read := os.read(here, 2**16):
                 said += read
-        except OSError:  # The other end is closed: so Linux says it.
+        except OSError:  # Linux reports the closed end like this.
             pass
     os.close(here)
     lines = said.decode().replace("\r\n", "\n").split("\n")

@@ -1,4 +1,4 @@
-"""What happens to a prompt before a gateway knows its tokens."""
+"""The gateway's checks and tokenization of prompts."""
 
 import asyncio
 import threading
@@ -26,7 +26,7 @@ CHAT = (Chat([{"role": "user", "content": "the cat"}]),)
 
 
 class Watched(Tokenizer):
-    """Counts what it is given, and encodes when it may."""
+    """A tokenizer that counts its texts, and encodes when the test allows it."""
 
     def __init__(self, tokenizer: Tokenizer, *, may_encode: bool = True) -> None:
         super().__init__(tokenizer._backend, chat_template="{{ messages[0].content }}")
@@ -80,7 +80,7 @@ async def test_what_is_too_long_by_its_length_is_never_tokenized(
     with pytest.raises(ContextExceeded, match="prompt has 5000 tokens and"):
         await prompts.tokenize((Tokens([9] * 5000),), limits=LIMITS)
     assert watched.given == []
-    # Without limits it is a client that asks how many they are.
+    # Without limits: a call that counts tokens.
     assert len(await prompts.tokenize((Text(too_long),))) == len(tokenizer.encode(too_long))
 
 
@@ -97,7 +97,7 @@ async def test_a_long_text_is_given_up_once_its_beginning_has_too_many_tokens(
     make: Callable[..., Prompts], tokenizer: Tokenizer
 ) -> None:
     watched = Watched(tokenizer)
-    watched.bound = None  # As with a tokenizer of which nothing is known.
+    watched.bound = None  # As for a tokenizer without a known bound.
     with pytest.raises(ContextExceeded, match="in the first 65536 alone 65536 tokens"):
         await make(watched).tokenize((Text("z" * 5_000_000),), limits=LIMITS)
     assert watched.given == [65_536]

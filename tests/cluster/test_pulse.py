@@ -41,7 +41,7 @@ def test_a_group_that_owes_nothing_need_not_step() -> None:
     idle = pulse()
     for beat in range(100):
         idle.frame(step=7)
-        # It owes something now and then, for less than the deadline.
+        # It is late now and then, by less than the deadline.
         assert idle.beat(is_owed=beat % 4 != 0) is None
 
 

@@ -1,4 +1,4 @@
-"""Formats of calls that no table knows are read back from what the chat template writes."""
+"""Formats of tool calls that no table has are derived from the chat template's output."""
 
 import json
 import re
@@ -208,13 +208,13 @@ def test_a_template_decides_against_a_table_that_writes_its_marks_otherwise(
             "{# tool #}",
             "division by zero",
         ),
-        # It shows tools, marks what is said, and leaves out calls.
+        # It renders tools and marked text, but no calls.
         (
             "{{ tools | tojson }}{% for m in messages %}<|{{ m.role }}|><say>{{ m.content or '' }}"
             "</say>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
             "cannot be told from text",
         ),
-        # It has the marks of a table's format, and writes arguments as nested tags.
+        # It has the markers of a known format, but writes arguments as nested tags.
         (
             each("<tool_call><{{ f.name }}><city>{{ f.arguments }}</city></{{ f.name }}>"),
             "in no form that can be read",

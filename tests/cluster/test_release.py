@@ -20,13 +20,13 @@ OPTIONS = {
     "max_num_seqs": 128,
     "max_num_batched_tokens": 512,
     "num_blocks": 8000,
-    # All of them are taken, however slow the group is thought to be.
+    # No request is refused, however slow the group seems.
     "config": {"admission": AdmissionConfig(max_queue_wait_s=1000)},
 }
 
 
 class Steps:
-    """Between being told that a request is not wanted and letting go of it."""
+    """Counts the steps from each request's abort until the engine releases it."""
 
     def __init__(self, group: Any) -> None:
         self.num_begun = 0
@@ -41,7 +41,7 @@ class Steps:
 
         def told(engine_id: str) -> None:
             abort_loop(engine_id)
-            # Not before: the engine's thread may end a step and begin another until it is told.
+            # Not before: during the call the engine's thread may end a step and begin another.
             self._told.setdefault(engine_id, self._loop.num_steps)
 
         def done(engine_id: str) -> bool:
@@ -61,7 +61,7 @@ def generate(cluster: Any, number: int, **options: Any) -> Any:
 
 
 async def held_blocks(cluster: Any) -> float:
-    """The gauge, as Prometheus would read it."""
+    """The gauge of held blocks, read as Prometheus does."""
     async with httpx.AsyncClient(timeout=None) as client:
         metrics = (await client.get(f"{cluster.http_url}/metrics")).text
     values = re.findall(r"^quire_group_held_blocks\{.*\} (.*)$", metrics, re.MULTILINE)
@@ -74,9 +74,9 @@ async def check_released(cluster: Any, steps: Steps) -> None:
     assert len(steps.waited) == steps.num_begun >= NUM
     assert max(steps.waited) <= 1
     assert group.engine_loop.num_requests == 0
-    while await held_blocks(cluster):  # Until the next heartbeat, at most.
+    while await held_blocks(cluster):  # At most until the next heartbeat.
         await asyncio.sleep(0.01)
-    # Whoever comes next finds everything as it should be.
+    # The next request is served normally.
     cluster.take_steps_of(0)
     tokens = [token async for chunk in generate(cluster, 7) for token in chunk.token_ids]
     expected = cluster.model.continuation([27, *range(20, 40)], seed=7, max_tokens=300)

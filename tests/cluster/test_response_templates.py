@@ -1,4 +1,4 @@
-"""Response templates of checkpoints: what they say is read as transformers itself reads it."""
+"""Response templates of checkpoints: outputs are parsed as transformers itself parses them."""
 
 import io
 import json
@@ -35,7 +35,7 @@ Message = tuple[str, str, list[Call]]
 
 
 def message_of(events: list[Event]) -> Message:
-    """Reasoning, content and calls. Content is without whitespace around it, which we keep."""
+    """Reasoning, content and calls. Content is stripped of outer whitespace, which we keep."""
     reasoning, content = (
         "".join(event.text for event in events if isinstance(event, kind))
         for kind in (Reasoning, Content)
@@ -91,7 +91,7 @@ def test_a_message_is_read_as_transformers_reads_it(
 
 
 def _is_exact(value: object) -> bool:
-    """Whether its integers are those that transformers reads: those that a float64 holds."""
+    """Whether transformers reads all integers exactly: it reads those that a float64 holds."""
     if isinstance(value, dict):
         return all(map(_is_exact, value.values()))
     if isinstance(value, list | tuple):
@@ -153,7 +153,7 @@ def test_what_the_grammar_allows_is_a_call_for_transformers(name: str) -> None:
             ends=('<|"|>', "<q>", "</arg_value>", "\n</parameter>", "</param>"),
         )
         ours = message_of(read(case, [text], strict))
-        if not set(text) & set("\x01\x02"):  # transformers marks texts by them.
+        if not set(text) & set("\x01\x02"):  # transformers uses these as marks.
             theirs = transformers_message(text, case, strict)
             assert [call[0] for call in ours[2]] == [call[0] for call in theirs[2]]
             for called, arguments in theirs[2]:
@@ -213,7 +213,7 @@ REFUSED: list[tuple[object, str]] = [
     (changed(JSON, f"{CALLED}.open_pattern", "a" * 600), "tool_calls.open_pattern=.* cannot"),
     (changed(JSON, f"{CALLED}.open_pattern", "<(?P<id>.*)>"), "tool_calls.open_pattern=.* cannot"),
     (
-        changed(XML, f"{CALLED}.open_pattern", r"<f>(?P<name>\w+)-f"),  # Where does it end?
+        changed(XML, f"{CALLED}.open_pattern", r"<f>(?P<name>\w+)-f"),  # No clear end.
         "tool_calls.open_pattern=.* cannot",
     ),
     (changed(JSON, f"{CALLED}.open_pattern"), "nothing opens tool_calls"),
@@ -255,7 +255,7 @@ def test_what_cannot_be_expressed_is_refused_by_name(
         calls_from(said)
     dialect = choose_dialect(with_template(said, chat="<tool_call> </think>"))
     assert dialect.calls is not None
-    assert dialect.calls.name == "hermes"  # As the chat template shows.
+    assert dialect.calls.name == "hermes"  # The format that the chat template shows.
     (told,) = (each for each in caplog.messages if each.startswith("calls of tools: the response"))
     assert "calls of tools: the response template is left aside: " in told
 
@@ -366,5 +366,5 @@ def test_a_pattern_that_is_read_matches_what_it_is_read_as(pieces: list[str]) ->
         part if isinstance(part, str) else names[part.name] if isinstance(part, Group) else ""
         for part in parts
     )
-    if not re.search(r"\\[nt]\+", pattern):  # Less whitespace is read, too.
+    if not re.search(r"\\[nt]\+", pattern):  # Less whitespace is accepted too.
         assert compiled.fullmatch(text) is not None

@@ -20,7 +20,7 @@ def died(*, is_refuted: bool = False) -> GroupDied:
 
 
 def add(losses: Losses, error: GroupLost, *, num_tokens: int = 0) -> None:
-    """As attempts do: those of a request that must be are isolated."""
+    """Adds a loss as `Attempts` does: isolated if the request must be."""
     losses.add(error, num_tokens=num_tokens, is_isolated=losses.must_be_isolated)
 
 

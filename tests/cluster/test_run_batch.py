@@ -164,7 +164,7 @@ async def test_a_request_beyond_a_limit_fails_alone_and_says_what_helps(tmp_path
             return web.Response(text=text, content_type="application/json")
         return web.json_response({"text": "x" * (2**20 if prompt == "long" else 2**19)})
 
-    deep = [str(depth) for depth in range(880, 1000, 4)]  # Some of which Python cannot write.
+    deep = [str(depth) for depth in range(880, 1000, 4)]  # Python cannot serialize some of these.
     prompts = ("long", "slow", *deep, "good")
     source = written(
         tmp_path / "in.jsonl", *(request(each, "/v1/completions", prompt=each) for each in prompts)
@@ -207,7 +207,7 @@ async def test_any_text_can_be_written_and_found_again_where_a_run_was_broken_of
         num_asked += 1
         return web.json_response({"text": (await asked.json())["prompt"]})
 
-    half = "\ud800 é"  # Which UTF-8 cannot say.
+    half = "\ud800 é"  # UTF-8 cannot encode it.
     source = written(
         tmp_path / "in.jsonl",
         *(request(each, "/v1/completions", prompt=each) for each in (half, "b")),
@@ -218,7 +218,7 @@ async def test_any_text_can_be_written_and_found_again_where_a_run_was_broken_of
         kept = target.read_bytes().splitlines(keepends=True)
         foreign = json.dumps({"custom_id": "z", "response": {"status_code": 200}}).encode()
         target.unlink()
-        cut = '{"custom_id": "é'.encode()[:-1]  # Within a character.
+        cut = '{"custom_id": "é'.encode()[:-1]  # Cut within a character.
         part.write_bytes(kept[0] + foreign + b"\n" + b"[" * 100_000 + b"\n" + cut)
         ended = await run(source, target, server=url, resumes=True)
     assert (num_asked, ended[:3]) == (3, (2, 0, 1))

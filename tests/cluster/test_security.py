@@ -1,4 +1,4 @@
-"""A gateway behind TLS and API keys. It has no groups: who is let in is told that."""
+"""A gateway with TLS and API keys and without groups: authorised callers get that error."""
 
 import asyncio
 import contextlib

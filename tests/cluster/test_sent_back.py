@@ -1,5 +1,5 @@
-"""An answer that its client sends back is accepted and means in the prompt what it meant as an
-answer, at every endpoint and in every way in which a client may have got it."""
+"""An answer that a client sends back in the next turn is accepted and renders to the same text, at
+every endpoint and in every way in which a client may have received it."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -15,8 +15,8 @@ from quire_client import AsyncClient, Chat, SamplingParams
 
 pytestmark = pytest.mark.anyio
 
-# Arguments are shown in the three ways in which templates show them: as JSON, one by one, and
-# joined to other text. A result is shown with the name of the call that has its id.
+# Templates render arguments in three ways: as JSON, one by one, and joined to other text. A result
+# is rendered with the name of the call that has its id.
 TEMPLATE = """
 {%- for m in messages %}<|{{ m.role }}|>
     {%- if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}
@@ -38,7 +38,7 @@ TEMPLATE = """
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What the model says, up to where it is cut, and what of it a client must be told."""
+    """A model's text, the place where it is cut, and the parts that a client must receive."""
 
     text: str
     cut: str = ""
@@ -91,8 +91,8 @@ NEXT: Any = {"role": "user", "content": "And?"}
 
 
 def expected(case: Case, *, begun: dict[str, str] | None = None) -> str:
-    """The prompt of the next turn. ``begun``: what there is of an object that was cut, where a
-    client sends objects; else it is sent as it is."""
+    """The prompt of the next turn. ``begun`` replaces a cut object where a client sends objects;
+    otherwise the text is sent unchanged."""
     calls, results = "", ""
     for number, (name, text) in enumerate(case.calls):
         try:
@@ -113,7 +113,7 @@ def expected(case: Case, *, begun: dict[str, str] | None = None) -> str:
 
 @dataclass
 class Talk:
-    """A cluster whose model says a case's text, and the prompts that reach it."""
+    """A cluster whose model answers a case's text, and the prompts that it receives."""
 
     cluster: Any
     anthropic: anthropic.AsyncAnthropic
@@ -122,7 +122,7 @@ class Talk:
     script: list[int]
 
     def say(self, case: Case) -> int:
-        """Returns the number of tokens at which the case is cut."""
+        """Scripts the model; returns the number of tokens at which the case is cut."""
         encode = self.cluster.model.tokenizer.encode
         texts = (case.prefill, case.text)
         self.script[:] = [token for text in texts for token in encode(text)]
@@ -208,7 +208,7 @@ async def test_at_responses(talk: Talk) -> None:
     asked: dict[str, Any] = {"model": "hash", "temperature": 0, "tools": tools}
     for name, case in CASES.items():
         if case.prefill:
-            continue  # There is none in this API.
+            continue  # This API has no prefill.
         told = {**asked, "input": "Hi?", "max_output_tokens": talk.say(case)}
         if case.stop:
             told["extra_body"] = {"stop": [case.stop]}
@@ -239,7 +239,7 @@ async def test_at_messages(talk: Talk) -> None:
     asked: dict[str, Any] = {"model": "hash", "tools": tools}
     for name, case in CASES.items():
         start: Any = [HELLO]
-        if case.prefill:  # The answer is told as one more message, and joined to it.
+        if case.prefill:  # The answer is a further message, and joined to it.
             start = [HELLO, {"role": "assistant", "content": case.prefill}]
         told = {**asked, "max_tokens": talk.say(case), "messages": start}
         if case.stop:
@@ -252,7 +252,7 @@ async def test_at_messages(talk: Talk) -> None:
         ways: list[tuple[list[Any], Any]] = [
             (answer.content, begun),
             ([block.model_dump() for block in answer.content], begun),
-            (final.content, {}),  # Anthropic's client leaves out a text that is not whole.
+            (final.content, {}),  # Anthropic's client leaves out incomplete text.
             (folded_blocks(events), {}),
         ]
         for way, shown in ways:
@@ -267,7 +267,7 @@ async def test_at_messages(talk: Talk) -> None:
 
 
 async def test_at_grpc(talk: Talk) -> None:
-    """Its answers are text, with the calls and the reasoning in it."""
+    """gRPC answers are text that includes calls and reasoning."""
     for name, case in CASES.items():
         start: Any = [HELLO]
         if case.prefill:
@@ -289,7 +289,7 @@ async def test_at_grpc(talk: Talk) -> None:
 
 
 async def test_a_prefill_ends_the_prompt_wherever_it_is_sent(talk: Talk) -> None:
-    """Any part of a mark is gone on with as it is."""
+    """Even a prefill that is a part of a marker is continued unchanged."""
     mark = "<|end|>"
     parts = {mark[start:end] for start in range(7) for end in range(start + 1, 8)}
     talk.say(Case(text="."))
@@ -341,7 +341,7 @@ def ids_in(parts: Sequence[Any] | None, name: str) -> list[str]:
 
 
 def folded_chunks(chunks: list[Any]) -> dict[str, Any]:
-    """A message as a client makes it that reads the chunks itself."""
+    """The message that a client assembles from chunks by itself."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     calls: list[Any] = []
     for delta in (choice.delta for chunk in chunks for choice in chunk.choices):
@@ -357,7 +357,7 @@ def folded_chunks(chunks: list[Any]) -> dict[str, Any]:
 
 
 def folded_blocks(events: list[Any]) -> list[dict[str, Any]]:
-    """Blocks as a client makes them that reads the events itself."""
+    """The content blocks that a client assembles from events by itself."""
     blocks: list[dict[str, Any]] = []
     for event in events:
         if event.type == "content_block_start":
@@ -374,6 +374,6 @@ def folded_blocks(events: list[Any]) -> list[dict[str, Any]]:
         elif read:
             try:
                 block["input"] = json.loads(read)
-            except ValueError:  # It goes on without.
+            except ValueError:  # It uses an empty input.
                 block["input"] = {}
     return blocks

@@ -1,4 +1,4 @@
-"""The points of the live page, against the observations that they are made of."""
+"""Quantiles and rates of the live page's points, against the raw observations."""
 
 import random
 

@@ -1,5 +1,4 @@
-"""Served text, its log-probabilities and its echo, compared with the library's decoding of all
-tokens at once."""
+"""Served text, log-probabilities and echo, compared with the library's decoding of all tokens."""
 
 from typing import Any
 
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.anyio
     params=["llama2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt2", "unigram"))]
 )
 def kind(request: pytest.FixtureRequest, model: Any, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Has the cluster serve this tokenizer and a model that says what `says` is told."""
+    """The tokenizer that the cluster serves; `says` scripts its model."""
     kind: str = request.param
     tokenizer = Tokenizer(made(kind), chat_template="{{ messages[0].content }}</s>")
     monkeypatch.setattr(model, "tokenizer", tokenizer)
@@ -79,7 +78,7 @@ def _starts(tokens: list[str]) -> list[int]:
 
 
 def _bytes(token: str) -> bytes:
-    """A token as OpenAI shows it."""
+    """A token in OpenAI's form."""
     if token.startswith("bytes:"):
         return bytes(int(each, 16) for each in token.removeprefix("bytes:\\x").split("\\x"))
     return token.encode()
@@ -106,7 +105,7 @@ async def test_the_bytes_of_a_chats_tokens_are_its_text(
             streamed = [chunk.logprobs.content for chunk in chunks if chunk.logprobs]
             assert [each for part in streamed for each in part] == tokens
             assert b"".join(bytes(token.bytes) for token in tokens).decode() == content
-            # The token that ended the text has no part in it.
+            # The token that ended the text is not part of it.
             assert (tokens[-1].token, tokens[-1].bytes) == ("</s>", [])
             assert all(len(token.top_logprobs) == 2 for token in tokens)
 

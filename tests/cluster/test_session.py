@@ -1,4 +1,4 @@
-"""Whether Ray is still there, of which nothing is asked: here are other processes and sockets."""
+"""Detection of a lost Ray without calls to Ray, with stand-in processes and sockets."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(1000)"]
 
 
 def test_a_raylet_that_dies_is_noticed_and_left_a_zombie() -> None:
-    """Groups and gateways look for its process, and exit when it is gone."""
+    """Groups and gateways watch the raylet's process, and exit when it is gone."""
     with (
         tempfile.TemporaryDirectory(prefix="q") as folder,
         Line(Path(folder) / "line") as line,
@@ -32,7 +32,7 @@ def test_a_raylet_that_dies_is_noticed_and_left_a_zombie() -> None:
         os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)
         for _ in range(2):
             assert node.lost() == f"Ray's raylet (process {raylet.pid}) ended with SIGKILL"
-        os.kill(raylet.pid, 0)  # It is still there.
+        os.kill(raylet.pid, 0)  # It still exists, as a zombie.
         assert raylet.wait() == -signal.SIGKILL
         assert node.lost() == f"Ray's raylet (process {raylet.pid}) ended"
 

@@ -9,7 +9,7 @@ from quire.cluster.deploy.signals import ended_by_signal
 
 @pytest.fixture
 def hung_up_as_by_default() -> Iterator[None]:
-    """Whoever runs these tests may ignore it."""
+    """Resets SIGHUP, which the caller of the tests may ignore."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, previous)
@@ -25,7 +25,7 @@ def test_a_closing_terminal_ends_us_as_a_supervisor_does(number: signal.Signals)
 
 
 def test_what_a_script_started_in_the_background_is_ended_by_sigint() -> None:
-    """Shells have such a process ignore it."""
+    """Shells let background processes ignore SIGINT."""
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with pytest.raises(KeyboardInterrupt), ended_by_signal():

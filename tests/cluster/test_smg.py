@@ -1,4 +1,4 @@
-"""smg, a gateway written for vLLM's gRPC engine, in front of ours, which it takes for one."""
+"""smg, a gateway for vLLM's gRPC engines, in front of Quire's gateway as if that were an engine."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ def free_port() -> int:
 async def smg_over(
     cluster: Any, *flags: str, metrics_port: int | None = None
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an smg whose one worker is ``cluster``."""
+    """A client of an smg with ``cluster`` as its only worker."""
     assert SMG is not None
     port, metrics_port = free_port(), metrics_port or free_port()
     process = await asyncio.create_subprocess_exec(
@@ -42,7 +42,7 @@ async def smg_over(
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
         *("--worker-urls", f"grpc://{cluster.grpc_address}"),
         *flags,
-        # What it asks a hub for is not found there, and it comes to us for the tokenizer.
+        # It does not find the model on the hub, and so asks us for the tokenizer.
         env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9"},
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.DEVNULL,
@@ -61,7 +61,7 @@ async def smg_over(
 
 
 async def has_tokenizer(client: httpx.AsyncClient) -> bool:
-    """It says that it has a worker before it can serve it."""
+    """Whether smg has loaded the tokenizer; it reports the worker before it can serve."""
     with contextlib.suppress(httpx.TransportError):
         answer = await client.get("/v1/tokenizers")
         return answer.status_code == 200 and bool(answer.json()["tokenizers"])

@@ -1,4 +1,4 @@
-"""Which source of blocks a group is told, as an attempt is submitted, and how it is explained."""
+"""The source of blocks that a gateway names to a group with each attempt, and its explanation."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ class Client:
 
 
 class Scene:
-    """A gateway with three groups, of which ``formats`` says how each exchanges blocks."""
+    """A gateway with three groups; ``formats`` gives each one's format for exchanged blocks."""
 
     def __init__(self, loop: SimLoop, formats: dict[GroupId, pb.KvFormat | None]) -> None:
         self.table = RoutingTable(block_size=4, clock=loop.time)
@@ -116,8 +116,8 @@ async def handed_over(scene: Scene, *, num_tokens: int) -> tuple[GroupId, GroupI
 
 
 def test_who_takes_a_request_over_is_told_the_group_that_hands_it_over() -> None:
-    """With all blocks of the prompt and of the output but for the last token, which no group has
-    computed: (999 + 6 - 1) // 4."""
+    """Names all blocks of prompt and output, without the last token, which no group has computed:
+    (999 + 6 - 1) // 4."""
 
     async def main(loop: SimLoop) -> None:
         scene = Scene(loop, exchanging(A, B, C))

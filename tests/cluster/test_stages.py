@@ -1,4 +1,4 @@
-"""Groups that only compute prompts: streams move on with their first token, and stay the same."""
+"""Prefill groups: streams move to a decode group with their first token, and keep their tokens."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ async def complete(client: httpx.AsyncClient, prompt: list[int], **more: Any) ->
 
 
 async def served_by(start_cluster: Any, routing: RoutingConfig, **more: Any) -> Any:
-    """Answers to a long prompt and a short one; and of each completion's groups, in order, whether
-    they only compute prompts."""
+    """Answers to a long prompt and a short one, and for each completion whether its groups, in
+    order, are prefill groups."""
     async with (
         start_cluster(num_groups=3, model_len=700, routing=routing) as cluster,
         httpx.AsyncClient(timeout=None, base_url=cluster.http_url) as client,
@@ -77,4 +77,4 @@ def test_another_group_takes_the_place_of_one_that_leaves() -> None:
     assert len(stages.prefill) == 2
     assert before - {gone} <= stages.prefill
     stages.update(names[:2])
-    assert not stages.prefill  # Somebody has to decode.
+    assert not stages.prefill  # One group has to decode.

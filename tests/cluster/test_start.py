@@ -1,4 +1,4 @@
-"""Messages to the user who starts a cluster, while or instead of waiting."""
+"""Messages to a user during a slow or impossible start of a cluster."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def test_what_a_deployment_waits_for_is_told_in_one_line() -> None:
 
 
 def test_a_replica_that_gets_new_settings_is_not_taken_for_a_slow_start() -> None:
-    """Serve counts from the replica's start, days before maybe."""
+    """Serve counts from the replica's start, which may be days ago."""
     slow = (
         "Deployment 'Gateway' in application 'm' has 1 replicas that have taken more than 30s to "
         "initialize.\nThis may be caused by a slow __init__ or reconfigure method."
@@ -79,7 +79,7 @@ def config(**fields: object) -> ClusterConfig:
 
 
 def test_groups_that_one_machine_has_no_room_for_are_refused() -> None:
-    """Ray would wait for another machine, without end."""
+    """Ray would wait for another machine for ever."""
     machine = {"CPU": 4.0, "GPU": 3.0}
     check_room(config(num_groups=2), on_gpu=False, machine=machine)
     check_room(config(num_groups=1, cpus_per_group=4), on_gpu=True, machine=machine)

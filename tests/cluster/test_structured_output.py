@@ -1,4 +1,4 @@
-"""Structured output through a gateway: what clients send, what they are told, and failover."""
+"""Structured output through a gateway: requests, errors and failover."""
 
 import json
 import re
@@ -134,7 +134,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 async def test_what_is_not_supported_is_refused_by_the_gateway(start_cluster: Any) -> None:
     async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         for fields, words in REFUSED:
-            for _ in range(2):  # Then it is known.
+            for _ in range(2):  # The second time it is cached.
                 answer = await client.post(
                     f"{cluster.http_url}/v1/chat/completions",
                     content=json.dumps(asking_for(PROMPT) | fields),

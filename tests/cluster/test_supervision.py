@@ -1,4 +1,4 @@
-"""Tasks that nobody waits for: what fails in them is said, and goes on or ends what needs it."""
+"""Background tasks: failures are logged, and the task continues or ends what depends on it."""
 
 import asyncio
 import contextlib
@@ -78,7 +78,7 @@ def test_a_gateway_keeps_house_though_it_failed_once(
 
 
 class Link:
-    """A group that sends heartbeats for ever; ``write`` is what becomes of commands."""
+    """A group that sends heartbeats for ever; ``write`` handles commands."""
 
     def __init__(self, write: Any) -> None:
         self._write = write
@@ -99,7 +99,7 @@ class Link:
 
 
 def lost_with(link: Link, *, num_submits: int, config: GroupClientConfig) -> list[str]:
-    """Why streams at a group behind ``link`` are lost, within a minute."""
+    """The errors with which streams over ``link`` are lost within a minute."""
 
     @contextlib.asynccontextmanager
     async def connect(address: str) -> AsyncIterator[Any]:

@@ -1,4 +1,4 @@
-"""What /metrics says, by the rules that Prometheus' own linter checks, and by what reads it."""
+"""The page /metrics: Prometheus' linter rules, and the metrics that dashboards and others read."""
 
 import json
 import re
@@ -44,7 +44,7 @@ async def page(start_cluster: Any) -> str:
 
 def ours(page: str) -> Iterator[Metric]:
     for family in text_string_to_metric_families(page):
-        # The client library adds when each of its counters was created.
+        # The client library adds a creation time for each counter.
         if not family.name.endswith("_created") and family.name.startswith("quire_"):
             yield family
 
@@ -91,7 +91,7 @@ async def test_names_and_help_keep_to_prometheus_rules(page: str) -> None:
 
 async def test_who_waits_for_the_last_request_finds_how_many_there_are(page: str) -> None:
     found = wait_idle._INFLIGHT.search(page)
-    assert found is not None  # Not there would be taken for none.
+    assert found is not None  # A missing one would read as 0.
     assert float(found[1]) == 0
 
 
@@ -140,14 +140,14 @@ async def test_every_metric_that_the_documents_name_is_there(page: str, document
     text = (ROOT / "docs" / document).read_text()
     asked = re.findall(r"`(quire_[a-z_*]+|…_[a-z_]+)", text)
     assert len(asked) > 8
-    for name in asked:  # "…_held_blocks" stands beside another of its kind.
+    for name in asked:  # "…_held_blocks" abbreviates a similar name.
         pattern = name.replace("…", "*")
         assert any(fnmatchcase(known, pattern) for known in names), name
 
 
 async def test_every_metric_of_the_dashboard_is_there(page: str) -> None:
     samples = {sample.name for family in ours(page) for sample in family.samples}
-    # A counter with labels has no sample before it counts.
+    # A counter with labels has no sample before its first count.
     names = samples | {f"{family.name}_total" for family in ours(page) if family.type == "counter"}
     panels = json.loads(DASHBOARD.read_text())["panels"]
     expressions = [target["expr"] for panel in panels for target in panel["targets"]]
@@ -157,7 +157,7 @@ async def test_every_metric_of_the_dashboard_is_there(page: str) -> None:
         assert asked, expression
         for name in asked:
             assert name in names, f"{name} in {expression}"
-    # Every place is given once.
+    # Each position occurs once.
     places = [tuple(panel["gridPos"].values()) for panel in panels]
     assert len(places) == len(set(places))
     assert len({panel["id"] for panel in panels}) == len(panels)

@@ -1,4 +1,4 @@
-"""What a tenant's limits do to its clients, over every protocol, and what is counted of them."""
+"""Tenants' limits: their effect on clients over every protocol, and the metrics."""
 
 import asyncio
 import hashlib
@@ -40,7 +40,7 @@ TENANTS = {
 
 
 def write(path: Path, tenants: dict[str, str], *, revoked: str = "") -> None:
-    """Each tenant has one key, which is called as it is."""
+    """Writes a keys file with one key for each tenant, ``<tenant>-key``."""
     lines = ["tenants:", *(f"  {name}: {policy}" for name, policy in tenants.items()), "keys:"]
     for name in tenants:
         hashed = hashlib.sha256(f"{name}-key".encode()).hexdigest()
@@ -130,14 +130,14 @@ async def test_requests_per_minute(cluster: Any) -> None:
 async def test_tokens_per_minute_count_prompts_and_outputs(cluster: Any, is_stream: bool) -> None:
     answer = await ask(cluster, "short", stream=is_stream)
     assert answer.status_code == 200
-    # The head of a stream goes before its tokens.
+    # A stream's headers are sent before its tokens.
     assert int(answer.headers["x-ratelimit-remaining-tokens"]) == pytest.approx(8, abs=2)
     answer = await ask(cluster, "short")
     assert answer.status_code == 200, "one begins while any are left"
     answer = await ask(cluster, "short")
     assert answer.status_code == 429
     assert "30 tokens per minute" in answer.json()["error"]["message"]
-    # 48 tokens were used of 30, and one comes every two seconds.
+    # 48 of 30 tokens were used, and one is added every two seconds.
     assert 30 <= int(answer.headers["retry-after"]) <= 40
 
 
@@ -300,7 +300,7 @@ def take(tenants: Tenants, num_prompt_tokens: int = 0, num_completions: int = 1)
 def test_in_no_minute_are_there_more_than_twice_the_requests(
     limit: int, gaps_s: list[float], num_gateways: int
 ) -> None:
-    """A bucket that is full at a minute's begin lets a minute's worth pass and one more come."""
+    """A bucket that is full at the start of a minute admits a minute's worth and refills once."""
     clock = Clock()
     tenants = Tenants(
         {"t": TenantPolicy(requests_per_minute=limit)},
@@ -315,7 +315,7 @@ def test_in_no_minute_are_there_more_than_twice_the_requests(
             taken_s.append(clock.now_s)
         except RateLimited as error:
             clock.now_s += error.retry_after_s + 1e-6
-            take(tenants)  # It was told the truth.
+            take(tenants)  # The announced wait was right.
             taken_s.append(clock.now_s)
     for begin_s in taken_s:
         in_minute = sum(begin_s <= each < begin_s + 60 for each in taken_s)

@@ -1,4 +1,4 @@
-"""Tokenizing over HTTP, what load balancers ask, and the reference."""
+"""Tokenization over HTTP, endpoints for load balancers, and the API reference."""
 
 import base64
 import hashlib
@@ -84,14 +84,14 @@ async def test_the_reference_describes_every_route(start_cluster: Any) -> None:
                 body = call.get("requestBody", {}).get("content", {}).get("application/json", {})
                 example = body.get("example")
                 if example is not None and "temperature" in fields_of(reference, body):
-                    # Another question, greedily: this model's answer to it is not empty.
+                    # A greedy answer to another question, which is not empty for this model.
                     text = json.dumps(example).replace("of France", "of Spain")
                     example = json.loads(text) | {"temperature": 0}
                 answer = await client.request(method, path, json=example)
                 if "example" in body:
                     assert f"curl {cluster.http_url}{path} " in page.text
                 (media, told), *_ = call["responses"]["200"]["content"].items()
-                if answer.status_code != 200:  # This model is one of text, and takes no adapters.
+                if answer.status_code != 200:  # This text model refuses embeddings and adapters.
                     assert re.search("makes no embeddings|adapter|does not exist", answer.text)
                     assert str(answer.status_code) in {*call["responses"], "404"}
                 elif "example" in told and media == "application/json":
@@ -108,13 +108,13 @@ async def test_the_reference_describes_every_route(start_cluster: Any) -> None:
 
 
 def fields_of(reference: Any, body: Any) -> set[str]:
-    """Those that a body of the reference may have, where a call takes one."""
+    """Fields of a call's body according to the reference, if it takes one."""
     name = body["schema"]["$ref"].rpartition("/")[2]
     return set(reference["components"]["schemas"][name]["properties"])
 
 
 def assert_alike(example: Any, answer: Any, place: str) -> None:
-    """Each key of ``example`` is in ``answer`` too, with a value of the same type."""
+    """Asserts that ``answer`` has every key of ``example``, with values of the same types."""
     if example is None:
         return
     assert type(example) is type(answer), place

@@ -1,4 +1,4 @@
-"""A bound on the reasoning and named log-probabilities through a gateway, over both protocols."""
+"""Thinking budgets and log-probabilities of named tokens through a gateway, over both protocols."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""W3C's ``tracestate`` of a client, on its way into spans."""
+"""A client's ``tracestate`` header (W3C), as passed on in spans."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -54,7 +54,7 @@ async def test_a_malformed_tracestate_is_dropped_and_logs_nothing(traces: SpanEx
 
 
 async def test_a_long_tracestate_loses_members_as_w3c_has_it(traces: SpanExport) -> None:
-    """Long members go first, then the last ones; the order of the others stays."""
+    """Long members are dropped first, then the last ones; the others keep their order."""
     short = [f"s{number:02}={'1' * 36}" for number in range(12)]  # 12 * 40 + 11 = 491
     fits = [*short, "last=" + "1" * 15]
     assert len(",".join(fits)) == MAX_TRACE_STATE

@@ -1,4 +1,4 @@
-"""One trace of each sampled call, from the client to the groups' steps, over OTLP."""
+"""Each sampled call has one trace over OTLP, from the client to the groups' steps."""
 
 import asyncio
 import logging
@@ -90,7 +90,7 @@ async def test_a_calls_span_has_the_conventions_names_and_the_clients_parent(
     assert call.span.kind == call.span.SPAN_KIND_SERVER
     assert answer.headers["traceresponse"] == f"00-{CLIENT_TRACE}-{call.span.span_id.hex()}-01"
     assert call.resource["service.name"] == "quire-gateway"
-    assert fields_of(ended[0])["trace_id"] == CLIENT_TRACE  # The access line's.
+    assert fields_of(ended[0])["trace_id"] == CLIENT_TRACE  # The access line has the same trace id.
     told, usage = call.attributes, answer.json()["usage"]
     assert {each for each in told if not each.startswith("quire.")} <= CONVENTIONS | VLLM
     assert told[gen_ai.GEN_AI_OPERATION_NAME] == gen_ai.GenAiOperationNameValues.CHAT.value
@@ -117,7 +117,7 @@ def follow_groups(cluster: Any, traces: SpanExport) -> None:
 
 
 def assert_within(inner: Received, outer: Received) -> None:
-    """A microsecond is what is left of times that are floats of seconds since 1970."""
+    """Asserts with a tolerance of a microsecond, the precision of float seconds since 1970."""
     assert outer.span.start_time_unix_nano <= inner.span.start_time_unix_nano + 1000
     assert inner.span.end_time_unix_nano <= outer.span.end_time_unix_nano + 1000
 
@@ -138,7 +138,7 @@ async def test_a_stream_that_fails_over_is_one_trace_with_both_groups(
         call = cluster.inference.Generate(request, metadata=trace)
         chunks = await begin(call, num_chunks=5)
         killed = cluster.groups[chunks[0].start.routing.group]
-        killed.service._door.traces = None  # A process that is killed sends nothing more.
+        killed.service._door.traces = None  # A killed process sends nothing more.
         await killed.kill()
         cluster.take_steps_of(FAST_S)
         tokens = await read_rest(call, chunks)
@@ -235,7 +235,7 @@ async def test_a_client_that_does_not_sample_has_no_spans_sent(
 
 
 class Lines(logging.Handler):
-    """What is logged as a warning."""
+    """Records logged warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

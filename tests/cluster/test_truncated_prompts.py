@@ -1,4 +1,4 @@
-"""Prompts of which a gateway keeps the last tokens: the answers are those to these tokens."""
+"""Truncated prompts: the answer is that to the last tokens alone."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The live page as a browser gets it, and its events as a client reads them."""
+"""The live page's files as a browser loads them, and its event stream."""
 
 import asyncio
 import contextlib
@@ -327,7 +327,7 @@ async def test_a_viewer_that_leaves_is_forgotten_and_a_drain_lets_all_go(
 
 
 def test_the_build_is_of_the_sources_that_are_here() -> None:
-    """`make ui` writes the digest of the sources beside what it makes of them."""
+    """`make ui` writes the sources' digest beside the built files."""
     names = [
         path.relative_to(SOURCES).as_posix()
         for path in (SOURCES / "src").rglob("*")

@@ -1,4 +1,4 @@
-"""The live page in Chromium, over a gateway with groups: what a person sees of it."""
+"""The live page as a person sees it in Chromium, served by a gateway with groups."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from quire.cluster.telemetry.timeline import Timeline
 from quire.worker.api.config import EngineConfig
 
 playwright_api = pytest.importorskip("playwright.async_api")
-playwright_api.expect.set_options(timeout=120_000)  # Only ends a test that has failed.
+playwright_api.expect.set_options(timeout=120_000)  # Ends failed tests only.
 CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None:
     pytest.skip("no chromium", allow_module_level=True)
@@ -41,8 +41,8 @@ HOSTILE = "<img src=x onerror=document.title=1>"
 
 @contextlib.asynccontextmanager
 async def page_at(url: str, profile: Path, *, may_fail: tuple[str, ...] = ()) -> AsyncIterator[Any]:
-    """The page in a browser of its own. Errors of its script, messages in the console and requests
-    to other servers fail the test; but for answers to ``may_fail``, which the browser reports."""
+    """The page in a fresh browser. Script errors, console messages and requests to other servers
+    fail the test, except for the browser's reports of failed requests to ``may_fail``."""
     wrong: list[str] = []
     async with playwright_api.async_playwright() as playwright:
         context = await playwright.chromium.launch_persistent_context(
@@ -217,7 +217,7 @@ async def test_it_fits_a_narrow_window_and_keeps_going_when_the_gateway_lets_it_
     ("tasks", "offered"),
     [
         ({"a": "generate", "b": "embed", "c": "score", "d": ""}, ["a", "d"]),
-        ({"a": "embed", "b": "generate"}, []),  # One model needs no list.
+        ({"a": "embed", "b": "generate"}, []),  # A single model needs no list.
         ({"a": "embed", "b": "score"}, None),
     ],
 )
@@ -228,7 +228,7 @@ async def test_the_chat_offers_models_that_generate(
         live = cluster.models.live
         (one,) = live._watched()
         live._watched = lambda: [one._replace(model=a, task=task) for a, task in tasks.items()]
-        refused = ("/v1/chat/completions",)  # No model is called that.
+        refused = ("/v1/chat/completions",)  # No model has this name.
         async with page_at(cluster.http_url, tmp_path, may_fail=refused) as page:
             await page.locator(".card.ready").first.wait_for()
             if offered is None:
@@ -263,7 +263,7 @@ async def test_calls_of_the_reference_name_a_model_where_there_are_several(tmp_p
             has_name = re.compile(r'^\{\s*"model": "one",\s*"messages"')
             await playwright_api.expect(chat.locator("textarea")).to_have_value(has_name)
             adapter = page.locator("#v1-load-lora-adapter textarea")
-            assert '"model"' not in await adapter.input_value()  # A field that it does not have.
+            assert '"model"' not in await adapter.input_value()  # A field that it lacks.
             assert await page.locator("#v1-models-model input").input_value() == "/v1/models/one"
             tasks = {"one": "embed", "org/two": "generate", "three": "score"}
             data = [{"id": name, "root": name, "task": task} for name, task in tasks.items()]

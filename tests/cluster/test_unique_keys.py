@@ -1,4 +1,4 @@
-"""Files in which a key stands twice are refused; all others are read as their parsers read them."""
+"""Files with duplicate keys are refused; all others are read as by their plain parsers."""
 
 import json
 from typing import Any

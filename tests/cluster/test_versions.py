@@ -1,4 +1,4 @@
-"""Which settings have Serve replace groups: those that they read, and no gateway's alone."""
+"""Only changed settings that groups read make Serve replace groups."""
 
 import re
 from dataclasses import asdict, fields, replace

@@ -1,4 +1,4 @@
-"""The command line that vLLM's users know: each of its flags works, or is refused with a reason."""
+"""Each flag of vLLM's command line works or is refused with a reason."""
 
 import argparse
 import stat

@@ -1,4 +1,4 @@
-"""`vllm.grpc.engine` by the stubs of smg-grpc-proto, beside our own service."""
+"""The service `vllm.grpc.engine`, through smg-grpc-proto's stubs, compared with our own service."""
 
 import asyncio
 import contextlib
@@ -45,14 +45,14 @@ def ask(*, stream: bool = True, request_id: str = "r", **sampling: Any) -> vllm.
 
 
 async def collect(call: Any) -> tuple[list[Any], list[Any]]:
-    """The chunks and what completes."""
+    """A stream's chunks and its final message."""
     messages = [message async for message in call]
     chunks = [each.chunk for each in messages if each.HasField("chunk")]
     return chunks, [each.complete for each in messages if each.HasField("complete")]
 
 
 async def ours(cluster: Any, **sampling: Any) -> list[pb.GenerateResponse]:
-    """What our own service answers to the same request."""
+    """Our own service's answer to the same request."""
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.SamplingParams(**sampling)
     )

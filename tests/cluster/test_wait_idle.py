@@ -11,7 +11,7 @@ from quire.cluster.deploy import wait_idle
 
 @contextmanager
 def gateway(*num_inflight: float, silent: bool = False, status: int = 200) -> Iterator[str]:
-    """The URL of a server whose metrics say one number after the other, and then the last."""
+    """URL of a server whose metrics show the given numbers in turn, and then keep the last."""
     left = list(num_inflight or (0,))
     stopped = threading.Event()
 
@@ -42,7 +42,7 @@ def gateway(*num_inflight: float, silent: bool = False, status: int = 200) -> It
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wait_idle, "_LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(wait_idle, "_ANSWER_WITHIN_S", 120)  # How long it takes is no matter.
+    monkeypatch.setattr(wait_idle, "_ANSWER_WITHIN_S", 120)  # Slow machines may take longer.
 
 
 def test_the_end_of_the_last_request_is_waited_for() -> None:

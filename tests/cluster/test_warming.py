@@ -1,5 +1,5 @@
-"""New groups take blocks from others before requests are routed to them, and groups that drain lend
-theirs to the end."""
+"""New groups fetch blocks from others before requests are routed to them, and draining groups lend
+theirs until they end."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ ABLE = {"description": {"kv_format": FORMAT}}
 
 
 class Peers:
-    """In place of a group's own: lets a test say when a call of `Warm` returns."""
+    """Replaces a group's `Peers`: the test decides when a call of `Warm` returns."""
 
     def __init__(self) -> None:
         self.num_loans = 0
@@ -50,7 +50,7 @@ async def generate(cluster: Any) -> None:
 async def one_more(
     start_cluster: Any, start_group: Any, peers: Peers, **more: Any
 ) -> AsyncIterator[Any]:
-    """A cluster whose group holds blocks, just after another has come."""
+    """A cluster whose group holds blocks, just after another group has joined."""
     async with start_cluster(num_groups=1, **ABLE) as cluster:
         await generate(cluster)
         while not cluster.connections.loads["g0"].num_cached_blocks:
@@ -142,7 +142,7 @@ async def test_a_draining_group_lends_until_its_last_loan_has_ended(start_group:
 async def test_it_stays_for_those_who_take_over_its_requests(
     start_group: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They ask for its blocks when the requests have left it already."""
+    """Other groups ask for its blocks after the requests have left it."""
     monkeypatch.setattr(service, "_LINGER_S", 1000.0)
     async with start_group(service={"peers": Peers()}) as group, connect(group) as stub:
         group.executor.step_s = 0.02

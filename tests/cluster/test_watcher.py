@@ -1,4 +1,4 @@
-"""A process that hangs gets no new connections, and ends if it goes on; a busy one is let alone."""
+"""A hanging process gets no new connections, and is killed if it stays so; a busy one is not."""
 
 import contextlib
 import os
@@ -48,8 +48,7 @@ asyncio.run(run())
 
 @contextlib.contextmanager
 def gateway(does: str, *, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A process that listens, and ``does`` something in its event loop once it is watched; and its
-    port."""
+    """A listening process that runs ``does`` in its event loop once it is watched, and its port."""
     with subprocess.Popen(
         [sys.executable, "-c", GATEWAY, does, str(port)], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -92,7 +91,7 @@ def test_connections_of_one_that_was_stopped_go_to_another() -> None:
         with other:
             stop(process)
             in_a_row = 0
-            # Dealt out by chance between two, they would be that by chance once in 2^32 times.
+            # If two processes shared them at random, this would happen once in 2^32 times.
             while in_a_row < 32:
                 with socket.create_connection(("127.0.0.1", port)) as client:
                     time.sleep(0.01)

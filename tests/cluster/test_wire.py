@@ -49,8 +49,8 @@ def test_half_a_token_is_refused() -> None:
         tokens_from_bytes(b"1234567")
 
 
-# Every field of what travels, each with values of its own: one that is new fails here until it has
-# some, and until the messages have it.
+# Every field of the messages, each with distinct values. A new field fails here until it has values
+# and is part of the messages.
 SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "n": st.integers(1, 3),
     "temperature": st.floats(0, 100, width=32),

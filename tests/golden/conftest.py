@@ -1,4 +1,4 @@
-"""Everything here is true with the native CPU library and without it."""
+"""Runs every golden test twice: with the native CPU library, and with PyTorch alone."""
 
 import pytest
 

@@ -1,8 +1,8 @@
-"""Makes a GGUF file of a checkpoint by llama.cpp's own converter, without a vocabulary.
+"""Converts a checkpoint to GGUF with llama.cpp's own converter, without a vocabulary.
 
     python llama_cpp_convert.py LLAMA_CPP CHECKPOINT FILE
 
-In a process of its own: the converter brings its package ``gguf``.
+It runs in a separate process because the converter imports its own version of ``gguf``.
 """
 
 import importlib

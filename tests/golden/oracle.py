@@ -1,4 +1,4 @@
-"""Small models with random weights, and what transformers makes of prompts."""
+"""Small random models, and transformers' greedy tokens and log probabilities for them."""
 
 import random
 from pathlib import Path
@@ -12,7 +12,7 @@ MAX_TOKENS = 10
 
 
 def prompts(*, shortest: int = 1) -> list[list[int]]:
-    """Some begin alike."""
+    """Prompts, some of which share a prefix."""
     rng = random.Random(3)
     stems = [[rng.randrange(3, 300) for _ in range(max(LENGTHS))] for _ in range(2)]
     lengths = [length for length in LENGTHS if length >= shortest]
@@ -20,10 +20,10 @@ def prompts(*, shortest: int = 1) -> list[list[int]]:
 
 
 def save(path: Path, name: str, fields: dict[str, Any]) -> None:
-    """``name`` is that of transformers' classes."""
+    """Saves a small random model; ``name`` is the prefix of transformers' class names."""
     torch.manual_seed(0)
     model = model_class(name)(config(name, fields))
-    with torch.no_grad():  # else biases are zeros, and norms are ones
+    with torch.no_grad():  # Otherwise biases are 0, norms 1.
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith((".bias", "proj_bias", "norm.weight", ".sinks")):
                 parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -31,7 +31,7 @@ def save(path: Path, name: str, fields: dict[str, Any]) -> None:
 
 
 def config(name: str, fields: dict[str, Any]) -> Any:
-    """The configuration of a small model."""
+    """The configuration of a small model; ``name`` as in `save`."""
     common: dict[str, Any] = {
         "vocab_size": 320,
         "hidden_size": 64,
@@ -56,7 +56,7 @@ def model_class(name: str) -> Any:
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """One whole forward pass a token: no cache that could be wrong in the same way."""
+    """Greedy tokens and log probabilities, each by a whole forward pass, without a cache."""
     token_ids, logprobs = list(prompt), []
     for _ in range(MAX_TOKENS):
         logits = model(torch.tensor([token_ids]), use_cache=False).logits[0, -1]

@@ -1,5 +1,5 @@
-"""LoRA adapters: tokens and log-probabilities are those of transformers with the products added to
-the weights, whatever else is in the batch; and those of PEFT, where that is installed."""
+"""LoRA adapters: tokens and log-probabilities are those of transformers with the adapter merged
+into the weights, in any batch; and those of PEFT, where that is installed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -58,7 +58,7 @@ class Made(NamedTuple):
     path: Path
     adapters: list[LoRARequest | None]
     tokens: list[list[list[int]]]
-    """What transformers makes of `prompts`, of each adapter."""
+    """transformers' tokens for `prompts`, by adapter."""
     logprobs: list[list[list[float]]]
 
 
@@ -139,7 +139,7 @@ def test_prompts_are_scored_as_transformers_scores_them(
 
 
 def _check(llm: LLM, truth: Made) -> None:
-    """Each prompt with each adapter, the adapters of one prompt beside each other."""
+    """Runs each prompt with each adapter; requests of one prompt stand side by side."""
     pairs = [
         (prompt, number) for prompt in range(len(prompts())) for number in range(len(truth.tokens))
     ]
@@ -175,7 +175,7 @@ def _llm(path: Path, **settings: Any) -> LLM:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT's.
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # A warning of PEFT's.
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_what_peft_writes_says_what_peft_says(tmp_path: Path, use_rslora: bool) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")

@@ -1,4 +1,4 @@
-"""Files as others write them: their tokens are those of transformers for the same files."""
+"""Checkpoints in others' layouts, older or nested ones, give the tokens of transformers."""
 
 import json
 from dataclasses import replace
@@ -74,7 +74,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def expect_equal(path: Path, model: Any, **settings: Any) -> None:
-    """Greedy tokens are those of ``model``, and so are their log probabilities."""
+    """Asserts that greedy tokens and their log probabilities are those of ``model``."""
     pairs = [greedy(model, prompt) for prompt in prompts()]
     asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
     with LLM(path, device="cpu", num_blocks=128, num_threads=1, **settings) as llm:
@@ -96,14 +96,14 @@ def read(path: Path) -> Any:
 
 
 def edit(path: Path, **fields: Any) -> None:
-    """Fields of ``config.json``; ``None`` takes one out."""
+    """Sets fields of ``config.json``; ``None`` removes one."""
     file = path / "config.json"
     raw = json.loads(file.read_text()) | fields
     file.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
 
 
 def arrange(path: Path) -> None:
-    """Names and orders of the original files, where transformers saves others."""
+    """Gives tensors the names and order of original files, where transformers saves others."""
     file = path / "model.safetensors"
     tensors = {}
     for name, values in load_file(file).items():
@@ -289,7 +289,7 @@ def test_a_field_that_is_not_there_means_what_it_means_to_transformers(
         raw = {key: value for key, value in full.items() if key != field}
         try:
             found = spec(raw)
-        except CheckpointError:  # It asks for the field.
+        except CheckpointError:  # The error names the missing field.
             continue
         meant = json.loads(class_(**raw).to_json_string())
         assert found == spec(meant | {"architectures": [architecture]}), field

@@ -1,5 +1,5 @@
-"""Embeddings: those of transformers' hidden states, and the same bits in any batch and from the
-cache."""
+"""Embeddings equal those made of transformers' hidden states, and have the same bits in any batch
+and from the cache."""
 
 import json
 from collections.abc import Iterator
@@ -73,12 +73,12 @@ PROMPTS.append([*PROMPTS[1][:64], 7, 8])
 
 
 def save(case: str, folder: Path, **changed: Any) -> Any:
-    """A random model with modules of sentence-transformers; returns it."""
+    """Saves a random model with modules of sentence-transformers; returns the model."""
     config_name, model_name, values, pooling = CASES[case]
     torch.manual_seed(1)
     config = getattr(transformers, config_name)(**values | changed)
     model = getattr(transformers, model_name)(config).eval()
-    for parameter in model.parameters():  # As it is made, it tells tokens apart too little.
+    for parameter in model.parameters():  # Initial weights tell tokens apart too little.
         noise = torch.randn_like(parameter) * 0.1
         parameter.data = parameter.data * 3 if parameter.dim() > 1 else parameter.data + noise
     model.save_pretrained(folder)
@@ -95,7 +95,7 @@ def save(case: str, folder: Path, **changed: Any) -> Any:
 
 
 def expected(model: Any, prompt: list[int], pooling: str) -> npt.NDArray[np.float32]:
-    """What sentence-transformers makes of transformers' hidden states."""
+    """The embeddings that sentence-transformers computes from transformers' hidden states."""
     for part in ("model", "bert"):
         model = getattr(model, part, model)
     ids = torch.tensor([prompt])
@@ -180,7 +180,7 @@ def test_a_causal_embedding_has_the_same_bits_on_two_ranks_and_in_chunks(
     for more in ({}, options):
         with engine_of(tmp_path, **more) as engine:
             found.append(embed(engine, PROMPTS))
-    if native.library() is None:  # Then only a group's own number of ranks gives the same bits.
+    if native.library() is None:  # PyTorch's bits depend on the number of ranks.
         np.testing.assert_allclose(found[0], found[1], atol=1e-6)
     else:
         np.testing.assert_array_equal(found[0], found[1])
@@ -311,8 +311,8 @@ PAIRS = [("w1 w2 w3", "w4 w5"), ("w1 w2 w3", " ".join(f"w{n}" for n in range(99)
 
 
 def save_cross_encoder(case: str, folder: Path, **changed: Any) -> Any:
-    """A random encoder with a classifier of one label, and a tokenizer of the words w0 to w299;
-    returns the model."""
+    """Saves a random encoder with a classifier of one label, and a tokenizer of the words w0 to
+    w299; returns the model."""
     name, values = CROSS_ENCODERS[case]
     torch.manual_seed(1)
     config = getattr(transformers, f"{name}Config")(**values | {"num_labels": 1} | changed)
@@ -346,12 +346,12 @@ def save_cross_encoder(case: str, folder: Path, **changed: Any) -> Any:
 
 
 def has_types(config: Any) -> bool:
-    """Whether the model tells the tokens of two texts apart."""
+    """Whether the model has token type ids, which tell two texts apart."""
     return getattr(config, "type_vocab_size", 1) > 1
 
 
 def pair_logits(model: Any, folder: Path, pairs: list[tuple[str, str]]) -> list[float]:
-    """What transformers makes of ``pairs``."""
+    """transformers' logits for ``pairs``."""
     tokenizer, logits = AutoTokenizer.from_pretrained(folder), []
     for pair in pairs:
         ids = tokenizer(*pair, return_tensors="pt")

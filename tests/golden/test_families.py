@@ -1,4 +1,4 @@
-"""Every family: greedy tokens and their log probabilities are those of transformers."""
+"""For every model family, greedy tokens and their log probabilities are those of transformers."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "preempted": {"block_size": 4, "num_blocks": 40, "max_model_len": 160},
     "two ranks": {"tensor_parallel_size": 2},
 }
-"""Each runs the prompts twice: the second time from the prefix cache."""
+"""Engine settings. Each runs the prompts twice, the second time from the prefix cache."""
 SHORT, LONG = [1.0, 1.1, 1.3, 1.5], [1.0, 2.0, 4.0, 9.0]
 LONGROPE = {
     "rope_type": "longrope",
@@ -41,7 +41,7 @@ class Case(NamedTuple):
     fields: dict[str, Any]
     settings: tuple[str, ...] = tuple(SETTINGS)
     shortest: int = 1
-    """Prompt."""
+    """Length of the shortest prompt."""
 
 
 CASES = {
@@ -55,7 +55,7 @@ CASES = {
     "phi3-short": Case(
         "Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}
     ),
-    # transformers takes the long factors as soon as a sequence has outgrown the short ones.
+    # transformers switches to the long factors once a sequence exceeds the original length.
     "phi3-long": Case(
         "Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32}, shortest=33
     ),

@@ -1,4 +1,4 @@
-"""GGUF files give the tokens of transformers' models with the values that are in them."""
+"""GGUF files give the tokens of transformers' models with the same, dequantised weights."""
 
 import math
 from pathlib import Path
@@ -29,7 +29,7 @@ WINDOWS = {"sliding_window": 24, "head_dim": 16, "query_pre_attn_scalar": 16}
 
 
 def llama3_quotients(size: int) -> np.ndarray[Any, Any]:
-    """By which llama.cpp's converter divides the frequencies of a head."""
+    """The factors by which llama.cpp's converter divides the rotary frequencies of a head."""
     quotients = []
     for channel in range(0, size, 2):
         wave = 2 * math.pi * 1e4 ** (channel / size)
@@ -165,7 +165,7 @@ def test_an_adapter_changes_a_file_as_it_changes_the_model(case: str, tmp_path: 
 
 
 def check_tokens(file: Path, model: Any, case: Case, adapter: LoRARequest | None = None) -> None:
-    """The file's greedy tokens and their log probabilities are the model's."""
+    """Asserts that the file's greedy tokens and their log probabilities are the model's."""
     asked = prompts(shortest=case.shortest)
     settings = {"num_blocks": 128, "max_num_seqs": 8, "num_threads": 1} | case.settings
     with LLM(
@@ -189,7 +189,7 @@ def check_tokens(file: Path, model: Any, case: Case, adapter: LoRARequest | None
 
 
 def random_model(case: Case) -> Any:
-    """As tests of families have it: no norm is ones and no bias zeros."""
+    """A random model without norms of ones or biases of zeros, as in tests of families."""
     torch.manual_seed(0)
     made = config(case.name, case.fields)
     made._attn_implementation = "eager"

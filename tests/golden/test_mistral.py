@@ -1,4 +1,4 @@
-"""Mistral is a Llama whose layers have a window: greedy tokens are those of transformers."""
+"""Mistral, a Llama with a sliding window: greedy tokens are those of transformers."""
 
 import random
 from collections.abc import Callable

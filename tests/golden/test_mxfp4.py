@@ -1,4 +1,4 @@
-"""gpt-oss with experts in MXFP4: tokens are those of transformers with its own decoder's values."""
+"""gpt-oss with experts in MXFP4: tokens are those of transformers with the weights it decodes."""
 
 import json
 import shutil
@@ -23,8 +23,8 @@ PROMPTS = [{"prompt_token_ids": prompt} for prompt in prompts()]
 
 
 def encode(values_EIO: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks ``[E, O, I / 32, 16]`` and scales: of each 32 inputs the greatest is below 8 times
-    its power of two."""
+    """Quantises to blocks ``[E, O, I / 32, 16]`` and scales, powers of two: the greatest of each 32
+    inputs is below 8 times its scale."""
     values = values_EIO.transpose(1, 2)
     values = values.reshape(*values.shape[:2], -1, 32)
     exponent = torch.frexp(values.abs().amax(-1)).exponent - 3
@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Tokens and log probabilities of the model with the experts that transformers decodes."""
+    """Tokens and log probabilities of transformers' model with the experts that it decodes."""
     stored = load_file(folder / "model.safetensors")
     for name in [name for name in stored if name.endswith("_blocks")]:
         module = name.removesuffix("_blocks")
@@ -71,7 +71,7 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any
 def test_tokens_are_those_of_transformers(
     num_ranks: int, folder: Path, expected: list[Any]
 ) -> None:
-    # A rank's 48 inner channels are one and a half of the groups that share a scale.
+    # A rank's 48 inner channels are one and a half groups of a scale.
     with LLM(
         folder, device="cpu", num_blocks=128, num_threads=1, tensor_parallel_size=num_ranks
     ) as llm:
@@ -114,6 +114,6 @@ def test_other_families_and_a_second_rounding_are_refused(folder: Path, tmp_path
 
 
 def edit(path: Path, **fields: Any) -> None:
-    """Fields of a model's ``config.json``."""
+    """Sets fields of a model's ``config.json``."""
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))

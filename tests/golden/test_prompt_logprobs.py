@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts are those of transformers, whatever the engine does to get them."""
+"""Log-probabilities of prompts equal those of transformers, under any scheduling of the engine."""
 
 import random
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected(tiny_llama: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """Of each prompt, the log-probabilities behind each token but the last."""
+    """For each prompt, transformers' log-probabilities after each token except the last."""
     model: Any = LlamaForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     with torch.inference_mode():
         logits = [model(input_ids=torch.tensor([prompt])).logits[0, :-1] for prompt in prompts]
@@ -113,7 +113,7 @@ def test_a_long_prompt_is_scored_in_bounded_steps_beside_others(tiny_llama: Path
 def test_what_is_cached_before_the_first_score_is_not_computed_again(
     tiny_llama: Path, prompts: list[list[int]], options: dict[str, Any]
 ) -> None:
-    """The scores have the same bits as those of the whole prompt."""
+    """Scores after a cached prefix have the same bits as those computed over the whole prompt."""
     with _llm(tiny_llama, **options) as llm:
         whole = [_scores(output) for output in _generate(llm, prompts, SCORES)]
         for start in (0, 1, 2, 16, 17, 50, 69, 130):

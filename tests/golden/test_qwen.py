@@ -1,4 +1,4 @@
-"""Qwen2 has biases on Q, K and V, Qwen3 norms of their heads: greedy tokens are transformers'."""
+"""Qwen2, with biases on Q, K and V, and Qwen3, with norms of heads, give transformers' tokens."""
 
 import logging
 import random
@@ -47,7 +47,7 @@ def make_qwen(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             **fields,
         )
         model = model_type(config)
-        with torch.no_grad():  # else biases are zeros and norms are ones
+        with torch.no_grad():  # Otherwise biases are 0 and norms 1.
             for name, parameter in model.named_parameters():
                 if name.endswith((".bias", "_norm.weight")):
                     parameter.add_(torch.randn_like(parameter) * 0.3)

@@ -1,5 +1,5 @@
-"""A real model in a GGUF file answers, and as transformers does; and models that llama.cpp's own
-converter made files of. ``python -m tools.strangers`` fetches both; tests are skipped without."""
+"""A real model's GGUF file, and files of llama.cpp's own converter, give transformers' answers.
+``python -m tools.strangers`` fetches model and converter; tests are skipped without them."""
 
 import json
 import subprocess
@@ -24,7 +24,7 @@ QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 
 @pytest.fixture(scope="module")
 def twin() -> Any:
-    """The model as transformers reads it, in float32."""
+    """The model loaded by transformers, in float32."""
     config = AutoConfig.from_pretrained(SMOLLM2.parent, gguf_file=SMOLLM2.name)
     transformers: Any = AutoModelForCausalLM
     model = transformers.from_config(config, dtype=torch.float32).eval()
@@ -75,7 +75,7 @@ def test_smollm2_answers_as_transformers_does(twin: Any) -> None:
 def test_a_file_of_llama_cpps_converter_has_the_models_tokens(case: str, tmp_path: Path) -> None:
     model, file = random_model(CASES[case]), tmp_path / "model.gguf"
     model.save_pretrained(tmp_path)
-    # Some models' embeddings are cut to the length of their vocabulary.
+    # For some models the converter cuts embeddings to the vocabulary's length.
     words = {str(token_id): token_id for token_id in range(model.config.vocab_size)}
     tokenizer = {"added_tokens": [], "model": {"vocab": words}}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -1,4 +1,4 @@
-"""Models that transformers computes on Quire's cache give what transformers gives alone."""
+"""Models that run in transformers' code on Quire's KV cache give transformers' own tokens."""
 
 import logging
 from collections.abc import Callable
@@ -29,7 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 40},
     "preempted": {"block_size": 4, "num_blocks": 40, "max_model_len": 160},
 }
-"""Each runs the prompts twice: the second time from the prefix cache."""
+"""Engine settings. Each runs the prompts twice, the second time from the prefix cache."""
 HEAD = {"head_dim": 16}
 HALVES = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
 CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 7.0}
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", HEAD | EXPERTS),
     "qwen2-moe": ("Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 48}),
     "deepseek-v3": ("DeepseekV3", LATENT),
-    # Described ones too: two implementations of one model.
+    # Also families that Quire implements itself: the two must agree.
     "llama": ("Llama", {}),
     "gemma2": ("Gemma2", HALVES | CAPS | {"head_dim": 16, "query_pre_attn_scalar": 24}),
     "phi3": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}),
@@ -142,7 +142,7 @@ def test_a_request_has_the_same_bits_alone_as_in_a_batch(
 
 
 def test_a_short_row_does_not_depend_on_a_long_one_beside_it(tmp_path: Path) -> None:
-    """Transformers changes all rows of a step to the long factors once one row is long."""
+    """transformers would use the long factors for all rows of a step once one row is long."""
     save(tmp_path, "Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64})
     with LLM(tmp_path, model_impl="transformers", device="cpu", num_blocks=128) as llm:
         together = llm.generate(asked(), GREEDY, use_tqdm=False)

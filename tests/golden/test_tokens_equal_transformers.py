@@ -1,4 +1,4 @@
-"""Greedy tokens are those of transformers, exactly, whatever the engine does to get there."""
+"""Greedy tokens equal those of transformers exactly, under every scheduling of the engine."""
 
 import random
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from quire.llm import LLM, SamplingParams
 
 MAX_TOKENS = 12
-# Around the borders of every block size, and of the chunks that CHUNK cuts.
+# Lengths around multiples of every block size and of CHUNK.
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 97, 128, 130)
 CHUNK = 48
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -21,7 +21,7 @@ Oracle = Callable[[Path, list[list[int]]], list[list[int]]]
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Two families that begin alike, so that prefixes are shared, and lengths on all borders."""
+    """Prompts of two shared prefixes, with lengths around all those multiples."""
     rng = random.Random(7)
     stems = [[rng.randrange(5, 300) for _ in range(max(LENGTHS))] for _ in range(2)]
     return [stems[i % 2][:length] for i, length in enumerate(LENGTHS)]
@@ -125,7 +125,7 @@ def test_one_after_the_other_as_together(
 
 
 def _greedy(model: LlamaForCausalLM, prompt: list[int]) -> list[int]:
-    """One whole forward pass a token: no cache that could be wrong in the same way."""
+    """transformers' greedy tokens, by a whole forward pass for each, without a cache."""
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(MAX_TOKENS):

@@ -1,4 +1,4 @@
-"""The chart as real Helm renders it, and the parts of what comes out."""
+"""Renders the chart with real Helm, and finds parts of the manifests."""
 
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,13 @@ import yaml
 
 CHART = Path(__file__).parents[2] / "helm" / "quire"
 VALUES = {path.name.removesuffix("-values.yaml"): path for path in (CHART / "ci").glob("*.yaml")}
-"""Each file of values, which is one feature in use."""
+"""Values files by name; each puts one feature to use."""
 
 Manifest = dict[str, Any]
 
 
 def render(values: dict[str, Any]) -> list[Manifest]:
-    """All manifests, hooks among them, of a release called ``release`` in ``serving``."""
+    """All manifests, with hooks, of a release ``release`` in the namespace ``serving``."""
     with helm_python.Chart.load(CHART) as chart:
         chart.validate_schema(values)
         rendered = chart.render(values=values, name="release", namespace="serving")
@@ -27,7 +27,7 @@ def of_kind(manifests: list[Manifest], kind: str) -> list[Manifest]:
 
 
 def is_kubernetes_own(manifest: Manifest) -> bool:
-    """Whether it is of a kind that every cluster knows; others have definitions of their own."""
+    """Whether the manifest's kind is built into Kubernetes, rather than defined by a CRD."""
     group, _, _ = manifest["apiVersion"].rpartition("/")
     return "." not in group or (group.endswith(".k8s.io") and not group.startswith("gateway."))
 
@@ -39,7 +39,7 @@ def ray_cluster(manifests: list[Manifest]) -> Manifest:
 
 
 def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Metadata and spec of every pod that the chart makes, by name."""
+    """The template, metadata and spec, of every pod of the chart, by name."""
     cluster = ray_cluster(manifests)
     groups = {group["groupName"]: group["template"] for group in cluster["workerGroupSpecs"]}
     (test,) = of_kind(manifests, "Pod")
@@ -47,7 +47,7 @@ def pods(manifests: list[Manifest]) -> dict[str, Manifest]:
 
 
 def applications(manifests: list[Manifest]) -> list[Manifest]:
-    """The applications of Ray Serve: the gateways, and the groups of each model."""
+    """Ray Serve's applications: the gateways' first, then one for the groups of each model."""
     (service,) = of_kind(manifests, "RayService")
     found: list[Manifest] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     return found
@@ -60,8 +60,8 @@ def settings(manifests: list[Manifest]) -> Manifest:
 
 
 def num_replicas(manifests: list[Manifest]) -> dict[str, int]:
-    """How many replicas of which deployments Serve is told to keep: gateways, and groups of the
-    first model."""
+    """The number of replicas configured for each deployment: gateways, and groups of the first
+    model."""
     return {
         each["name"]: each["num_replicas"]
         for application in applications(manifests)[:2]

@@ -1,4 +1,4 @@
-"""Each file of values in ``helm/quire/ci``, and what the chart makes of it."""
+"""Fixtures for each values file in ``helm/quire/ci``: its values and the rendered manifests."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The chart's manifests: valid, and what they say of pods, nodes and services fits together."""
+"""The chart's manifests are valid, and their pods, nodes and services are consistent."""
 
 import json
 from typing import Any
@@ -28,7 +28,7 @@ KUBERNETES = "1.33"
 
 def test_helm_finds_nothing_to_complain_of(values: dict[str, Any]) -> None:
     report = helm_python.lint(CHART, values, strict=True)
-    # An icon is a matter of taste.
+    # Icons are optional.
     found = [each for each in report["messages"] if "icon is recommended" not in each["error"]]
     assert not found
     assert not report["errors"]
@@ -59,7 +59,7 @@ def test_there_may_be_a_pod_for_every_group_and_one_that_replaces_it(
         assert ray_cluster(manifests)["enableInTreeAutoscaling"] is True
     else:
         assert spec["maxReplicas"] > num_replicas(manifests)["ReplicaGroup"]
-    # KubeRay never tells a running cluster of other bounds: there is room in both directions.
+    # KubeRay never updates bounds of a running cluster, so they leave room in both directions.
     (gateways, *_) = ray_cluster(manifests)["workerGroupSpecs"]
     assert (gateways["minReplicas"], spec["minReplicas"]) == (0, 0)
     bounds = values.get("gateway", {}).get("autoscaling")
@@ -75,7 +75,7 @@ def test_every_container_is_confined(manifests: list[Manifest]) -> None:
         spec = pod["spec"]
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        # Of an init container that is somebody's own we know nothing.
+        # A user's init container is unknown.
         for container in spec["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
@@ -149,7 +149,7 @@ def test_a_group_on_several_nodes_has_a_pod_on_each() -> None:
     config = config_from(settings(manifests))
     (bundle, other) = placement_options(config, on_gpu=True)["placement_group_bundles"]
     assert bundle == other == {"CPU": 4, "GPU": 4, "quire_group": 1}
-    # What Ray is to reserve on a pod, the pod has.
+    # Each pod has the resources that Ray may reserve on it.
     assert float(groups["rayStartParams"]["num-cpus"]) == bundle["CPU"]
     assert json.loads(json.loads(groups["rayStartParams"]["resources"])) == {"quire_group": 1}
 

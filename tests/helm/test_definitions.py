@@ -1,5 +1,5 @@
-"""What the chart makes of others' kinds is as their own definitions want it: KubeRay's, the Gateway
-API's, the Prometheus operator's.
+"""The chart's custom resources fit the definitions (CRDs) of KubeRay, the Gateway API and the
+Prometheus operator.
 
 The definitions are read from the folder that ``QUIRE_CRDS`` names, in files of any name, and from
 where ``python -m tools.definitions`` puts them.
@@ -46,7 +46,7 @@ def test_other_kinds_are_as_their_definitions_want_them(manifests: list[Manifest
 
 @cache
 def definitions() -> dict[tuple[str, str], Any]:
-    """The schema of each kind of which there is a definition, by API version and name."""
+    """The schema of each kind that has a definition, by API version and name."""
     found = {}
     for path in (path for folder in FOLDERS for path in sorted(folder.glob("*.yaml"))):
         for each in yaml.load_all(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
@@ -70,6 +70,6 @@ def closed(schema: Any) -> Any:
         schema["additionalProperties"] = False
     if schema.get("x-kubernetes-int-or-string"):
         schema.pop("type", None)
-    if "(?i)" in str(schema.get("pattern")):  # Go's way to write it, which Python has not.
+    if "(?i)" in str(schema.get("pattern")):  # Go's syntax, which Python lacks.
         schema["pattern"] = f"(?i){schema['pattern'].replace('(?i)', '')}"
     return schema

@@ -1,4 +1,4 @@
-"""The chart's dashboard and alerts ask for what gateways really measure."""
+"""The chart's dashboard and alerts use metrics that gateways really export."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_no_group_alerts_where_groups_should_be_there() -> None:
 
 
 class FakeGroups(Groups):
-    """No group, and no event loop that real ones need."""
+    """Stands for `Groups` without groups, since real ones need an event loop."""
 
     def __init__(self) -> None:
         self.demand = Demand()

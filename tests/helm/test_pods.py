@@ -1,4 +1,4 @@
-"""What values ask of pods is there, in the pods that are meant and beside what the chart needs."""
+"""Values for pods reach the intended pods, beside the chart's own settings."""
 
 import json
 from typing import Any
@@ -34,7 +34,7 @@ def container(pod: Manifest) -> Manifest:
 
 
 def environment(pod: Manifest) -> dict[str, str | None]:
-    """Its variables; each is there once, as the API server wants it."""
+    """Environment variables. Asserts that each occurs once, as the API server requires."""
     variables = container(pod)["env"]
     assert len({each["name"] for each in variables}) == len(variables)
     return {each["name"]: each.get("value") for each in variables}
@@ -151,7 +151,7 @@ def test_models_have_pods_of_their_own_where_they_ask_for_them() -> None:
     gateway, shared, own = groups
     assert (gateway, shared) == ("gateway", "tp4")
     assert own.startswith("org-small-1-")
-    # The first model's two and the third's, and one that replaces either.
+    # Two groups of the first model, one of the third, and one that replaces either.
     assert groups[shared]["replicas"] == 3 < groups[shared]["maxReplicas"]
     assert groups[own]["replicas"] == small.min_groups == 1
     assert groups[own]["maxReplicas"] > small.max_groups == 6
@@ -164,7 +164,7 @@ def test_models_have_pods_of_their_own_where_they_ask_for_them() -> None:
         limits = container(pods(manifests)[name])["resources"]["limits"]
         assert limits["nvidia.com/gpu"] == gpus == str(asked["num_gpus"])
     assert pods(manifests)[own]["spec"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-L4"}
-    # Autoscaling decides how many there are, and not the chart.
+    # Autoscaling decides the number, not the chart.
     assert "deployments" not in applications(manifests)[2]
 
 

@@ -1,5 +1,5 @@
-"""The table in ``helm/README.md`` tells what a changed value restarts: derived here from what the
-chart makes, what KubeRay takes for another Ray cluster, and what Serve itself compares."""
+"""The table in ``helm/README.md`` tells what a changed value restarts. It is derived here from the
+rendered chart, KubeRay's test for a new Ray cluster, and Serve's comparison of configurations."""
 
 import copy
 import re
@@ -72,14 +72,14 @@ CHANGES: dict[str, Any] = {
     "metrics": {"podMonitor": {"enabled": True}},
     "extraObjects": [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}],
 }
-"""Another value for each row of the table."""
+"""A changed value for each row of the table."""
 
 WITH: dict[str, Any] = {
     "gateway.autoscaling.maxGateways": {"gateway": {"autoscaling": {"enabled": True}}},
     "groups.autoscaling.maxGroups": {"groups": {"autoscaling": {"enabled": True}}},
     "loraModules": {"engine": {"enable_lora": True}},
 }
-"""Values without which others make no difference."""
+"""Values that other values need to have any effect."""
 
 
 @pytest.mark.parametrize("path", CHANGES)
@@ -140,10 +140,10 @@ def restarted(before: list[Manifest], after: list[Manifest]) -> str:
 
 
 def compared(cluster: Manifest) -> Any:
-    """The part of a Ray cluster in which a difference makes KubeRay start another one: not numbers
-    of pods and tolerations, and not worker groups that are added at the end.
+    """The part of a Ray cluster whose change makes KubeRay start a new one. Numbers of pods,
+    tolerations, and worker groups added at the end do not.
 
-    That is `GenerateHashWithoutReplicasAndWorkersToDelete` of KubeRay's operator, 1.5 to 1.7.
+    Source: `GenerateHashWithoutReplicasAndWorkersToDelete` in KubeRay's operator, 1.5 to 1.7.
     """
     cluster = copy.deepcopy(cluster)
     cluster["headGroupSpec"]["template"]["spec"].pop("tolerations", None)

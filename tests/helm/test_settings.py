@@ -1,4 +1,4 @@
-"""What the chart tells the application and Ray Serve, and which values it refuses."""
+"""The settings that the chart passes to the application and Ray Serve, and refused values."""
 
 import json
 import shlex
@@ -56,7 +56,7 @@ CONNECTIONS = {
     "bodyTimeoutSeconds": "body_timeout_s",
     "idleTimeoutSeconds": "idle_timeout_s",
 }
-"""Values of the chart that the application knows by another name, and has the same default for."""
+"""The application's names for these values of the chart, which have the same defaults."""
 
 
 @pytest.mark.quick_cells(4)
@@ -242,7 +242,7 @@ def test_the_schema_knows_every_value_and_every_option_of_engine_and_routing() -
 
     check(defaults, schema, "")
     options = {field.name for field in fields(EngineConfig)}
-    # Those two the chart sets itself.
+    # The chart sets these two itself.
     assert set(schema["properties"]["engine"]["properties"]) == options - {
         "model",
         "tensor_parallel_size",

@@ -1,7 +1,7 @@
-"""The native library for every instruction set that this CPU has.
+"""Fixture ``library``: the native library for each instruction set that this CPU has.
 
-With ``QUIRE_NATIVE_ISA`` set, tests of other ones are left out; under a sanitizer (`make sanitize`)
-each packed weight and each buffer ends where its memory does, so that reads beyond it are seen.
+``QUIRE_NATIVE_ISA`` restricts tests to one of them. Under a sanitizer (`make sanitize`) each packed
+weight and each buffer ends at the end of its allocation, so that reads beyond it are detected.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ ISAS = [
     pytest.param(isa, marks=[pytest.mark.slow] if number else [])
     for number, isa in enumerate(native.available_isas())
 ]
-"""The best one is quick: each of the others is compiled for a minute, once on a machine."""
+"""All but the best are slow: the first use on a machine compiles each of them for a minute."""
 
 
 @pytest.fixture(scope="session", params=ISAS)

@@ -1,4 +1,4 @@
-"""What tests of packed linear layers share, whatever the type of the weights."""
+"""Helpers for tests of packed linear layers, for every type of weights."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def run_into(
     num_parts: int = 1,
     margin: int = 0,
 ) -> Tensor:
-    """The layer's result in a larger tensor of sentinels: ``margin`` columns and rows more."""
+    """Runs the layer into sentinels with ``margin`` more rows and columns; returns all of them."""
     gated = mode == native_abi.GATED
     linear = kind(library, Arena(library), weight, None, num_parts=num_parts, gated=gated)
     dtype = torch.float32 if mode == native_abi.STORE_F32 else x.dtype
@@ -43,7 +43,7 @@ def assert_ranks_add_up(
     *,
     num_parts: int,
 ) -> None:
-    """The products of the ranks' ``shares``, inputs and weights, have the sum ``whole``."""
+    """Asserts that the ranks' products, of each share's input and weight, sum to ``whole``."""
     parts = [
         run_into(
             kind,
@@ -55,6 +55,6 @@ def assert_ranks_add_up(
         )
         for x, weight in shares
     ]
-    while len(parts) > 1:  # the rest of the tree
+    while len(parts) > 1:  # the upper levels of the tree sum
         parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
     assert torch.equal(parts[0], whole)

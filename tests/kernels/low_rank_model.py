@@ -1,4 +1,4 @@
-"""A small model and adapters for it, for one rank or several: for `test_low_rank.py`."""
+"""A small model and its LoRA adapters, on one rank or several, for `test_low_rank.py`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ from quire.kernels.ops import (
 )
 
 C, H, K, D, F, V, LAYERS, BLOCK = 80, 8, 4, 16, 176, 101, 2, 4
-"""The MLP of the last layer is a mixture of experts with a shared one of F channels."""
+"""Sizes. The last layer's MLP is a mixture of experts with a shared expert of F channels."""
 E, X, TOP = 4, 16, 2
 DTYPES = [torch.float32, torch.bfloat16]
 PARTS = 8
@@ -83,7 +83,7 @@ def merged(weights: Full, adapter: Adapter) -> Full:
 
 
 def _rows(name: str, rank: int, size: int) -> slice:
-    """A rank's outputs of a matrix, or the inputs of one of `INPUTS`."""
+    """A rank's slice of a matrix's outputs, or of its inputs if it is one of `INPUTS`."""
     whole = INPUTS.get(name, SIZES[name])
     return slice(whole * rank // size, whole * (rank + 1) // size)
 
@@ -187,7 +187,7 @@ def make_program(
         router = Router(
             layer=backend.pack_router(3 * random(E + 1, C)),
             num_experts=E,
-            top_k=E,  # A rounding may change which experts a token goes to.
+            top_k=E,  # All experts, since a rounding may change the routing.
             shared="gated",
         )
         mixed = MixExperts(
@@ -212,13 +212,13 @@ def make_kv(dtype: torch.dtype, *, size: int = 1) -> KvCache:
 
 
 def _tokens(number: int) -> list[int]:
-    """A prompt: some are longer than a tile of tokens."""
+    """Prompt ``number``; some are longer than a tile of tokens."""
     length = (1, 5, 13, 2, 9, 30, 1, 3)[number % 8]
     return [(7 * number + 11 * place) % V for place in range(length)]
 
 
 def make_batch(prompts: Sequence[int], slots: Sequence[int] | None) -> Batch:
-    """Prompts by their numbers, one a row, and their adapters' slots. All tokens are sampled."""
+    """A row for each prompt number, with its adapter's slot. All tokens are sampled."""
     starts, ids, positions, places, of = [0], [], [], [], []
     tables = torch.zeros(len(prompts), 8, dtype=torch.int32)
     for row, number in enumerate(prompts):

@@ -1,4 +1,4 @@
-"""What the compiler makes of the shipped kernels for an A100 and an H100, without either."""
+"""The shipped kernels compile for an A100 and an H100, tested without either GPU."""
 
 import os
 
@@ -20,7 +20,7 @@ from quire.kernels.triton_decode import decode_kernel
 from quire.kernels.triton_prefill import prefill_kernel
 
 NUM_PARTS = 4
-"""Together they take minutes, on a busy machine more than one test may."""
+"""Parts of the test: as one, it could exceed a test's time limit on a busy machine."""
 
 
 def name(case: KernelCase) -> str:
@@ -30,8 +30,8 @@ def name(case: KernelCase) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_every_shipped_kernel_compiles_without_fault(part: int) -> None:
-    """On sm_80 and sm_90; for Blackwell and AMD, that it compiles at all."""
-    # Each process takes half a gigabyte, and not every core has that.
+    """Checks the code for sm_80 and sm_90; for Blackwell and AMD only that it compiles."""
+    # Each process takes half a gigabyte, which limits their number.
     num_processes = min(8, len(os.sched_getaffinity(0)))
     compiled = compile_all(num_processes=num_processes, part=part, num_parts=NUM_PARTS)
     faults = {name(case): result.faults(case) for case, result in compiled}
@@ -57,13 +57,13 @@ def test_tiles_fit_the_splits_and_the_dot_product(case: KernelCase) -> None:
     if case.kernel in (decode_kernel, prefill_kernel):
         assert SPLIT_TOKENS % constants["BLOCK_N"] == 0
         assert constants["BLOCK_M"] >= 16
-    if case.kernel is decode_kernel:  # as what rows share is read in tiles of the same shape
+    if case.kernel is decode_kernel:  # Shared prefixes are read in tiles of the same shape.
         assert constants["BLOCK_M"] == SHARED_PAIRS
 
 
 @pytest.mark.slow
 def test_a_case_is_what_its_launcher_starts() -> None:
-    """Rows of a vocabulary that is a multiple of 16 are aligned, and loaded four values at once."""
+    """If the vocabulary is a multiple of 16, rows are aligned and loaded four values at once."""
     samples = {case.size: case for case in shipped_cases() if case.name == "sample"}
     loads = {
         size: case.launch().compiled.asm["ptx"].count("ld.global.v4")

@@ -1,4 +1,4 @@
-"""The CPU backend against its twin, and its promise that a row's bits are the row's alone."""
+"""The CPU backend against its twin, and its batch invariance: no row changes another's bits."""
 
 import itertools
 import subprocess
@@ -187,7 +187,7 @@ def test_bfloat16_loses_no_more_than_the_rounding_of_the_result() -> None:
         block_size=16,
         dtype=torch.bfloat16,
     )
-    # float32 sums differ by so little that they hardly ever round to another bfloat16.
+    # Differences of float32 sums hardly ever change the rounding to bfloat16.
     torch.testing.assert_close(batch.attend(CPU), batch.expected(), atol=1e-6, rtol=2**-7)
     assert (batch.attend(CPU) == batch.expected()).float().mean() > 0.99
 

@@ -1,4 +1,4 @@
-"""The Triton backend against the twins on a real GPU, and its promise about a row's bits."""
+"""The Triton backend against the twins on a real GPU, and its batch invariance."""
 
 from dataclasses import replace
 from typing import Any
@@ -287,12 +287,12 @@ def test_adjusted_logits_have_the_bits_of_the_twin() -> None:
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_that_run_at_the_same_time_all_get_the_sum(size: int, dtype: torch.dtype) -> None:
-    """Streams of one GPU are the ranks: each waits for the others' words inside its kernel."""
+    """Streams of one GPU stand for ranks; each kernel waits for the flags of the others."""
     from tools.kernels.ranks import LocalRanks
 
     from quire.kernels.triton_all_reduce import all_reduce
 
-    # Compiled before any waits for another: loading code may wait for all kernels to end.
+    # Compiled first: loading code may wait for all running kernels, which would deadlock.
     LocalRanks(size, dtype, "cuda").reduce_alone(0, [torch.ones(8, device="cuda").to(dtype)] * size)
     ranks = LocalRanks(size, dtype, "cuda")
     streams = [torch.cuda.Stream() for _ in range(size)]  # type: ignore[no-untyped-call]

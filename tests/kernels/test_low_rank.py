@@ -1,4 +1,4 @@
-"""Adapters of low rank: a token's own adapter adds to its rows, and nothing else changes them."""
+"""LoRA adapters: each token's rows get its own adapter's products, and nothing else changes."""
 
 import ctypes
 import threading
@@ -55,7 +55,7 @@ def _open(runner: ProgramRunner, slots: dict[int, Adapter], dtype: torch.dtype, 
 def _run(
     runner: ProgramRunner, dtype: torch.dtype, prompts: Sequence[int], slots: Sequence[int] | None
 ) -> list[Tensor]:
-    """The logits of each row's tokens."""
+    """Logits of all tokens, by row."""
     batch = make_batch(prompts, slots)
     logits = runner.forward(batch, make_kv(dtype), all_reduce=_same)
     return list(torch.split(logits, batch.seq_lens_B.tolist()))
@@ -170,7 +170,7 @@ def test_a_token_has_the_same_bits_alone_and_beside_any_others(
                 runner.adapters.set((slot + shift) % 5, layers_of(ADAPTERS[slot], dtype))
             for prompts in ([0, 1, 2, 3, 4, 5, 6, 7], [6, 3, 0, 7, 2, 5, 1, 4], [4, 6]):
                 slots = [(prompt % 5 + shift) % 5 for prompt in prompts]
-                slots[1] = -1 if shift else 8  # Nobody's, and an empty one.
+                slots[1] = -1 if shift else 8  # No adapter, or an empty slot.
                 rows = _run(runner, dtype, prompts, slots)
                 for at, (prompt, row) in enumerate(zip(prompts, rows, strict=True)):
                     assert torch.equal(row, without[prompt] if at == 1 else alone[prompt])
@@ -179,7 +179,7 @@ def test_a_token_has_the_same_bits_alone_and_beside_any_others(
 
 
 def test_a_prefill_of_many_tokens_has_the_bits_of_its_tokens_alone(library: ctypes.CDLL) -> None:
-    """More tokens than a piece of the work has, in one group and in several."""
+    """Prompts of more tokens than a work item has, with one adapter and with several."""
     dtype = torch.bfloat16
     runner = _native(library, dtype)
     _open(runner, dict(enumerate(ADAPTERS)), dtype)
@@ -261,7 +261,7 @@ def test_the_loop_sums_shares_of_ranks_with_those_of_their_layers(library: ctype
 
 
 def _with_sums(program: Program, has_sums: bool) -> Program:
-    """With a sum over one rank behind each layer that several would share."""
+    """The program with an all-reduce over one rank wherever several ranks would have one."""
     ops: list[Op] = []
     for op in program:
         ops.append(replace(op, is_split=has_sums) if isinstance(op, MixExperts) else op)

@@ -1,4 +1,4 @@
-"""What is read of the library's header, beside what a C++ compiler makes of it."""
+"""The structs and constants read from the library's header, against a C++ compiler's."""
 
 import ctypes
 import shutil
@@ -23,7 +23,7 @@ NAMES: dict[Any, str] = {
 
 
 def facts() -> Iterator[str]:
-    """Sizes, offsets, kinds and numbers, as C++ expressions that are true."""
+    """Sizes, offsets, types and constants as C++ expressions that must be true."""
     header = native_abi.HEADER
     for name, number in header.constants.items():
         yield f"{name} == {number}"

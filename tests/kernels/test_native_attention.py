@@ -1,4 +1,4 @@
-"""The native attention against its twin, and its promise that a row's bits are the row's alone."""
+"""The native attention against its twin, and that no row of a batch changes another's bits."""
 
 import itertools
 from collections.abc import Iterator
@@ -191,7 +191,7 @@ def test_a_token_has_the_same_bits_in_any_chunk_and_as_a_decode(
 def test_threads_that_share_one_long_row_give_its_bits(
     best: NativeBackend, queries: int, window: int | None
 ) -> None:
-    # With the window, the row's queries begin in two splits: 2000 and on.
+    # The windows of the row's queries, from 2000 on, begin in two splits.
     batch = paged_batch(
         [(5050, queries)], num_heads=3, num_kv_heads=1, head_size=64, block_size=16
     ).stored_by(best)
@@ -202,7 +202,7 @@ def test_threads_that_share_one_long_row_give_its_bits(
         alone = batch.attend(best, options=options)
         for num_threads in (2, 7):
             torch.set_num_threads(num_threads)
-            for _ in range(3):  # the last thread adds up
+            for _ in range(3):  # The last thread to end adds up the splits.
                 assert torch.equal(batch.attend(best, options=options), alone)
     finally:
         torch.set_num_threads(before)
@@ -367,7 +367,7 @@ def test_a_decode_of_length_0_gets_zeros(any_isa: NativeBackend) -> None:
         [(40, 1), (0, 1), (9, 1)], num_heads=4, num_kv_heads=2, head_size=16, block_size=4
     )
     batch = batch.stored_by(any_isa)
-    batch.attend(any_isa)  # what this thread's memory held is no zeros any more
+    batch.attend(any_isa)  # fills the thread's scratch memory with other values than zeros
     out = batch.attend(any_isa)
     assert torch.equal(out[1], torch.zeros(4, 16))
     assert torch.equal(out[0], batch.only(0).attend(any_isa)[0])
@@ -429,7 +429,7 @@ def _assert_rows_are_as_if_alone(
 
 
 def _dense_attention(batch: PagedBatch, *, window: int | None = None) -> torch.Tensor:
-    """A batch of one row without paging, in the dtype of its inputs."""
+    """Plain attention of one row without paging, in the dtype of its inputs."""
     ((tokens, queries),) = batch.rows
     ((k, v),) = batch.dense_kv
     group = batch.q.shape[1] // k.shape[1]

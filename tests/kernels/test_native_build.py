@@ -1,4 +1,4 @@
-"""How the native library comes to be, and that nothing breaks where it cannot."""
+"""The build of the native library, and the fallback where it cannot be built."""
 
 import ctypes
 import logging
@@ -17,7 +17,7 @@ from quire.kernels.backend import backend_for
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty cache, and a library that is not yet looked for."""
+    """An empty build cache, with the library not yet loaded."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     for name in ("QUIRE_NATIVE", "QUIRE_NATIVE_ISA", "CXX"):
         monkeypatch.delenv(name, raising=False)
@@ -28,7 +28,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def small_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library that compiles in no time."""
+    """A source that compiles within moments."""
     sources = tmp_path / "native"
     sources.mkdir()
     (sources / "answer.h").write_text("#define ANSWER 42\n")
@@ -40,7 +40,7 @@ def small_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _ours(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What tests before have left behind may log something too."""
+    """Our own log records; leftovers of earlier tests may log too."""
     return [record for record in caplog.records if record.name.startswith("quire.")]
 
 

@@ -1,4 +1,4 @@
-"""Int8 linear layers, on every instruction set, against their twin: the same bits."""
+"""Int8 linear layers have the bits of their twin on every instruction set."""
 
 import ctypes
 
@@ -61,7 +61,7 @@ def test_the_result_is_as_near_as_8_bits_can_be(backend: NativeBackend) -> None:
     weight, x = _random(80, 512), _random(20, 512, seed=1)
     exact = PlainLinear(weight)(x)
     error = (backend.pack_linear(weight)(x) - exact).square().mean().sqrt() / exact.std()
-    # Two values, each uniformly wrong by up to half of a 127th of its row's greatest, about 3.
+    # Both factors have a uniform error of up to half of a 127th of the row's maximum, about 3.
     assert error < 1.1 * (2**0.5) * (3.2 / 127) / 12**0.5
 
 

@@ -23,7 +23,7 @@ def backend(library: ctypes.CDLL) -> NativeBackend:
 
 
 def _close(actual: Tensor, expected: Tensor) -> None:
-    """To a rounding or two of the result, and float32 sums of some hundred terms."""
+    """Asserts equality up to a rounding or two, and float32 errors of some hundred terms."""
     rounding = {torch.float32: 2e-5, torch.bfloat16: 2**-7}[expected.dtype]
     torch.testing.assert_close(actual, expected, atol=2e-5, rtol=rounding)
 

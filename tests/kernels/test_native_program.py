@@ -1,4 +1,4 @@
-"""A program in one call of the library, against its operations one by one in plain PyTorch."""
+"""A whole program in one call of the native library, against its operations in plain PyTorch."""
 
 import ctypes
 import itertools
@@ -49,21 +49,21 @@ from quire.kernels.reference_sampling import adjust_logits
 
 C, H, K, D, F, V, LAYERS, BLOCK = 72, 6, 2, 16, 56, 101, 2, 4
 E, X, SHARED = 12, 24, 40
-"""Experts, and the inner channels of each and of the shared one."""
+"""Number of experts, inner channels of each, and inner channels of the shared expert."""
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How a family differs from Llama."""
+    """The differences of a model family from Llama."""
 
     norm: NormKind = "rms"
     norm_bias: bool = False
     places: tuple[str, ...] = ("in",)
-    """Norms before ("in") and behind ("out") attention and MLP."""
+    """Places of norms: before ("in") and after ("out") attention and MLP."""
     parallel: bool = False
     activation: GateActivation | None = "silu"
-    """Of gates; ``None`` is a GELU of an MLP without."""
+    """The gate's activation; ``None`` is an MLP with GELU and no gate."""
     all_heads: bool = False
     q_scale: bool = False
     sums: float = 1.0
@@ -71,9 +71,9 @@ class Style:
     attention: tuple[AttentionOptions, ...] = (PLAIN, PLAIN)
     scales: tuple[float, ...] = (D**-0.5, D**-0.5)
     router: dict[str, Any] | None = None
-    """Experts instead of an MLP; these are `Router`'s fields."""
+    """Fields of `Router`; if set, experts replace the MLP."""
     expert_bias: bool = False
-    """Also, a clamped activation."""
+    """Experts have biases and a clamped activation."""
 
 
 LLAMA = Style()
@@ -117,7 +117,7 @@ def _program(
     num_ranks: int = 1,
     lm_head: Any = None,
 ) -> Program:
-    """For one rank of ``num_ranks`` that holds all weights; the last layer's heads have norms."""
+    """A program for a rank of ``num_ranks`` that holds all weights. The last layer norms heads."""
     rng = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -144,7 +144,7 @@ def _program(
     def branch(
         name: str, x: Value, weight_CI: Tensor, bias_C: Tensor | None, *, num_parts: int
     ) -> list[Op]:
-        """Added to the residual; several ranks add the bias to their sum."""
+        """Adds a result to the residual. With several ranks the bias is added to their sum."""
         is_summed = num_ranks > 1
         layer = backend.pack_linear(weight_CI, None if is_summed else bias_C, num_parts=num_parts)
         ops: list[Op] = [Linear(name=name, layer=layer, x=x, out="branch")]
@@ -243,7 +243,7 @@ def _program(
 
 
 def _changed(program: Program, kind: type[Op], *, at: int = 0, **fields: Any) -> Program:
-    """With other fields in one operation of a kind."""
+    """The program with other fields in one operation of a type."""
     places = [place for place, op in enumerate(program) if isinstance(op, kind)]
     ops: list[Any] = list(program)
     ops[places[at]] = replace(ops[places[at]], **fields)
@@ -314,7 +314,7 @@ def test_logits_are_those_of_plain_pytorch(
     library: ctypes.CDLL, dtype: torch.dtype, int8: bool, style: Style
 ) -> None:
     if style.router is not None and (int8 or dtype != torch.float32):
-        # A rounding may change which experts a token goes to, so it goes to all of them.
+        # All experts, since a rounding may change the routing.
         router = style.router | {"top_k": E, "groups": 1, "top_groups": 1}
         style = replace(style, router=router)
     decoder = _native_program(_native(library, int8=int8), dtype, style=style)
@@ -337,7 +337,7 @@ def test_logits_are_those_of_plain_pytorch(
 def test_one_call_gives_the_bits_of_many(
     library: ctypes.CDLL, int8: bool, dtype: torch.dtype, threads: int, style: Style
 ) -> None:
-    # These the loop computes in PyTorch.
+    # Without operations that the loop computes in PyTorch.
     style = replace(style, logits={}, activation=style.activation or "gelu_tanh")
     backend = _native(library, int8=int8)
     kv, parts_kv = _kv(dtype, int8=int8), _kv(dtype, int8=int8)
@@ -387,7 +387,7 @@ def test_the_greatest_logit_of_a_row_is_found_without_its_logits(
     library: ctypes.CDLL, dtype: torch.dtype, threads: int, style: Style
 ) -> None:
     backend = NativeBackend(library)
-    # Columns 0 to 56 again from 57 on: whatever is the greatest is there twice.
+    # Columns from 57 on repeat 0 to 56, so that every maximum occurs twice.
     rows = torch.randn(57, C, generator=torch.Generator().manual_seed(3)).to(dtype)
     lm_head = backend.pack_linear(torch.cat([rows, rows]))
     before = torch.get_num_threads()
@@ -420,7 +420,7 @@ def test_the_greatest_logit_of_a_row_is_found_without_its_logits(
 def test_wanted_logits_have_the_bits_that_they_have_among_all(
     library: ctypes.CDLL, kind: str, threads: int
 ) -> None:
-    """Whatever else is wanted, in whichever order the rows come, for any rank's columns."""
+    """With any other rows, in any order, for any rank's columns."""
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     packed: dict[str, Any] = {"quantization": kind} if kind in ("int8", "w4") else {}
     backend = NativeBackend(library, **packed)
@@ -456,7 +456,7 @@ def test_wanted_logits_have_the_bits_that_they_have_among_all(
 
 
 def _edits_of(logits_GV: Tensor) -> Iterator[tuple[GreedyEdits, Tensor]]:
-    """Changes of two rows, and their logits with these by the plain kernel."""
+    """Edits of two rows, and their logits after these by the plain kernel."""
     generator = torch.Generator().manual_seed(4)
     num_columns = logits_GV.shape[1]
     best_GV = logits_GV.argsort(dim=1, descending=True)
@@ -763,7 +763,7 @@ READ: dict[type[Op], set[str]] = {
     Gather: {"x"},
     Logits: {"name", "layer", "x", "scale", "cap"},
 }
-"""The fields that `quire.kernels.native_ops` reads. A new one must be read there, or refused."""
+"""Fields of operations that `quire.kernels.native_ops` reads; it must read or refuse new ones."""
 
 
 def test_the_library_knows_all_fields_of_all_operations() -> None:

@@ -15,7 +15,7 @@ Lockstep = Callable[[int, Callable[[SharedGroup, int], Result]], list[Result]]
 
 @pytest.fixture
 def lockstep() -> Lockstep[object]:
-    """Runs one function on every rank of a group: threads that share what processes would."""
+    """Runs one function on every rank of a group. Threads share memory as rank processes would."""
     library = native.library()
     if library is None:
         pytest.skip("there is no native library on this machine")

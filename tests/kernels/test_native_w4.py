@@ -1,4 +1,4 @@
-"""Linear layers over weights of 4 bits, on every instruction set, against their twin."""
+"""Linear layers with 4-bit weights against their twin, on every instruction set."""
 
 import ctypes
 
@@ -18,7 +18,7 @@ from quire.kernels.native_linear import Arena, PackedLinear
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 8, 8), (31, 64, 32), (33, 48, 16), (96, 640, 128), (50, 72, 24)]
-"""Outputs, inputs, and inputs in a group."""
+"""Numbers of outputs, inputs, and inputs per group."""
 ROWS = [1, 2, 3, 5, 12, 13, 97]
 
 
@@ -52,7 +52,7 @@ def _weight(
 
 
 def _close(actual: Tensor, expected: Tensor) -> None:
-    """To a rounding or two of the result, and float32 sums of terms of some hundred."""
+    """Asserts equality up to a rounding or two, and float32 errors of terms of some hundred."""
     rounding = {torch.float32: 2e-5, torch.bfloat16: 2**-7}[actual.dtype]
     torch.testing.assert_close(actual, expected.to(actual.dtype), atol=2e-3, rtol=rounding)
 
@@ -119,7 +119,7 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows_and_threads(
 def test_ranks_that_share_the_input_add_up_to_the_bits_of_one(
     library: ctypes.CDLL, num_ranks: int, group: int
 ) -> None:
-    """A part of 16 inputs cuts groups of 64."""
+    """Parts of 16 inputs split groups of 64."""
     weight, x = _weight(50, 64, group, has_zeros=True), _random(7, 64, seed=1)
     whole = run_into(PackedLinear, library, x, weight, num_parts=4, mode=native_abi.STORE_F32)
     _close(whole, twins.grouped_linear(x, weight))

@@ -1,4 +1,4 @@
-"""The settings of a GPU's matrix products, read back where they take effect."""
+"""PyTorch's settings for a GPU's matrix products take effect."""
 
 import os
 
@@ -29,4 +29,4 @@ def test_a_process_that_has_used_a_gpu_is_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.warns(UserWarning, match="set CUBLAS_WORKSPACE_CONFIG=:16:8"):
         make_batch_invariant()
-    make_batch_invariant()  # The environment is as it should be: nothing is warned of.
+    make_batch_invariant()  # The right environment raises no warning.

@@ -1,7 +1,7 @@
-"""What Triton's compiler makes of the kernels for an A100 and an H100, run without either.
+"""The PTX that Triton compiles for an A100 and an H100 is right, tested without either GPU.
 
-`tools.ptx` interprets the PTX. Each kernel is its plain-PyTorch twin there, and a fault planted
-in its text is noticed, so that the first claim says something. `python -m tools.ptx` runs more.
+`tools.ptx` interprets the PTX. Each kernel equals its plain-PyTorch twin there, and a fault planted
+in the PTX is detected, which shows that the comparison works. `python -m tools.ptx` runs more.
 """
 
 import os

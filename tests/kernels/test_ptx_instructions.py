@@ -1,6 +1,6 @@
-"""The interpreter of PTX on kernels too simple to be wrong, against torch.
+"""The PTX interpreter on trivial kernels, against torch.
 
-The kernels of `quire.kernels` do not use all of this, or not yet.
+Some of these instructions are not used by kernels of `quire.kernels`, or not yet.
 """
 
 import os
@@ -40,7 +40,7 @@ def convert_kernel(x_ptr, y_ptr, N: tl.constexpr):
 
 
 def floats(count: int) -> torch.Tensor:
-    """Numbers of every size, halves between float8 numbers among them."""
+    """Numbers of every magnitude, including ties between float8 numbers."""
     rng = torch.Generator().manual_seed(count)
     x = torch.randn(count, generator=rng) * torch.exp2(
         torch.randint(-12, 8, (count,), generator=rng)
@@ -213,7 +213,7 @@ def test_programs_go_their_own_ways() -> None:
 
 @jit
 def chase_kernel(flag_ptr, out_ptr):
-    # The waiting program's loop stands before what the other one still has to do.
+    # Program 0 loops until program 1, which comes later, has added to the flag.
     while (tl.program_id(0) == 0) & (tl.atomic_add(flag_ptr, 0) == 0):
         pass
     tl.store(out_ptr + tl.program_id(0), 1)

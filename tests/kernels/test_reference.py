@@ -1,4 +1,4 @@
-"""The twins against PyTorch's and transformers' own implementations of the same thing."""
+"""The plain-PyTorch twins against the implementations of PyTorch and transformers."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_paged_attention_is_sdpa_on_dense_data(num_heads: int, num_kv_heads: int
         k, v = (x.transpose(0, 1) for x in batch.dense_kv[row])
         start = batch.query_starts[row]
         q = batch.q[start : start + queries].transpose(0, 1)
-        # A causal mask that is flush with the last token, not the first.
+        # A causal mask aligned to the last token, not the first.
         visible = torch.ones(queries, tokens, dtype=torch.bool).tril(tokens - queries)
         want = scaled_dot_product_attention(
             q[None], k[None], v[None], attn_mask=visible, scale=batch.scale, enable_gqa=True

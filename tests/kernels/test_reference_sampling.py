@@ -1,4 +1,4 @@
-"""The twin of sampling against exact arithmetic, and against the sampler on the host."""
+"""The sampling twin against exact arithmetic and against the host sampler."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def test_sampling_weights_are_those_of_exact_arithmetic_to_the_last_bits_of_floa
         got = reference_sampling.sampling_weights(logits, temperature=torch.tensor(temperature))
         want = 2.0**32 * torch.exp((logits.double() - 4) / temperature)
         assert got[-1] == 2**32
-        # Half a rounding of the exponent, of up to 40, and a few of the polynomial.
+        # Half a rounding of exponents up to 40, and a few roundings of the polynomial.
         assert torch.all((got - want).abs() <= want * 3e-6 + 1)
 
 

@@ -1,4 +1,4 @@
-"""Operations put together, or in another order, give the bits of the same ones alone."""
+"""Rewrites of programs, which fuse or reorder operations, keep the bits of their results."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ SUM: list[Op] = [Add(x="branch", to="residual")]
 def a_program(
     dtype: torch.dtype, *, num_ranks: int, between: list[Op] | None = None, is_int8: bool = False
 ) -> Program:
-    """Two layers of a norm and a product, added to the residual. ``between`` comes before."""
+    """Two layers of a norm and a product; `SUM` or ``between`` adds it to the residual."""
     rng = torch.Generator().manual_seed(1)
     backend = CpuBackend(quantization="int8" if is_int8 else None)
 

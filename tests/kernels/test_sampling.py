@@ -1,4 +1,4 @@
-"""Native draws and scores of adversarial logits, in every instruction set."""
+"""Native sampling and log-probabilities of adversarial logits, on every instruction set."""
 
 import math
 from collections.abc import Callable
@@ -16,8 +16,8 @@ SIZES = [1, 17, 64, 1000, 3001]
 
 
 def adversarial(size: int) -> torch.Tensor:
-    """Rows that are plain, all equal, of few values, nearly equal, mostly banned, with one huge
-    logit, flat, and ascending."""
+    """Logits with plain rows and ones that are equal, of few values, nearly equal, mostly banned,
+    with one huge logit, flat, and ascending."""
     generator = torch.Generator().manual_seed(size)
     rows = torch.randn(8, size, generator=generator) * 4
     rows[1] = 2.5
@@ -35,7 +35,7 @@ InEachSet = Callable[[Callable[[], Any]], list[Any]]
 
 @pytest.fixture(params=["the best set", pytest.param("each set", marks=pytest.mark.slow)])
 def in_each_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> InEachSet:
-    """What a function returns with the library of each instruction set that this CPU has."""
+    """Results of a function with the library of each instruction set that this CPU has."""
     isas = native.available_isas()
 
     def in_each(compute: Callable[[], Any]) -> list[Any]:
@@ -84,7 +84,7 @@ def test_scores_are_those_of_float64(
     own = np.take_along_axis(values, token_ids[:, None], axis=1)
     columns = {"rows_R": np.arange(8), "token_ids_R": token_ids, "num_top_R": np.full(8, num_top)}
     each = in_each_set(lambda: score(logits, **columns))
-    # By logits: those of row 3 differ, and their log-probabilities round to one number.
+    # Ordered by logits: in row 3 different logits have equal, rounded log-probabilities.
     order = np.argsort(-plain, axis=1, kind="stable")[:, :num_top]
     ranks = 1 + (plain > np.take_along_axis(plain, token_ids[:, None], axis=1)).sum(axis=1)
     monkeypatch.setattr(sampling, "library", lambda: None)

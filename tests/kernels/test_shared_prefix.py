@@ -1,4 +1,4 @@
-"""Who shares what, against a search that looks at every pair of rows."""
+"""Groups of rows that share prefix splits, against a search over every pair of rows."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ PER_SPLIT = SPLIT_TOKENS // BLOCK_SIZE
 
 
 def tree(seed: int, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tables that branch like a tree of prompts, with tails of their own."""
+    """Block tables that branch like a tree of prompts, each with its own tail."""
     rng = np.random.default_rng(seed)
     tables = np.zeros((num_rows, 8 * PER_SPLIT), np.int32)
     for row in range(num_rows):

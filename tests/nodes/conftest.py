@@ -1,6 +1,6 @@
-"""Ranks on several nodes: processes over loopback, or real clusters in network namespaces.
+"""Tests of ranks on several nodes: processes over loopback, or Ray clusters in network namespaces.
 
-`bench` is run from the root of the repository and is on no path by itself.
+`bench` is not installed, so the repository's root is added to the path.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Ranks on several nodes without Ray: plain processes."""
+"""Starts ranks on several nodes as plain processes, without Ray."""
 
 import pickle
 import subprocess
@@ -25,10 +25,10 @@ Wrap = Callable[[Sequence[str]], Sequence[str]]
 
 
 class NodeProcesses:
-    """A `quire.cluster.group.remote_ranks.ProcessStarter`."""
+    """A `quire.cluster.group.remote_ranks.ProcessStarter` with subprocesses."""
 
     def __init__(self, nodes: Sequence[tuple[str, Wrap]]) -> None:
-        """``nodes`` have an address each, and what makes a command one that runs there."""
+        """Each of ``nodes`` has an address, and a function that wraps a command to run there."""
         self._nodes = nodes
         self.processes: list[subprocess.Popen[bytes]] = []
 
@@ -56,15 +56,15 @@ class NodeProcesses:
 def make_executor(
     config: EngineConfig, nodes: Sequence[tuple[str, Wrap]]
 ) -> tuple[Executor, ModelFacts]:
-    """In the place of `quire.worker.ranks.executor.make_executor`, with the first node as this
-    one."""
+    """Replaces `quire.worker.ranks.executor.make_executor`. The first of ``nodes`` is this
+    machine."""
     ranks = RemoteRanks(NodeProcesses(nodes), num_nodes=len(nodes), host=nodes[0][0])
     executor = LockstepExecutor(config, ranks)
     return executor, model_facts(config)
 
 
 def decode_step(num_rows: int, *, num_blocks: int) -> StepInput:
-    """A step of the shape of ``num_rows`` decodes, of zeros."""
+    """A step with the shapes of ``num_rows`` decodes and zeros as values."""
     longs, ints = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
     return StepInput(
         token_ids_T=longs,

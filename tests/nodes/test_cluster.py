@@ -1,6 +1,6 @@
-"""A real cluster on hosts of its own: each group of two ranks, one on each of two nodes.
+"""A real Ray cluster on hosts in network namespaces: groups of two ranks, one on each of two nodes.
 
-The tests follow one another: each leaves the cluster to the next with what it has done to it.
+The tests run in order on one cluster; each continues from the state that the last one left.
 """
 
 import json
@@ -80,7 +80,7 @@ class Cluster:
     http_address: str
 
     def streams(self, num_streams: int) -> Callable[[], list[list[int]]]:
-        """Begins greedy and seeded streams; when all have begun, returns how to wait for them."""
+        """Begins greedy and seeded streams; when all have begun, returns how to await them."""
         args = (self.grpc_address, str(num_streams), str(NUM_TOKENS))
         client = self.ray.start("front", CLIENT, *args)
         assert client.stdout is not None
@@ -93,7 +93,7 @@ class Cluster:
         return rest
 
     def ranks(self, host: str) -> list[int]:
-        """Process ids of the ranks there."""
+        """Process ids of ranks on a host."""
         return pids_that_run(self.network.hosts[host], "RankActor")
 
     def all_ranks(self) -> set[int]:
@@ -115,7 +115,7 @@ def cluster() -> Iterator[Cluster]:
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    folder = Path(tempfile.mkdtemp(prefix="quire-"))  # pytest's own are too long for sockets.
+    folder = Path(tempfile.mkdtemp(prefix="quire-"))  # pytest's are too long for sockets.
     try:
         with (
             Network(["head", "front", "a", "b"]) as network,
@@ -186,7 +186,7 @@ def test_a_killed_rank_fails_its_group_alone_and_the_group_is_replaced(
     rest = cluster.streams(6)
     os.kill(cluster.ranks("b")[0], signal.SIGKILL)
     assert rest() == expected
-    cluster.wait_until_whole(num_kept=2, of=before)  # The other group is the same.
+    cluster.wait_until_whole(num_kept=2, of=before)  # The other group's ranks are unchanged.
     assert cluster.streams(6)() == expected
 
 
@@ -197,7 +197,7 @@ def test_streams_and_new_requests_do_not_need_the_head(
     cluster.network.hosts["head"].power_off()
     assert rest() == expected
     assert cluster.streams(6)() == expected
-    # Nor does failover, though nobody replaces the group.
+    # Failover does not need the head either, though no group is replaced.
     rest = cluster.streams(6)
     os.kill(cluster.ranks("a")[0], signal.SIGKILL)
     assert rest() == expected
@@ -211,12 +211,12 @@ def test_a_head_in_its_place_finds_the_cluster_and_replaces_what_was_lost(
     rest = cluster.streams(6)
     cluster.ray.start_head("head")
     assert rest() == expected
-    cluster.wait_until_whole(num_kept=2, of=kept)  # What had survived goes on.
+    cluster.wait_until_whole(num_kept=2, of=kept)  # Surviving ranks are kept.
     assert cluster.streams(6)() == expected
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """The bound only ends a test that has failed."""
+    """Waits until a condition holds; the time limit only ends failed tests."""
     deadline = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < deadline, "it never came true"

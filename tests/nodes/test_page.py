@@ -1,4 +1,4 @@
-"""The commands of ``docs/several-nodes.md``, run as they stand on two hosts of a network."""
+"""Runs the commands of ``docs/several-nodes.md`` unchanged on two hosts in network namespaces."""
 
 import json
 import re
@@ -24,7 +24,7 @@ SMALL = "--kv-cache-memory-bytes 33554432 --num-threads 1 --drain-timeout-s 1"
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="quire-"))  # pytest's own are too long for sockets.
+    made = Path(tempfile.mkdtemp(prefix="quire-"))  # pytest's are too long for sockets.
     yield made
     shutil.rmtree(made, ignore_errors=True)
 
@@ -47,7 +47,7 @@ def test_the_pages_commands_serve_a_model_from_two_machines(network: Network, fo
     variables = environment(folder / "bin")
 
     def command(name: str, text: str) -> list[str]:
-        """What the page says, with the token, on the hosts of this network."""
+        """The page's command with the token and the hosts of this network."""
         for given, host in (("10.0.0.1", "first"), ("10.0.0.2", "second")):
             text = text.replace(given, hosts[host].address)
         text = text.replace("MODEL", str(demo_model.PATH)).replace(

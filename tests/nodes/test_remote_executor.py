@@ -1,4 +1,4 @@
-"""Ranks that have nothing in common but a network, here the loopback."""
+"""Ranks that share only a network, here the loopback."""
 
 import os
 import pickle
@@ -55,7 +55,7 @@ needs_native = pytest.mark.skipif(
 def test_tokens_are_those_of_one_rank(
     ranks: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sampled in bfloat16, so that all logits must have had equal bits."""
+    """Sampled in bfloat16, so equal tokens show that all logits had equal bits."""
     params = SamplingParams(
         temperature=1.2,
         seed=11,
@@ -83,7 +83,7 @@ def test_tokens_are_those_of_one_rank(
 
 @pytest.fixture
 def start(tiny_llama: Path) -> Iterator[Callable[..., LockstepExecutor]]:
-    """Starts groups of two ranks on two nodes and, at the end, sees to it that none is left."""
+    """Starts groups of two ranks on two nodes; after the test, asserts that none is left."""
     executors: list[LockstepExecutor] = []
     starters: list[LeavingProcesses] = []
 
@@ -109,7 +109,7 @@ def executor_of(config: EngineConfig, starter: ProcessStarter) -> LockstepExecut
 
 
 class LeavingProcesses(rank_launcher.NodeProcesses):
-    """Leaves the ranks to themselves: they have to end without its help."""
+    """A starter that never kills ranks, so that they must end by themselves."""
 
     def release(self) -> None:
         pass
@@ -136,7 +136,7 @@ def test_a_hung_rank_fails_the_group_after_the_deadline(start: Any) -> None:
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(RankFailure, match=r"not answer within 0\.5 s; .* rank 1 acknowledges"):
         step(executor)
-    os.kill(pid, signal.SIGCONT)  # It finds that its executor has left.
+    os.kill(pid, signal.SIGCONT)  # Resumed, it notices that its executor is gone.
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_ranks_of_a_killed_executor_end_with_it(tiny_llama: Path) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Not one that has ended and that nobody has reaped: this machine's init may not."""
+    """Whether a process runs. Zombies do not count, since init may not reap them here."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -217,7 +217,7 @@ def test_a_rank_that_cannot_come_is_not_waited_for(tiny_llama: Path) -> None:
 
 
 class Bomb:
-    """Unpickled, it ends the test run."""
+    """An object that ends the test run when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return os._exit, (1,)
@@ -232,13 +232,13 @@ def test_who_has_no_key_is_turned_away_unread(caplog: pytest.LogCaptureFixture) 
         connection.close()
     assert "turned away 127.0.0.1: AuthenticationError" in caplog.text
     with socket.create_connection(reception.address):
-        pass  # One that leaves at once does no harm either.
+        pass  # A peer that disconnects at once does no harm either.
     assert reception.accept(wait_s=60) is None
     reception.close()
 
 
 def test_a_rank_wants_to_see_the_key_too() -> None:
-    """Whoever takes an executor's address must not be able to send it messages."""
+    """A process that takes over an executor's address must not be able to send ranks messages."""
     with (
         socket.create_server(("127.0.0.1", 0)) as impostor,
         ThreadPoolExecutor(1) as pool,
@@ -269,9 +269,9 @@ def test_who_has_the_key_is_let_in() -> None:
             connection.send_bytes(b"one")
             assert rank.connection.recv_bytes() == b"one"
             connection.send_bytes(b"two")
-        assert rank.how_it_died() is None  # Two has not been read yet.
+        assert rank.how_it_died() is None  # The second message has not been read yet.
         assert rank.connection.recv_bytes() == b"two"
-        while (how := rank.how_it_died()) is None:  # Until the kernel has brought it.
+        while (how := rank.how_it_died()) is None:  # Until the kernel has delivered it.
             time.sleep(0.01)
         assert how == "hung up"
         rank.connection.close()

@@ -1,4 +1,4 @@
-"""Short names for what the router's tests are about."""
+"""Fixture ``blocks``, which derives block hashes from short names."""
 
 import hashlib
 import warnings
@@ -8,7 +8,7 @@ import pytest
 
 from quire.worker.api.hashing import BlockHash
 
-# Ray 2.60 declares its models in a way that pydantic calls deprecated, once, on import.
+# Importing Ray 2.60 raises one DeprecationWarning of pydantic's.
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)
     import ray.serve  # noqa: F401
@@ -16,7 +16,7 @@ with warnings.catch_warnings():
 
 @pytest.fixture(scope="session")
 def blocks() -> Callable[[Iterable[object]], tuple[BlockHash, ...]]:
-    """The hashes of blocks that are told apart by a name each."""
+    """Maps names to block hashes, equal names to equal hashes."""
 
     def hashes(names: Iterable[object]) -> tuple[BlockHash, ...]:
         return tuple(BlockHash(hashlib.sha256(repr(name).encode()).digest()) for name in names)

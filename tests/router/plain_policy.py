@@ -1,4 +1,4 @@
-"""Our routing policy in another notation, to compare with: it keeps all that it saw."""
+"""A second, plain implementation of our routing policy, for comparison. It keeps all history."""
 
 import hashlib
 from collections.abc import Sequence
@@ -77,7 +77,7 @@ def first_of(
     hits: Sequence[int],
     costs: Sequence[float],
 ) -> int:
-    """By cost in steps of a tie, the longest hit, and the name of the prefix."""
+    """Index of the cheapest group. Ties go to the longest hit, then by a hash with the prefix."""
     name = request.hashes[0] if request.hashes else request.ordinal.to_bytes(8, "little")
 
     def place(index: int) -> tuple[bool, int, bytes]:

@@ -1,4 +1,4 @@
-"""Requests of LoRA adapters meet where their adapter is loaded, and groups share adapters out."""
+"""Requests of a LoRA adapter go where it is loaded, and adapters are spread over groups."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -44,7 +44,7 @@ def test_one_more_adapter_goes_where_a_place_is_left() -> None:
     full = state(A, *DIGESTS[:8], num_adapters=8, num_running=8)
     free = state(B, *DIGESTS[8:12], num_adapters=4, num_running=12)
     assert route(DIGESTS[20], full, free).group == B
-    # Where there is none anywhere, the one that has it at hand adds no turn.
+    # Without free slots anywhere, the group with the adapter loaded adds no turn.
     assert route(DIGESTS[0], full, state(B, num_adapters=8, num_running=8)).group == A
 
 

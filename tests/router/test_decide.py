@@ -1,4 +1,4 @@
-"""A decision from arrays is the one that looking at each group in turn takes."""
+"""Decisions computed on arrays equal those of a loop over groups."""
 
 import hashlib
 from dataclasses import replace
@@ -26,7 +26,7 @@ PROMPTS = [
     [BlockHash(hashlib.sha256(bytes([first, i])).digest()) for i in range(8)] for first in (1, 2)
 ]
 few_numbers = st.sampled_from([0, 1, 2, 3, 31, 32, 33, 64, 1000, 4096, 100_000])
-"""Costs that are equal or differ by a tie's width are not rare."""
+"""Numbers among which equal costs, and ones that differ by a tie's width, are common."""
 states = st.builds(
     GroupState,
     group=st.sampled_from(GROUPS),
@@ -46,7 +46,7 @@ changes: st.SearchStrategy[dict[str, Any]] = st.sampled_from(
 
 @st.composite
 def alike(draw: st.DrawFn) -> list[GroupState]:
-    """Groups of which some are exactly as wide as a tie apart."""
+    """Groups, some of whose costs differ by exactly a tie's width."""
     state = draw(states)
     return [replace(state, group=group, **draw(changes)) for group in GROUPS[:5]]
 

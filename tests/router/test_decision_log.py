@@ -17,7 +17,7 @@ from quire.router.prefix_index.directory import GroupId
 
 
 def decision_of(num_groups: int) -> Decision:
-    # As large as those of a busy cluster: no number is one of the interpreter's small ones.
+    # As large as in a busy cluster, so that no number is a cached small integer of the interpreter.
     states = [
         GroupState(
             group=GroupId(f"g{number}"),
@@ -106,7 +106,7 @@ def test_memory_is_bounded_however_many_groups_there_are(num_groups: int) -> Non
 
 
 class LogMachine(RuleBasedStateMachine):
-    """Beside a list of everything that ever was."""
+    """The decision log, compared with a list of all decisions."""
 
     def __init__(self) -> None:
         super().__init__()

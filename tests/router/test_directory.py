@@ -1,4 +1,4 @@
-"""What the directory claims, over each implementation of its index."""
+"""The block directory's view of the groups' blocks, with each implementation of its index."""
 
 import hashlib
 from collections.abc import Callable
@@ -27,7 +27,7 @@ New = Callable[..., BlockDirectory]
 
 @pytest.fixture(params=["native", "python"])
 def new(request: pytest.FixtureRequest) -> New:
-    """Makes a directory."""
+    """Builds directories over the index ``param``."""
     library = native_holders.library()
     if request.param == "native" and library is None:
         pytest.skip("no C++ compiler")
@@ -43,7 +43,7 @@ def new(request: pytest.FixtureRequest) -> New:
 
 
 def name_of(number: int) -> BlockHash:
-    """In one of three buckets."""
+    """Name of a block, in one of three buckets."""
     digest = bytearray(hashlib.sha256(bytes([number])).digest())
     digest[7] = number % 3
     return BlockHash(bytes(digest))
@@ -66,7 +66,7 @@ def test_the_directory_says_how_it_fares(new: New) -> None:
     assert (empty.max_blocks, empty.num_sets, empty.num_stale_groups) == (500, 0, 0)
     directory.apply(GROUPS[0], stored(*UNIVERSE[:6]), now_s=0)
     directory.apply(GROUPS[1], stored(*UNIVERSE[:3]), now_s=5)
-    # Three blocks that both hold, three of the first group's alone.
+    # Both groups hold three blocks, the first alone three more.
     assert directory.stats().num_sets == 2
     snapshot = EventBatch(epoch=1, first_seq=7, events=(), snapshot=BlockHashes.of(UNIVERSE[:2]))
     assert isinstance(

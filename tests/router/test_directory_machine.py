@@ -1,4 +1,4 @@
-"""The directory against sets of sets, under any fate of the events on their way."""
+"""The block directory against plain sets, with events lost, doubled, reordered or late."""
 
 import hashlib
 from collections import defaultdict
@@ -35,7 +35,7 @@ GROUPS = tuple(GroupId(name) for name in ("a", "b", "c"))
 
 
 def name_of(number: int) -> BlockHash:
-    """In one of three buckets, so that a bucket has blocks of several chains."""
+    """Name of a block in one of three buckets, so that buckets hold blocks of several chains."""
     digest = bytearray(hashlib.sha256(bytes([number])).digest())
     digest[7] = number % 3
     return BlockHash(bytes(digest))
@@ -46,7 +46,7 @@ UNIVERSE = tuple(name_of(number) for number in range(NUM_BLOCKS))
 
 
 def chain_to(number: int) -> tuple[BlockHash, ...]:
-    """From the root to a block, as a prompt has them."""
+    """The chain of blocks from the root to a block, as in a prompt."""
     path = [number]
     while path[-1]:
         path.append((path[-1] - 1) // 2)
@@ -54,7 +54,7 @@ def chain_to(number: int) -> tuple[BlockHash, ...]:
 
 
 def below(number: int) -> set[BlockHash]:
-    """A block and all whose chain goes through it."""
+    """A block and all blocks whose chains contain it."""
     return {UNIVERSE[i] for i in range(NUM_BLOCKS) if UNIVERSE[number] in chain_to(i)}
 
 
@@ -81,7 +81,7 @@ Tiers = tuple[frozenset[BlockHash], ...]
 
 
 class Story:
-    """What an epoch's events add up to, one after the other, beside the raw facts."""
+    """The state after each event of an epoch."""
 
     def __init__(self, num_tiers: int) -> None:
         self.facts: list[set[BlockHash]] = [set() for _ in range(num_tiers)]
@@ -203,7 +203,7 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(group=some_group, behind=st.integers(0, 4))
     def send_again(self, group: GroupId, behind: int) -> None:
-        """A heartbeat, a replay that overlaps, or a snapshot."""
+        """Sends a heartbeat, an overlapping replay, or a snapshot."""
         log = self.logs[group]
         self.on_the_way.append((group, log.since(max(log.next_seq - behind, 0))))
 
@@ -228,7 +228,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(group=some_group)
     def resync(self, group: GroupId) -> None:
         log = self.logs[group]
-        for _ in range(3):  # Events; then the digest shows buckets; then those.
+        for _ in range(3):  # Events, the digest's buckets, their blocks.
             position = self.position(group)
             if position.epoch == log.epoch:
                 batches = log.replay(position.next_seq, buckets=position.drifted)
@@ -258,7 +258,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             return
         epoch = self.epochs[group][-1]
         if (group, epoch) not in self.delivered:
-            # Its stream was never read from, so nothing of it can come late.
+            # Its stream was never read, so none of its events can arrive late.
             self.on_the_way = [
                 (g, batch) for g, batch in self.on_the_way if (g, batch.epoch) != (group, epoch)
             ]

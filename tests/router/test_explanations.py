@@ -1,4 +1,4 @@
-"""What a table says of a decision afterwards, and what it learns from it."""
+"""A table's explanations of past decisions, and what it learns from their results."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -190,7 +190,7 @@ def test_a_slower_groups_forecasts_are_longer() -> None:
         clock.now_s += (0.3 if group == A else 0.1) * (1 + 0.1 * (number % 7))
         table.started(name, num_cached_tokens=0)
         table.completed(name)
-        # The other one's turn.
+        # Requests go to the other group.
         other = str(number + 1000)
         table.route(
             other, hashes=(), num_prompt_tokens=100 + 10 * (number % 7), exclude=frozenset({group})

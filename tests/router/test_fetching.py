@@ -1,4 +1,4 @@
-"""How routing decisions weigh blocks that are outside the groups' KV caches."""
+"""Routing decisions that may fetch blocks from outside the chosen group's KV cache."""
 
 from collections.abc import Callable, Iterable
 
@@ -91,10 +91,10 @@ def test_what_a_group_fetches_is_worked_out_for_all_as_for_each(
             num = max(min(length, usable) - end, 0) * SIZE
             end = max(end, min(length, usable))
             fixed, share = kinds[group][kind]
-            # Beside the group's own step; a source lends after its own.
+            # Transfers overlap with the group's own step; a source lends after its step.
             fixed += later - rest[group]
             cost = max(fixed + share * num, 0)
-            # What comes within a step waits for its end.
+            # Blocks that arrive within a step wait for its end.
             cost += step[group] if cost and min_saved else 0
             saved = num - cost
             if num and saved > 0 and saved >= min_saved and fixed <= PATIENCE * num:
@@ -221,7 +221,7 @@ def test_of_equal_sources_the_one_that_fewest_fetch_from_is_named_then_the_least
     table.update_load(B, load(num_pending_prefill_tokens=80_000))
 
     def source(name: str, number: int) -> GroupId | None:
-        # They share no more than what is lent, which is in flight at C from then on.
+        # They share only the lent blocks, which are in flight at C from then on.
         hashes = (*prompt, *blocks(range(1000 * number, 1000 * number + 9)))
         return table.route(
             name, hashes=hashes, num_prompt_tokens=3400, exclude=frozenset({A, B})
@@ -245,7 +245,7 @@ def test_costs_are_learned_from_the_groups_counters_and_guessed_before() -> None
     for step in range(30):
         num = 100 * (1 + step % 7)
         num_tokens, wait_s = num_tokens + num, wait_s + 0.01 + 2e-5 * num
-        # The tokens of a pull are counted when they come, its time at its end.
+        # A pull's tokens are counted on arrival, its time at its end.
         costs.observe(
             load(num_peer_tokens=num_tokens, peer_s=wait_s - 0.01 - 2e-5 * num), at_s=step
         )
@@ -256,7 +256,7 @@ def test_costs_are_learned_from_the_groups_counters_and_guessed_before() -> None
 
 
 def test_what_is_left_of_sources_steps_is_no_part_of_the_learned_cost() -> None:
-    """It is added at each decision instead, as it is then."""
+    """It is added at each decision, with its value at the time."""
     costs = FetchCosts()
     costs.observe(load(), at_s=0)
     for step in range(1, 30):
@@ -273,7 +273,7 @@ def test_a_source_whose_step_lasts_too_long_is_not_asked(blocks: Blocks) -> None
     table = table_of(A, B, lenders=(A, B), clock=clock)
     prompt = blocks(range(200))
     hold(table, A, prompt)
-    for step in range(12):  # Of a second each, in which 20,000 tokens are computed.
+    for step in range(12):  # Steps of a second, which compute 20,000 tokens each.
         clock.now_s = float(step)
         table.update_load(
             A, load(num_running=9, num_pending_prefill_tokens=20_000 * (20 - step), num_steps=step)

@@ -1,4 +1,4 @@
-"""Several gateways that learn of each other only from the groups' frames."""
+"""Routing by several gateways that see each other's requests only in the groups' frames."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ STEP_TOKENS = 2000
 
 @dataclass
 class Burst:
-    """What came to each group."""
+    """Requests and tokens that each group received."""
 
     num_requests: dict[GroupId, int]
     num_tokens: dict[GroupId, int]
-    """To compute: what the group did not have from an earlier request."""
+    """Tokens that a group must compute, since no earlier request brought them."""
 
     @property
     def most_tokens(self) -> int:
@@ -37,7 +37,7 @@ class Burst:
 def burst(
     prompts: Sequence[Sequence[BlockHash]], *, num_gateways: int, requests_per_frame: int = 10**9
 ) -> Burst:
-    """Prompts arrive at the gateways in turn; each ``requests_per_frame``, groups end a step."""
+    """Sends prompts to the gateways in turn; groups end a step each ``requests_per_frame``."""
     tables = [RoutingTable(block_size=16, clock=lambda: 0.0) for _ in range(num_gateways)]
     for table in tables:
         table.update_members(GROUPS)
@@ -76,7 +76,7 @@ def test_different_prompts_spread_as_with_one_gateway(
         for count in (1, 4)
     )
     assert one.most_requests == 20
-    # Seen: 1.00 times before any frame, 1.10 with frames that take requests for granted.
+    # Measured: 1.00 times before any frame, 1.10 with frames that take requests for granted.
     assert four.most_requests <= 1.15 * one.most_requests
     assert four.most_tokens <= 1.15 * one.most_tokens
 
@@ -92,9 +92,9 @@ def test_equal_prompts_make_no_groups_queue_much_longer(
     )
     # All gateways choose the same group for a prefix that nobody has, and each spills over when
     # its own share is as long as one gateway's whole queue would be: four times as late in
-    # requests, which are cheap there, until frames show them. Seen: 3.2 and 1.3 times.
+    # requests, which are cheap there, until frames show them. Measured: 3.2 and 1.3 times.
     assert four.most_requests <= factor * one.most_requests
-    # In tokens to compute, which is what requests wait for: 1.23 and 1.05 times.
+    # In tokens to compute, for which requests wait, 1.23 and 1.05 times were measured.
     assert four.most_tokens <= 1.3 * one.most_tokens
-    # And the prefix is computed no more often than with one gateway.
+    # The prefix is computed no more often than with one gateway.
     assert sum(four.num_tokens.values()) <= sum(one.num_tokens.values())

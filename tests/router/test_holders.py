@@ -1,4 +1,4 @@
-"""Both indexes of holders against a dict of sets, on keys that crowd the same places."""
+"""Both indexes of block holders against a dict of sets, on keys that collide."""
 
 import hashlib
 import mmap
@@ -20,11 +20,11 @@ from quire.worker.api.events import NUM_BUCKETS, bucket_of, keys_of
 
 NUM_BLOCKS = 400
 NUM_SLOTS = 70  # More than the bits of a word.
-SLOTS = range(NUM_SLOTS)  # Named by themselves.
+SLOTS = range(NUM_SLOTS)  # Group names equal slots.
 
 
 def crowded(number: int) -> bytes:
-    """All in one segment of the compiled table, and a third of them with one home there."""
+    """Keys in one segment of the compiled table, a third of them with the same home slot."""
     data = bytearray(hashlib.sha256(number.to_bytes(4, "little")).digest())
     data[6] &= 0x3F
     data[7] = 9
@@ -99,7 +99,7 @@ def test_sets_become_large_and_small_again(first: int) -> None:
             index.clear(slot=slot)
             left = set(range(slot + 1, first + 8))
             assert index.longest_prefix(BLOCKS[0], SLOTS).keys() == left
-            # What was made equal by clearing is found by those that come.
+            # Later keys find holder sets that clearing has made equal.
             index.add(BLOCKS[2], slot=first + 7)
             index.remove(BLOCKS[2], slot=first + 7)
 
@@ -186,7 +186,7 @@ def test_blocks_whose_holders_are_gone_leave_while_others_come() -> None:
 
 
 def names_of_one_segment(seed: int, count: int) -> bytes:
-    """Spread over it: it becomes as large as each one of a table of a thousand times as many."""
+    """Keys of one segment, which grows as large as in a table of a thousand times as many keys."""
     data = np.frombuffer(random.Random(seed).randbytes(32 * count), np.uint8).reshape(-1, 32)
     crowd = data.copy()
     crowd[:, 6] &= 0x3F
@@ -226,7 +226,7 @@ def test_large_segments_keep_what_is_theirs_while_others_come_and_go() -> None:
         for start in range(0, len(data), 32 * 500):
             index.add(data[start : start + 32 * 500], slot=start // (32 * 500) % 2)
         index.clear(slot=1)
-        index.remove(data[: 32 * 100], slot=0)  # Both sweep: what nobody holds leaves its place.
+        index.remove(data[: 32 * 100], slot=0)  # Both sweep: keys without holders free their slots.
         index.add(data[: 32 * 100], slot=0)
         alive[seed] = index, data
         alive.pop(seed - 1 - seed % 3, None)

@@ -1,4 +1,4 @@
-"""The sketch of shared prefixes, against counts of every prefix."""
+"""The sketch of shared prefixes against exact counts of every prefix."""
 
 import hashlib
 import random
@@ -13,7 +13,7 @@ from quire.worker.api.hashing import BlockHash, BlockHashes
 
 
 def chain(*tokens: int) -> BlockHashes:
-    """The hashes of a prompt with one token to a block."""
+    """Hashes of a prompt in blocks of one token."""
     names = [
         BlockHash(hashlib.sha256(repr(tokens[: end + 1]).encode()).digest())
         for end in range(len(tokens))

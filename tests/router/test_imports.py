@@ -1,4 +1,4 @@
-"""Which modules may import which, within the router and from the worker."""
+"""Rules of imports within the router and from the worker."""
 
 import re
 from pathlib import Path

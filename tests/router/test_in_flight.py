@@ -1,4 +1,4 @@
-"""Counts of blocks in flight, compiled and not, against a dict of counters."""
+"""Counts of blocks in flight, in C++ and in Python, against a dict of counters."""
 
 import hashlib
 from collections import Counter

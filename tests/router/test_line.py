@@ -1,4 +1,4 @@
-"""Learning how long work takes, against a queue too simple to be wrong."""
+"""The forecast of waiting times from observed ones, against a trivial queue."""
 
 import random
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ FIXED_S, PER_TOKEN_S = 0.02, 1e-4
 
 
 def requests(count: int, *, seed: int = 1, slow: float = 1.0) -> Iterator[tuple[int, float]]:
-    """Tokens ahead of each, and how long it waits, at one server that is busy for 60 % of the
-    time; all of it ``slow`` times slower."""
+    """Tokens ahead of each request, and its wait, at a server that is busy 60 % of the time, with
+    all times multiplied by ``slow``."""
     draw, now_s, free_s = random.Random(seed), 0.0, 0.0
     rate_s = PER_TOKEN_S * slow
     for _ in range(count):
@@ -26,7 +26,7 @@ def requests(count: int, *, seed: int = 1, slow: float = 1.0) -> Iterator[tuple[
 
 
 def errors(line: Line, seen: Iterator[tuple[int, float]]) -> list[float]:
-    """Errors of the forecasts as the requests arrive, as shares of the waits."""
+    """Errors of the forecasts at each arrival, relative to the waits."""
     found = []
     for num_tokens, waited_s in seen:
         if line.parts is not None:

@@ -1,4 +1,4 @@
-"""Properties that a routing decision has for every load, and what bursts do."""
+"""Properties of routing decisions under any load, and the spread of bursts."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -62,7 +62,7 @@ def route(
     *,
     policy: str = "prefix_aware",
 ) -> Decision:
-    """What a policy that has seen nothing yet decides."""
+    """The decision of a policy without history."""
     lengths = [overlap.get(s.group, 0) for s in groups]
     return decide(SIMULATED_POLICIES[policy](), request, Loads(groups), lengths)
 
@@ -147,7 +147,7 @@ def test_a_tie_goes_to_the_same_group_for_the_same_prefix_and_spreads_over_prefi
     assert {decision.reason for decision in chosen} == {"least_loaded"}
     counts = {name: sum(d.group == name for d in chosen) for name in "abcd"}
     assert min(counts.values()) > 10
-    # Losing a group moves only what it had.
+    # Losing a group moves only that group's prefixes.
     for i, decision in enumerate(chosen):
         if decision.group != "d":
             again = route(request(blocks, i, num_tokens=64), groups[:3], {})
@@ -201,25 +201,25 @@ def test_a_prefix_is_copied_while_there_is_time_and_stays_where_it_is_under_pres
 ) -> None:
     prompt, overlap = request(blocks, "p", num_tokens=1024), {GroupId("a"): 64}
     assert route(prompt, [queued("a", 2500), queued("b", 0)], overlap).group == "b"
-    # By as much the shorter queue, but others wait in it.
+    # The queue is shorter by as much, but other requests wait in it.
     assert route(prompt, [queued("a", 10_500), queued("b", 8000)], overlap).group == "a"
 
 
 def test_queues_elsewhere_do_not_keep_a_request_from_an_idle_group(blocks: Blocks) -> None:
-    """Sessions had piled up on some groups and stayed there, as their queues made copies dear."""
+    """Sessions had piled up on some groups and stayed, since queues elsewhere made copies dear."""
     prompt = request(blocks, "p", num_tokens=10_240)
     home, idle_one = queued("home", 60_000), queued("idle", 0)
     others = [queued(name, 30_000) for name in "abcdef"]
     policy = SIMULATED_POLICIES["prefix_aware"]()
     for second in range(60):
-        # However long they have been so.
+        # The result must not change over time.
         now = replace(prompt, now_s=float(second))
         decision = decide(policy, now, Loads([home, *others, idle_one]), [640, *[0] * 7])
         assert decision.group == "idle"
 
 
 def after_requests_that_bring(num_tokens: int) -> Policy:
-    """Ours, after many whose beginning is cached and whose end is new."""
+    """Our policy after many requests with a cached beginning and ``num_tokens`` new tokens."""
     policy = SIMULATED_POLICIES["prefix_aware"]()
     asked = RouteRequest(hashes=(), num_prompt_tokens=100_000, block_size=BLOCK_SIZE)
     for _ in range(1000):
@@ -228,7 +228,7 @@ def after_requests_that_bring(num_tokens: int) -> Policy:
 
 
 def test_a_long_prefix_waits_for_its_group_longer_than_many_short_ones(blocks: Blocks) -> None:
-    """It would block another group for all that come until it is computed, short ones not."""
+    """Computing a long prefix elsewhere would block that group; short ones would not."""
     for num_tokens, expected in ((1024, "b"), (16_384, "a")):
         prompt = request(blocks, "p", num_tokens=num_tokens)
         policy, cached = after_requests_that_bring(500), num_tokens // BLOCK_SIZE
@@ -237,7 +237,7 @@ def test_a_long_prefix_waits_for_its_group_longer_than_many_short_ones(blocks: B
 
 
 def test_a_queue_is_of_more_requests_where_each_brings_less(blocks: Blocks) -> None:
-    """So what is computed twice keeps more of them waiting."""
+    """A duplicate computation then delays more requests."""
     prompt, groups = request(blocks, "p", num_tokens=1024), [queued("a", 7000), queued("b", 3000)]
     for num_tokens, expected in ((100, "a"), (10_000, "b")):
         policy = after_requests_that_bring(num_tokens)

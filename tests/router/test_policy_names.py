@@ -1,4 +1,4 @@
-"""The light list of policies names the heavy ones."""
+"""The list of policy names, which imports no policy, is complete."""
 
 import subprocess
 import sys

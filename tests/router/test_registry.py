@@ -1,4 +1,4 @@
-"""Members reach their subscribers on the right loop, in order, from whichever thread."""
+"""The registry passes members to subscribers in order on the subscriber's loop, from any thread."""
 
 import asyncio
 import threading

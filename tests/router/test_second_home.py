@@ -1,4 +1,4 @@
-"""When a prefix gets a second home, and the sums that decide it against the sum written out."""
+"""When a prefix gets a copy in a second group, and the decayed sums that decide it."""
 
 from collections.abc import Callable, Iterable
 from math import exp
@@ -29,8 +29,8 @@ def where_questions_go(
     held: int = 1000,
     of: Callable[[int], list[GroupState]] | None = None,
 ) -> list[Decision]:
-    """400 of them on one text of 16,000 tokens, which the first of ``groups`` has, or computes
-    behind the first ``held`` blocks; ``of`` says how the groups are at each."""
+    """Decisions for 400 questions on a text of 16,000 tokens. The first of ``groups`` holds
+    ``held`` blocks and computes the rest; ``of`` gives the groups' states at each question."""
     policy, text, others = POLICIES["prefix_aware"](), blocks(range(1000)), [0] * (len(groups) - 1)
     decisions = []
     for number in range(400):
@@ -48,7 +48,7 @@ def test_a_prefix_that_its_group_cannot_keep_up_with_is_copied_in_the_end(blocks
     first = next(i for i, decision in enumerate(went) if decision.group != "home")
     assert 2 <= first <= 40
     assert (went[first].group, went[first].reason) == ("b", "copied_prefix")
-    # What was regretted is made up for then, and the next copy has to be earned again.
+    # The copy resets the regret, so the next copy has to be earned again.
     assert {decision.group for decision in went[first + 1 : 2 * first]} == {"home"}
 
 
@@ -60,7 +60,7 @@ def test_nobody_regrets_to_wait_for_what_no_group_has_yet(blocks: Blocks) -> Non
 
 
 def test_copies_cost_no_more_than_a_fourth_of_what_they_would_have_saved(blocks: Blocks) -> None:
-    """The home is no busier than others on the whole, but nearly always than one of them."""
+    """The home is as busy as others on average, but nearly always busier than one of them."""
     rng = Random(1)
     draws = [[rng.expovariate(1 / 3_000) for _ in range(4)] for _ in range(400)]
 
@@ -70,8 +70,8 @@ def test_copies_cost_no_more_than_a_fourth_of_what_they_would_have_saved(blocks:
 
     went = where_questions_go(blocks, at(0), of=at)
     num_copies = sum(decision.group != "home" for decision in went)
-    # What one other group, any of them, would have saved; a copy costs a quarter more than its
-    # tokens at least, and more behind a queue.
+    # The average saving at another group; a copy costs at least a quarter more than its tokens,
+    # and more after a queue.
     saved = sum(max(home - other, 0) for home, *others in draws for other in others) / 3
     assert 1 <= num_copies <= saved / (4 * 1.25 * 16_000)
 

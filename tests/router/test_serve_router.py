@@ -1,4 +1,4 @@
-"""The request router as Serve drives it, without a cluster: its replicas are stand-ins."""
+"""The request router, called as Serve does, without a cluster and with fake replicas."""
 
 import asyncio
 import logging
@@ -31,7 +31,7 @@ BLOCK_SIZE = 4
 
 @dataclass
 class FakeReplica:
-    """As much of a RunningReplica as routing looks at."""
+    """The part of a RunningReplica that routing uses."""
 
     name: str
     replica_metadata: dict[str, object] = field(default_factory=dict)
@@ -63,7 +63,7 @@ def table() -> Iterator[RoutingTable]:
 
 
 def new_router(*replicas: FakeReplica) -> PrefixAwareRouter:
-    """Within a running loop. From the class as Serve ships it: pickled by value."""
+    """A router, made in a running loop from the class pickled by value, as Serve ships it."""
     settings: dict[str, Any] = {
         "request_router_class": "quire.router.serve_router:PrefixAwareRouter",
         "request_router_kwargs": {"pool": POOL},
@@ -181,7 +181,7 @@ def test_calls_are_explained_by_the_id_that_serve_gives_them(table: RoutingTable
         assert found.request_id == "serve:internal"
         assert found.decision.group == first[0]
         assert [c.num_prefill_tokens for c in found.decision.candidates] == [40, 40]
-        # Its queue is full: Serve asks again, and then takes one of the others.
+        # Its queue is full: Serve asks again and then takes another one.
         await ranks(router, request)
         router.on_request_completed(FakeReplica(second[0]).replica_id, "internal")
         outcomes = [each.outcome for each in table.explain("serve:internal")]
@@ -191,7 +191,7 @@ def test_calls_are_explained_by_the_id_that_serve_gives_them(table: RoutingTable
 
 
 class Unreadable:
-    """As a tensor is to numpy that requires a gradient."""
+    """An object that numpy cannot read, like a tensor that requires a gradient."""
 
     def __array__(self, *arguments: object, **options: object) -> object:
         raise RuntimeError("not like that")
@@ -259,7 +259,7 @@ def test_what_a_cancelled_call_would_have_left_is_not_counted_for_ever() -> None
         table.expire()
         stats = table.stats()
         assert (stats.num_in_flight, stats.num_in_flight_blocks) == (0, 0)
-        # That one only took its time, and is told of as any other.
+        # That one was only slow, and is reported as usual.
         router.on_request_completed(FakeReplica("a").replica_id, "long")
         (found,) = table.explain("serve:long")
         assert found.outcome == "ended on a"

@@ -1,4 +1,4 @@
-"""How far a group is with its step, estimated from its frames."""
+"""The step clock, which estimates from a group's frames how far its current step is."""
 
 from dataclasses import replace
 
@@ -15,10 +15,10 @@ from quire.router.prefix_index.directory import GroupId
 
 
 def run(clock: StepClock, queues: list[int], *, fixed_s: float, per_token_s: float) -> float:
-    """Steps whose lengths lie on a line; returns when the last frame came."""
+    """Runs steps whose durations are linear in their work; returns the time of the last frame."""
     at_s = 100.0
     clock.frame(step=-2, at_s=at_s, num_queued=10_000, is_idle=False)
-    clock.frame(step=-1, at_s=at_s, num_queued=0, is_idle=True)  # So much a step can do.
+    clock.frame(step=-1, at_s=at_s, num_queued=0, is_idle=True)  # A step's capacity.
     for step, queued in enumerate(queues):
         clock.frame(step=step, at_s=at_s, num_queued=queued, is_idle=False)
         at_s += fixed_s + per_token_s * queued

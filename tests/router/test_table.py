@@ -1,4 +1,4 @@
-"""What a process counts as a group's load and cache between one frame and the next."""
+"""The routing table: a group's load and cache as estimated between two frames."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -59,7 +59,7 @@ def test_a_burst_of_equal_cold_prompts_shares_a_group_until_its_queue_is_long(
     first = chosen[0]
     assert chosen[:8] == [first] * 8
     assert set(chosen) == {A, B}
-    # What spilled over shares the other group in its turn.
+    # Requests that spilled over share their prefix at the other group.
     assert chosen.index(B if first == A else A) <= 20
 
 
@@ -78,7 +78,7 @@ def test_how_much_of_a_prompt_no_group_has_is_learned_from_decisions(blocks: Blo
     assert table.num_to_compute(200) == 200
     for number in range(100):
         table.route(str(number), hashes=blocks(range(60)), num_prompt_tokens=1_000)
-    # Of each but the first 960 are in flight.
+    # All but the first find 960 tokens in flight.
     assert table.num_to_compute(200) == pytest.approx(0.04 * 200, rel=0.15)
 
 
@@ -108,7 +108,7 @@ def test_a_reservation_counts_until_a_frame_says_that_its_load_has_it(blocks: Bl
     table = table_of(A)
     for name in ("first", "second"):
         table.route(name, hashes=blocks(name), num_prompt_tokens=100)
-    for _ in range(5):  # However many frames come while the requests travel.
+    for _ in range(5):  # Any number of frames may arrive while the requests travel.
         table.update_load(A, replace(load(), num_shown=0))
     assert state_of(table, A).num_reserved_requests == 2
     table.update_load(A, replace(load(running=1), num_shown=1))
@@ -219,7 +219,7 @@ def test_without_a_directory_load_alone_decides(blocks: Blocks) -> None:
     prompt = blocks(range(4))
     first = table.route("1", hashes=prompt, num_prompt_tokens=70)
     second = table.route("2", hashes=prompt, num_prompt_tokens=70)
-    # In flight or not, what the first group will hold is not known.
+    # Without a directory, blocks in flight are unknown too.
     assert {first.group, second.group} == {A, B}
     assert second.predicted_cached_tokens == 0
     assert second.reason == "least_loaded"
@@ -268,7 +268,7 @@ def test_a_setting_that_cannot_work_names_itself() -> None:
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Whatever comes in which order, nothing is counted twice, left over or negative."""
+    """In any order of events, nothing is counted twice, left over or negative."""
 
     routed = Bundle("routed")
 

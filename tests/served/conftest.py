@@ -1,4 +1,4 @@
-"""A real cluster for a module of tests: two replica groups of two ranks, gRPC and HTTP."""
+"""Fixtures with a real Ray cluster for a module: two groups of two ranks, gRPC and HTTP."""
 
 import contextlib
 import sys
@@ -21,12 +21,12 @@ from quire.worker.api.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 if str(ROOT) not in sys.path:
-    sys.path.append(str(ROOT))  # Processes that tests start import them from there.
+    sys.path.append(str(ROOT))  # Processes of tests import `tests` from there.
 from tests.served.paced_group import PACE, ReplicaGroup, set_pace  # noqa: E402
 
 APP_NAME = "tested"
 GROUPS_NAME = "tested:demo"
-"""The application of its groups."""
+"""The Serve application of the groups."""
 CONFIG = ClusterConfig(
     engine=EngineConfig(
         model=demo_model.PATH,
@@ -48,7 +48,7 @@ CONFIG = ClusterConfig(
 
 @pytest.fixture(scope="module")
 def pace_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What `PACE` says to the clusters of a module."""
+    """The file named by `PACE`, for all clusters of a module."""
     path = tmp_path_factory.mktemp("pace") / "seconds"
     set_pace(path, 0)
     with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +58,7 @@ def pace_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def pace(pace_file: Path) -> Iterator[Callable[[float], None]]:
-    """Says how long groups wait before each step. They hurry again when the test has ended."""
+    """Sets how many seconds groups wait before each step; 0 again after the test."""
     yield partial(set_pace, pace_file)
     set_pace(pace_file, 0)
 
@@ -67,8 +67,8 @@ def pace(pace_file: Path) -> Iterator[Callable[[float], None]]:
 def endpoints(pace_file: Path) -> Iterator[Endpoints]:
     """A served cluster for one module.
 
-    A process has one Ray at a time, and some tests start their own. The machine's speed does not
-    matter: see `pace`.
+    It ends with the module, since a process has one Ray at a time and some tests start their own.
+    Tests use `pace` to be independent of the machine's speed.
     """
     config = replace(CONFIG, max_queue_wait_s=1000)
     with marked_processes(), paced_cluster(config) as endpoints:
@@ -77,7 +77,7 @@ def endpoints(pace_file: Path) -> Iterator[Endpoints]:
 
 @pytest.fixture(scope="module")
 def scaled_endpoints(pace_file: Path) -> Iterator[Endpoints]:
-    """The same with groups of one rank, that come and go, and hand over what they have at once."""
+    """A served cluster of 0 to 2 groups of one rank, which hand over streams without delay."""
     config = replace(
         CONFIG,
         engine=replace(CONFIG.engine, tensor_parallel_size=1, max_num_seqs=4),
@@ -110,14 +110,14 @@ def channel(endpoints: Endpoints) -> Iterator[grpc.Channel]:
 
 @contextlib.contextmanager
 def marked_processes() -> Iterator[None]:
-    """What is started inside, by whomever, must be gone soon after the end.
+    """Asserts that all processes started inside end within a minute after the block.
 
-    Ray gives a node a second to end its workers. On a busy machine they are left to find out by
-    themselves that their node is gone. The bound only ends a test that has failed.
+    Ray gives a node a second to end its workers. On a busy machine some outlive that, and end only
+    once they notice that their node is gone.
     """
     name, value = "QUIRE_TEST_CLUSTER", str(uuid.uuid4())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(name, value)  # Inherited by each process that is started.
+        patch.setenv(name, value)  # Inherited by child processes.
         yield
     deadline_s = time.monotonic() + 60
     while left := _processes_with(f"{name}={value}"):
@@ -126,7 +126,7 @@ def marked_processes() -> Iterator[None]:
 
 
 def _processes_with(mark: str) -> dict[int, str]:
-    """The processes, by id, that were started with ``mark`` in their environment."""
+    """Command lines by id of the processes with ``mark`` in their environment."""
     found: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -135,5 +135,5 @@ def _processes_with(mark: str) -> dict[int, str]:
             if mark.encode() in (entry / "environ").read_bytes().split(b"\0"):
                 found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
         except OSError:
-            continue  # It ended as we looked, or is somebody else's.
+            continue  # It has just ended, or is another user's.
     return found

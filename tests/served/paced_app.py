@@ -1,4 +1,4 @@
-"""Builders for a Serve configuration file: Quire's own, with groups that take their time."""
+"""Application builders for a Serve configuration file: Quire's, with groups of `paced_group`."""
 
 from functools import partial
 from typing import Any

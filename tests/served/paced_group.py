@@ -1,4 +1,5 @@
-"""A replica group that takes its time: how fast a machine is must not decide what a test sees."""
+"""A replica group with a configurable pause before each step, so that tests of streams do not
+depend on the machine's speed."""
 
 import os
 import time
@@ -8,8 +9,8 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import deployments
 
 PACE = "QUIRE_TEST_PACE"
-"""The environment variable with the file that says how many seconds a step waits before it begins.
-It is read at each step, so that a test may change it with `set_pace`."""
+"""Environment variable: path of a file with the seconds that each step waits before it begins. The
+file is read at each step, so that a test may change it with `set_pace`."""
 
 
 def set_pace(path: Path, seconds: float) -> None:
@@ -19,7 +20,7 @@ def set_pace(path: Path, seconds: float) -> None:
 
 
 class ReplicaGroup(deployments.ReplicaGroup):
-    # The name is that of the deployment, and must be that of Quire's.
+    # The class name is the deployment's name, which must equal Quire's.
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
         await super().__init__(config)
         engine = self._server._engine

@@ -1,4 +1,4 @@
-"""``python -m tests.served.paced_serve``: the command line, with groups that take their time."""
+"""``python -m tests.served.paced_serve``: Quire's command line with groups of `paced_group`."""
 
 from tests.served.paced_group import ReplicaGroup
 

@@ -1,4 +1,4 @@
-"""``quire serve`` in a process of its own."""
+"""Runs ``quire serve`` as a child process."""
 
 import contextlib
 import re
@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 def serving(
     *flags: str, module: str = "quire", sigint: signal.Handlers = signal.SIG_DFL
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
-    """``quire serve`` with the demo model, and where it listens: gRPC and HTTP. ``sigint`` is what
-    it inherits: a shell has what a script starts in the background ignore it."""
+    """Runs ``quire serve`` with the demo model; yields it and its gRPC and HTTP addresses.
+    ``sigint`` is the handler that it inherits: shells let background processes ignore SIGINT."""
     free = ["--grpc-port", "0", "--http-port", "0", "--kv-cache-memory-bytes", str(32 * 2**20)]
-    # Not by `preexec_fn`: it needs a fork, after which gRPC's threads may end the child.
+    # Not by `preexec_fn`, which forks: after a fork gRPC's threads may end the child.
     ours = signal.signal(signal.SIGINT, sigint)
     try:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""``quire serve`` when Ray dies under it: streams end whole, and it says so and ends itself."""
+"""When Ray dies under ``quire serve``, streams end complete, and it exits with the reason."""
 
 import os
 import re
@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 PACED = "tests.served.paced_serve"
 TIMELESS = ["--drain-timeout-s", "500", "--max-queue-wait-s", "1000"]
-"""How long the machine takes is no matter here."""
+"""Flags with long timeouts, so that the machine's speed does not matter."""
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(no_process_is_left: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Not pytest's own folder, whose name would make those of sockets too long.
+    # Socket paths under pytest's own folder would be too long.
     with tempfile.TemporaryDirectory(prefix="q") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         yield
@@ -98,7 +98,7 @@ def kill_below(server: "subprocess.Popen[str]", program: str) -> None:
 
 
 def said_by(server: "subprocess.Popen[str]") -> str:
-    """Its first line of errors that is its own; Ray has some of its own to say."""
+    """The first line on stderr that is Quire's; Ray also writes there."""
     assert server.stderr is not None
     while not (line := server.stderr.readline()).startswith("quire: "):
         assert line, "it ended"
@@ -108,8 +108,8 @@ def said_by(server: "subprocess.Popen[str]") -> str:
 def wait_until_refused(address: str) -> None:
     with pytest.raises(grpc.RpcError) as refusal:
         ask_for_ever(address)
-    # gRPC's core cancels a call that comes in the very moment of the stop, before it has brought
-    # anything (github.com/grpc/grpc/issues/41785).
+    # gRPC's core cancels a call that arrives at the moment of the stop, before any message
+    # (github.com/grpc/grpc/issues/41785).
     assert refusal.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 

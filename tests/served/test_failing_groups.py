@@ -1,4 +1,4 @@
-"""One of two models whose groups cannot start: the other one serves."""
+"""If the groups of one of two models cannot start, the other model is served."""
 
 import time
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""A gateway that is told to stop: a process, a signal, and clients in the midst of their streams.
+"""A gateway process that receives a stop signal while clients read streams.
 
-Two gateways in processes of their own on the same ports before one group, without Ray. What streams
-must bring is what the gateway that stays brings for the same requests.
+Two gateway processes share the ports in front of one group, without Ray. Streams must equal the
+answers of the remaining gateway to the same requests.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ CONFIG = ClusterConfig(
     served_model_name="demo",
     grpc_port=0,
     http_port=0,
-    # How long the machine takes is no matter here.
+    # Long timeouts: the machine's speed does not matter.
     max_queue_wait_s=1000,
     drain_timeout_s=300,
 )
@@ -63,7 +63,7 @@ def anyio_backend() -> str:
 
 @contextlib.contextmanager
 def shared_ports() -> Iterator[ClusterConfig]:
-    """Bound here, so that nobody else is given them; not listened at."""
+    """Ports bound here, without listening, so that no other process gets them."""
     with contextlib.ExitStack() as stack:
         ports = {}
         for name in ("grpc_port", "http_port"):
@@ -76,8 +76,8 @@ def shared_ports() -> Iterator[ClusterConfig]:
 
 
 def run_gateway(config: ClusterConfig, group: GroupContact, pipe: Connection) -> None:
-    """The body of a gateway's process: what a Serve replica does, which Serve stops by a call."""
-    # So that the test need not wait for long.
+    """The body of a gateway process: like a Serve replica, but stopped by a signal, not a call."""
+    # Shortens the test.
     for module, name, value in (
         (grpc_server, "GRPC_CONNECTION_AGE_S", 2.0),
         (gateway_server, "GRPC_LEAVE_S", 30.0),
@@ -103,7 +103,7 @@ def run_gateway(config: ClusterConfig, group: GroupContact, pipe: Connection) ->
 async def gateway(
     config: ClusterConfig, group: GroupContact
 ) -> AsyncIterator[tuple[SpawnProcess, str, str]]:
-    """Its process and where it listens, gRPC and HTTP."""
+    """Yields a gateway's process and its gRPC and HTTP addresses."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=run_gateway, args=(config, group, theirs))
@@ -175,7 +175,7 @@ def wait_before_steps(group: GroupServer, may_hurry: threading.Event) -> None:
 
 
 async def ask_over_http(client: httpx.AsyncClient, url: str, *, until: asyncio.Event) -> int:
-    """Asks again and again; how often."""
+    """Sends requests until told to stop; returns their number."""
     num_asked = 0
     body = {"model": "demo", "prompt": "A", "max_tokens": 1, "ignore_eos": True}
     while not until.is_set():
@@ -197,8 +197,8 @@ async def ask_over_grpc(
 async def test_a_gateway_told_to_stop_ends_its_streams_and_no_client_fails() -> None:
     group = await GroupServer.start(CONFIG, group_id="group")
     is_told, is_gone = threading.Event(), asyncio.Event()
-    wait_before_steps(group, is_told)  # So that no stream has ended when all have begun.
-    options = [("grpc.use_local_subchannel_pool", 1)]  # Or both channels had one connection.
+    wait_before_steps(group, is_told)  # No stream ends before all have begun.
+    options = [("grpc.use_local_subchannel_pool", 1)]  # Otherwise channels share a connection.
     async with contextlib.AsyncExitStack() as stack:
         config = stack.enter_context(shared_ports())
         process, grpc_address, http_address = await stack.enter_async_context(
@@ -210,7 +210,7 @@ async def test_a_gateway_told_to_stop_ends_its_streams_and_no_client_fails() -> 
         none_kept = httpx.Limits(max_keepalive_connections=0)
         fresh = await enter(httpx.AsyncClient(timeout=None, limits=none_kept))
         stub = inference_pb2_grpc.InferenceStub(channel)
-        # One who asks to be told of the gateway's health for as long as there is one.
+        # A client that watches the gateway's health until the gateway ends.
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await anext(aiter(watch))).status == health_pb2.HealthCheckResponse.SERVING
         begun = [asyncio.Event() for _ in range(2 * NUM_STREAMS)]

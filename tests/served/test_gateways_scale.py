@@ -1,4 +1,4 @@
-"""Gateways that come and go under a real Ray Serve, with streams that go on meanwhile."""
+"""Gateways scale up and down under a real Ray Serve while streams continue."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +49,6 @@ def test_a_gateway_comes_with_the_load_and_goes_after_it(
 
 
 def num_gateways() -> int:
-    """Those that run, or are still there."""
+    """Number of gateways that run or are stopping."""
     states = serve.status().applications[APP_NAME].deployments["Gateway"].replica_states
     return sum(n for state, n in states.items() if state in ("RUNNING", "STOPPING"))

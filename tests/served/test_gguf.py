@@ -1,5 +1,5 @@
-"""A real model in a GGUF file answers over HTTP. ``python -m tools.strangers`` fetches it; the test
-is skipped without."""
+"""A real model in a GGUF file answers over HTTP. ``python -m tools.strangers`` fetches the model;
+the test is skipped without it."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Models of every kind, served by groups of two ranks: streams are exact though one is killed."""
+"""Models of every kind on groups of two ranks: streams stay exact when a group is killed."""
 
 import os
 import shutil
@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     # Refused on two ranks, so these groups have one.
     "through transformers": ("GPT2", {"n_inner": 96}, {"tensor_parallel_size": 1}),
 }
-"""Class of transformers, fields of the configuration, and the engine's settings."""
+"""By name: class of transformers, fields of the configuration, and engine settings."""
 PROMPTS = [[first, *range(3, 3 + length)] for first, length in enumerate((5, 33, 40, 70), 100)]
 
 
@@ -62,7 +62,7 @@ def test_streams_are_exact_through_a_killed_group(
         running_app(config, group=ReplicaGroup) as endpoints,
         grpc.insecure_channel(endpoints.grpc) as channel,
     ):
-        pace(0.3)  # So that none has ended when one of the groups is killed.
+        pace(0.3)  # No stream ends before a group is killed.
         streams = [generate(channel, asked(seed, each)) for seed, each in enumerate(PROMPTS)]
         begun = [next(stream) for stream in streams]
         assert len({chunk.start.routing.group for chunk in begun}) == 2
@@ -89,7 +89,7 @@ def tokens_of(llm: LLM, prompt: list[int], seed: int) -> list[int]:
 
 
 def pids_of_groups() -> list[int]:
-    """Processes of replica groups of this test's cluster."""
+    """Process ids of the replica groups of this test's cluster."""
     mark = f"QUIRE_TEST_CLUSTER={os.environ['QUIRE_TEST_CLUSTER']}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -98,5 +98,5 @@ def pids_of_groups() -> list[int]:
             if is_marked and b"ReplicaGroup" in (process / "cmdline").read_bytes():
                 found.append(int(process.name))
         except OSError:
-            continue  # It ended as we looked, or is somebody else's.
+            continue  # It has just ended, or is another user's.
     return found

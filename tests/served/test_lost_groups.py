@@ -1,7 +1,7 @@
-"""Groups that are killed or stopped in earnest: real processes, ranks and signals, without Ray.
+"""Groups that are killed or stopped: real processes, ranks and signals, without Ray.
 
-All streams run on the group that is lost. What they must bring is what the other group brings for
-the same requests when nothing happens.
+All streams run on the group that is lost. Their answers must equal those of the other group for
+the same requests without a loss.
 """
 
 import asyncio
@@ -86,7 +86,7 @@ def run_group(config: ClusterConfig, name: str, step_s: float, pipe: Connection)
 async def group(
     name: str, *, num_ranks: int, step_s: float = 0.0
 ) -> AsyncIterator[tuple[GroupContact, int, tuple[int, ...]]]:
-    """Yields how it is reached, its process id and those of its ranks, if they have processes."""
+    """Yields a group's address, its process id and those of its ranks, if they are processes."""
     engine = replace(CONFIG.engine, tensor_parallel_size=num_ranks)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -113,7 +113,7 @@ def request(number: int) -> Request:
 
 
 def guessed(number: int) -> Request:
-    """One whose tokens are guessed, as there are few of them: keys are forced, items alike."""
+    """A request with many accepted draft tokens: its grammar forces keys, and items are alike."""
     item = {
         "type": "object",
         "properties": {"a long name": {"type": "boolean"}, "another name": {"enum": [1, 2]}},
@@ -135,7 +135,7 @@ REQUESTS = {
 
 
 class Streams:
-    """Requests that are under way at one gateway."""
+    """Streams under way at one gateway."""
 
     def __init__(self, gateway: ModelService, requests: Sequence[Request]) -> None:
         self._gateway = gateway
@@ -165,7 +165,7 @@ class Streams:
 @pytest.mark.anyio
 async def test_no_stream_of_a_lost_group_breaks_or_changes() -> None:
     async with contextlib.AsyncExitStack() as stack:
-        # So slow that none of their streams has ended when all have begun.
+        # Slow steps: no stream ends before all have begun.
         victims = {
             name: group(name, num_ranks=2 if "rank" in name else 1, step_s=0.1)
             for name in ("killed", "stopped", "rank killed", "rank stopped", "guessed killed")
@@ -179,7 +179,7 @@ async def test_no_stream_of_a_lost_group_breaks_or_changes() -> None:
             config=GroupClientConfig(
                 silence_timeout_s=CONFIG.silence_timeout_s,
                 step_deadline_s=CONFIG.step_deadline_s,
-                # So few that no group gets far ahead of a gateway that does not get the CPU.
+                # A small window, so that no group gets far ahead of a gateway without CPU time.
                 window_tokens=16,
             ),
             connect=partial(grpc_connect, contacts=contacts),
@@ -223,7 +223,7 @@ async def test_no_stream_of_a_lost_group_breaks_or_changes() -> None:
 
 
 async def only(groups: Groups, name: str, address: str) -> None:
-    """Makes one group the only one that requests go to."""
+    """Routes all requests to one group."""
     groups.set_addresses([address])
     while name not in groups.loads or groups.num_ready != 1:
         await groups.wait_for_change(timeout_s=5)

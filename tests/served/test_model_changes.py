@@ -1,4 +1,4 @@
-"""Models come and go while a cluster serves: no stream fails, and none has tokens of two models."""
+"""Models are added, replaced and removed while a cluster serves; no stream fails or mixes two."""
 
 import os
 import re
@@ -44,7 +44,7 @@ ENGINE = replace(CONFIG.engine, tensor_parallel_size=1, max_num_seqs=8)
 
 @pytest.fixture(scope="module")
 def weights(make_llama: Any) -> dict[str, Path]:
-    """Checkpoints of one tokenizer, and one whose tokenizer is missing."""
+    """Checkpoints with the same tokenizer, and one without its tokenizer."""
     from transformers import AutoConfig
 
     size = AutoConfig.from_pretrained(demo_model.PATH).vocab_size
@@ -59,7 +59,7 @@ def weights(make_llama: Any) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def expected(weights: dict[str, Path]) -> dict[str, list[int]]:
-    """What transformers' greedy search answers."""
+    """transformers' greedy answers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -77,7 +77,7 @@ def expected(weights: dict[str, Path]) -> dict[str, list[int]]:
 
 @pytest.fixture(scope="module")
 def served(pace_file: Path, weights: dict[str, Path]) -> Iterator[Endpoints]:
-    """Two gateways of one model, "chat"."""
+    """A cluster of two gateways with one model, "chat"."""
     config = ClusterConfig(
         engine=replace(ENGINE, model=weights["first"]),
         served_model_name="chat",
@@ -97,7 +97,7 @@ def served(pace_file: Path, weights: dict[str, Path]) -> Iterator[Endpoints]:
 
 
 class Clients:
-    """Ask "chat" over and over, each over a connection of its own, until the block ends."""
+    """Clients that send requests to "chat", each over its own connection, until the block ends."""
 
     def __init__(self, endpoints: Endpoints) -> None:
         self.answers: list[list[int]] = []
@@ -117,7 +117,7 @@ class Clients:
             each.join()
 
     def wait_for(self, num_answers: int) -> None:
-        """More than there are now."""
+        """Waits for this many more answers."""
         wanted = len(self.answers) + num_answers
         while len(self.answers) < wanted and not self.failures:
             time.sleep(0.05)
@@ -149,7 +149,7 @@ def model(path: Path, **changes: Any) -> ModelConfig:
 
 
 def listed(endpoints: Endpoints) -> dict[str, str]:
-    """The state of each model, by all its names."""
+    """States of the models, by each of their names."""
     data = httpx.get(f"http://{endpoints.http}/v1/models").json()["data"]
     return {each["id"]: each["state"] for each in data}
 
@@ -254,7 +254,7 @@ def test_a_gateway_that_starts_again_has_the_models_that_were_added(
 
 
 def gateway_pids() -> set[int]:
-    """Those that run."""
+    """Process ids of the running gateways."""
     details = serve.context._get_global_client().get_serve_details()  # type: ignore[union-attr]
     replicas = details["applications"][NAME]["deployments"]["Gateway"]["replicas"]
     return {each["pid"] for each in replicas if each["state"] == "RUNNING"}
@@ -319,7 +319,7 @@ def test_the_commands_of_the_documents_work(weights: dict[str, Path], tmp_path: 
     }
 
     def here(command: str) -> list[str]:
-        """With checkpoints of this machine in place of the hub's."""
+        """The command with local checkpoints in place of the hub's."""
         paths = [str(weights[name]) for name in ("first", "second", "third")]
         hub = dict.fromkeys(re.findall(r"Qwen/\S+", page))
         return [

@@ -1,5 +1,5 @@
-"""A Ray node that does not come up: its raylet is late, as one is that finds its port taken, or a
-signal ends us first."""
+"""Starts of Ray that fail: the raylet is late, as when its port is taken, or a signal ends the
+process first."""
 
 import itertools
 import os
@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.usefixtures("no
 
 
 class LateRaylets:
-    """The first ``num_late`` nodes that start never say that they are there."""
+    """The first ``num_late`` nodes never register."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, num_late: int) -> None:
         self._get_node: Any = services.get_node
         self._num_late = num_late
         self._seen: dict[str, None] = {}
         patch.setattr(services, "get_node", self._get_node_if_in_time)
-        # Ray's half a minute passes within two of its looks at the clock.
+        # Ray's timeout of half a minute passes between two reads of the clock.
         clock = itertools.count(step=20.0)
         late = SimpleNamespace(monotonic=lambda: next(clock), time=time.time, sleep=time.sleep)
         patch.setattr(node, "time", late)
@@ -37,7 +37,7 @@ class LateRaylets:
     def _get_node_if_in_time(self, gcs_address: str, node_id: str) -> Any:
         self._seen[node_id] = None
         end_s = time.monotonic() + 60
-        while True:  # A raylet that is there has said something in its log.
+        while True:  # A running raylet has written to its log.
             try:
                 found = self._get_node(gcs_address, node_id)
                 break
@@ -56,7 +56,7 @@ def test_another_node_is_started_when_a_raylet_does_not_come(
     LateRaylets(monkeypatch, num_late=1)
     with ray_session() as session:
         assert session.logs is not None
-        # Ray opens what it makes to everyone, down from a folder that is ours alone.
+        # Ray makes its files accessible to all, but below a folder that only we can enter.
         private = session.logs.parents[3]
         assert private.parent == Path(tempfile.gettempdir())
         assert stat.S_IMODE(private.stat().st_mode) == 0o700
@@ -92,7 +92,7 @@ def test_a_signal_while_it_starts_leaves_nothing_behind(
 
     monkeypatch.setattr(owner, name, interrupted)
     before = signal.getsignal(number)
-    # Not pytest's own folder, whose name would make those of sockets too long.
+    # Socket paths under pytest's own folder would be too long.
     with tempfile.TemporaryDirectory(prefix="q") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         with pytest.raises(KeyboardInterrupt), ray_session():

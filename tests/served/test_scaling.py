@@ -1,4 +1,4 @@
-"""Groups that come and go under a real Ray Serve: from none, to none, and again."""
+"""Groups scale under a real Ray Serve: from none, to none, and again."""
 
 import contextlib
 import itertools
@@ -30,7 +30,7 @@ STREAMED = 800
 def test_a_request_wakes_a_group_which_goes_again_when_idle(
     scaled_endpoints: Endpoints, pace: SetPace
 ) -> None:
-    pace(0.1)  # So that an answer does not come all at once.
+    pace(0.1)  # Answers arrive in several chunks.
     with grpc.insecure_channel(scaled_endpoints.grpc) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         assert num_groups() == 0
@@ -48,7 +48,7 @@ def test_streams_of_the_group_that_goes_go_on_token_for_token(
 ) -> None:
     """Serve chooses which of two groups goes, so each of them has a stream. The answers are those
     of the same requests at one group that stays."""
-    pace(0.005)  # Groups are slower than the clients here: more is asked than one can do.
+    pace(0.005)  # Clients outpace the groups: one group is not enough.
     with (
         grpc.insecure_channel(scaled_endpoints.grpc) as channel,
         ThreadPoolExecutor(12) as pool,
@@ -56,11 +56,11 @@ def test_streams_of_the_group_that_goes_go_on_token_for_token(
     ):
         two, enough = threading.Event(), threading.Event()
         for event in (two, enough):
-            at_end.callback(event.set)  # Else the pool would wait for ever where this fails.
+            at_end.callback(event.set)  # Without this, the pool would wait for ever on failure.
         at_end.callback(pace, 0)
 
         def load(number: int, max_tokens: int, until: threading.Event) -> None:
-            """Requests that no cache knows."""
+            """Sends requests with new prompts, which no cache holds."""
             while not until.is_set():
                 run(channel, prompt(number, num_tokens=30), max_tokens)
                 number += 10
@@ -96,10 +96,10 @@ def stream_on_each(channel: grpc.Channel, *, num_groups: int) -> dict[str, Strea
     """A stream that runs on each group, by group. A prompt goes where Quire sends it, so streams
     are begun, and cancelled on a group that has one, until each group has one."""
     streams: dict[str, Stream] = {}
-    deadline_s = time.monotonic() + 300  # Gateways hear of a new group in their own time.
+    deadline_s = time.monotonic() + 300  # Gateways learn of a new group after a delay.
     for token_ids in (prompt(seed, num_tokens=100) for seed in itertools.count(1_000_000)):
         chunks = generate(channel, asked(token_ids, STREAMED))
-        with contextlib.suppress(grpc.RpcError):  # The groups have more to do than they should.
+        with contextlib.suppress(grpc.RpcError):  # The groups are overloaded.
             first = next(chunks)
             group = first.start.routing.group
             if group in streams:
@@ -114,12 +114,12 @@ def stream_on_each(channel: grpc.Channel, *, num_groups: int) -> dict[str, Strea
 
 
 def rest(stream: Stream) -> list[int]:
-    """All tokens of the stream, once it has ended."""
+    """Reads a stream to its end; returns all tokens."""
     return [token for chunk in (stream.first, *stream.chunks) for token in chunk.token_ids]
 
 
 def outcomes(channel: grpc.Channel) -> set[str]:
-    """How the last requests ended."""
+    """Outcomes of the last requests."""
     last = InferenceStub(channel).ExplainRouting(pb.ExplainRoutingRequest(limit=1000))
     return {each.outcome.split(":")[0] for each in last.decisions}
 
@@ -134,7 +134,7 @@ def asked(token_ids: list[int], max_tokens: int) -> pb.GenerateRequest:
 
 
 def run(channel: grpc.Channel, token_ids: list[int], max_tokens: int) -> list[int]:
-    """The whole answer."""
+    """Sends a request; returns the whole answer."""
     chunks = answered(channel, asked(token_ids, max_tokens))
     assert chunks[-1].usage.num_output_tokens == max_tokens
     return [token for chunk in chunks for token in chunk.token_ids]
@@ -149,25 +149,25 @@ def ask(channel: grpc.Channel) -> list[int]:
 
 
 def answered(channel: grpc.Channel, request: pb.GenerateRequest) -> list[pb.GenerateResponse]:
-    """All chunks."""
+    """Reads all chunks."""
     while True:
         try:
             return list(generate(channel, request))
         except grpc.RpcError as error:
-            # While there is one group only, it has more to do than it should.
+            # A single group is overloaded.
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
             time.sleep(0.1)
 
 
 def num_groups(state: str | None = None) -> int:
-    """In that state, or in any."""
+    """Number of groups in ``state``, or in any."""
     status = serve.status().applications[GROUPS_NAME].deployments["ReplicaGroup"]
     return sum(n for name, n in status.replica_states.items() if state in (None, name))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    """The bound only ends a test that has failed."""
+    """Waits until a condition holds; the time limit only ends failed tests."""
     deadline_s = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline_s, "it never came true"

@@ -1,4 +1,4 @@
-"""A real cluster of two gateways, in which an upgrade turns on API keys and TLS."""
+"""An upgrade turns on API keys and TLS in a real cluster of two gateways."""
 
 import os
 import signal
@@ -37,9 +37,9 @@ class Upgraded:
     addresses: list[str]
     """Addresses of the gateways' gRPC servers."""
     alone: list[int]
-    """What a prompt brings."""
+    """Tokens of a prompt before the upgrade."""
     across: list[int]
-    """What it brought while everything was replaced."""
+    """Tokens of the same prompt during the upgrade, which replaced everything."""
     logs: Path
 
     def channel(self, gateway: int) -> grpc.Channel:
@@ -58,7 +58,7 @@ def cluster(pace_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         engine=replace(CONFIG.engine, tensor_parallel_size=1),
         num_gateways=2,
         drain_timeout_s=120,
-        handover_s=118,  # The stream is moved to a new group, though its gateway is an old one.
+        handover_s=118,  # The old gateway moves its stream to a new group.
         max_queue_wait_s=1000,
     )
     after = replace(
@@ -84,7 +84,7 @@ def cluster(pace_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def upgrade_under(
     channel: grpc.Channel, config: ClusterConfig, pace: Callable[[float], None]
 ) -> list[int]:
-    """The tokens of a stream that begins before the upgrade and ends behind it."""
+    """Tokens of a stream that begins before the upgrade and ends after it."""
     pace(0.3)
     stream = generate(channel, request())
     token_ids = list(next(stream).token_ids)
@@ -212,5 +212,5 @@ def process_listening_on(port: int) -> int:
     }
     assert process_id is not None
     process = psutil.Process(process_id)
-    # The gateway's watcher, its child, has the sockets too.
+    # The gateway's watcher, a child process, shares the sockets.
     return process.ppid() if "quire.cluster.deploy.watcher" in process.cmdline() else process_id

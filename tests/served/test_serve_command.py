@@ -1,4 +1,4 @@
-"""``quire serve`` as its user runs it: a process, a signal."""
+"""``quire serve`` as a user runs it: started as a process and ended by a signal."""
 
 import json
 import os
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 @pytest.mark.parametrize(
     ("ended_by", "send"),
-    # To the process alone, as Python and containers do; to its group, as `timeout` and terminals.
+    # To the process only, as Python and containers do, or to its group, as `timeout` and terminals.
     [(signal.SIGINT, os.kill), (signal.SIGTERM, os.killpg)],
 )
 @pytest.mark.usefixtures("no_process_is_left")
@@ -51,7 +51,7 @@ def test_a_signal_lets_a_stream_end_and_leaves_nothing_behind(
 
 @pytest.mark.usefixtures("no_process_is_left")
 def test_four_groups_serve_without_a_directory(pace: Callable[[float], None]) -> None:
-    """Load alone decides where a request goes, and every group answers it alike."""
+    """Routing goes by load only, and every group gives the same answer."""
     flags = ["--num-groups", "4", "--no-directory", "--routing-policy", "least_loaded"]
     text = "You are a helpful assistant. " * 12
     sampling = pb.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -67,7 +67,7 @@ def test_four_groups_serve_without_a_directory(pace: Callable[[float], None]) ->
             def ask(_: int) -> list[pb.GenerateResponse]:
                 return list(generate(channel, pb.GenerateRequest(text=text, sampling=sampling)))
 
-            pace(0.1)  # Each comes while those before it run.
+            pace(0.1)  # Each arrives while the earlier ones run.
             held = [
                 generate(channel, pb.GenerateRequest(text=text, sampling=longer)) for _ in range(4)
             ]
@@ -85,7 +85,7 @@ def test_four_groups_serve_without_a_directory(pace: Callable[[float], None]) ->
     assert len(groups) == 4
     assert {start.routing.reason for start in starts} == {"least_loaded"}
     assert {start.routing.predicted_cached_tokens for start in starts} == {0}
-    # What the groups hold is found by those who happen to come by.
+    # Only requests that happen to reach a group find its blocks.
     assert starts[-1].num_cached_tokens > 0
     assert re.search(r"^quire_ready_groups{model=.*} 4", metrics, re.MULTILINE)
     assert re.search(r"^quire_directory_blocks{model=.*} 0", metrics, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""A cluster of a Serve configuration file, which is changed and deployed again under a stream."""
+"""A cluster from a Serve configuration file, which is changed and redeployed during a stream."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ OF_GROUPS: dict[str, Any] = {
 
 
 class Filed:
-    """The cluster, and what its file says."""
+    """The cluster and its configuration file."""
 
     def __init__(self) -> None:
         self.grpc, self.http = (f"127.0.0.1:{free_port()}" for _ in range(2))
@@ -47,7 +47,7 @@ class Filed:
         }
 
     def deploy(self, *, of_groups: dict[str, Any], of_gateways: dict[str, Any]) -> None:
-        """Returns once Serve has what the file says."""
+        """Deploys the file; returns once Serve has applied it."""
         applications = [
             {
                 "name": GATEWAYS,
@@ -70,7 +70,7 @@ class Filed:
                 time.sleep(0.1)
 
     def routes(self) -> str:
-        """The routing policy that a gateway tells."""
+        """The routing policy that a gateway reports."""
         body = {"model": "demo", "prompt": "A", "max_tokens": 1}
         done = httpx.post(f"http://{self.http}/v1/completions", json=body, timeout=60).json()
         query = {"request_id": done["id"]}

@@ -1,4 +1,4 @@
-"""The whole of it: real clients, a real Ray cluster, real ranks."""
+"""End to end: real clients, a real Ray cluster and real ranks."""
 
 import itertools
 import os
@@ -44,7 +44,7 @@ def test_streamed_tokens_are_those_of_the_offline_engine(
     request = pb.GenerateRequest(
         text=text, sampling=pb.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     )
-    pace(0.5)  # Else a client that is held up for a moment finds all tokens in one chunk.
+    pace(0.5)  # A delayed client would otherwise get all tokens in one chunk.
     stream = generate(channel, request)
     chunks = [next(stream)]
     pace(0)
@@ -89,7 +89,7 @@ def test_a_second_request_goes_to_the_group_that_holds_its_prefix(
         starts.append(next(chunk.start for chunk in list(generate(channel, request))))
         _eventually(lambda: _directory_is_true(endpoints))
     first, *later = starts
-    assert first.num_cached_tokens < 2 * BLOCK_SIZE  # A template's beginning may be known.
+    assert first.num_cached_tokens < 2 * BLOCK_SIZE  # The template's beginning may be cached.
     for start in later:
         assert start.routing.group == first.routing.group
         assert start.routing.reason == "cached_prefix"
@@ -100,7 +100,7 @@ def test_a_second_request_goes_to_the_group_that_holds_its_prefix(
 def test_a_cancelled_stream_returns_its_blocks(
     channel: grpc.Channel, endpoints: Endpoints, pace: SetPace
 ) -> None:
-    pace(0.1)  # So that it has not ended before its blocks are seen.
+    pace(0.1)  # It must not end before its blocks are seen.
     sampling = pb.SamplingParams(n=8, max_tokens=900, ignore_eos=True)
     stream = generate(channel, pb.GenerateRequest(text="Once upon a time", sampling=sampling))
     next(stream)
@@ -122,7 +122,7 @@ def test_other_serve_applications_call_a_group_through_a_handle(endpoints: Endpo
 def test_calls_through_handles_are_batched_by_the_engine_and_not_held_back_by_serve(
     endpoints: Endpoints, pace: SetPace
 ) -> None:
-    pace(0.1)  # So that none has ended when all are seen.
+    pace(0.1)  # None may end before all are seen.
     handle = serve.get_deployment_handle("ReplicaGroup", app_name=GROUPS_NAME)
     call = handle.options(method_name="generate", stream=True).remote
     params = SamplingParams(max_tokens=900, ignore_eos=True)
@@ -228,7 +228,7 @@ def test_text_becomes_tokens_and_text_again(channel: grpc.Channel) -> None:
 
 
 def test_nothing_listens_beyond_the_loopback(endpoints: Endpoints) -> None:
-    """Ray's and Serve's own ports among them."""
+    """Covers the ports of Ray and Serve too."""
     found = _listening_addresses()
     assert endpoints.http.partition(":")[0] in found
     assert not {address for address in found if not ip_address(address).is_loopback}
@@ -256,7 +256,7 @@ def _listening_addresses() -> set[str]:
 
 
 def _of_processes(ask: Callable[[Path], Iterable[T]]) -> set[T]:
-    """What ``ask`` says of all processes of the test cluster, given their folders in /proc."""
+    """Results of ``ask`` for all processes of the test cluster; it gets their folders in /proc."""
     mark = f"QUIRE_TEST_CLUSTER={os.environ['QUIRE_TEST_CLUSTER']}".encode()
     found: set[T] = set()
     for process in Path("/proc").glob("[0-9]*"):
@@ -264,19 +264,19 @@ def _of_processes(ask: Callable[[Path], Iterable[T]]) -> set[T]:
             if mark in (process / "environ").read_bytes().split(b"\0"):
                 found.update(ask(process))
         except OSError:
-            continue  # It ended as we looked, or is somebody else's.
+            continue  # It has just ended, or is another user's.
     return found
 
 
 def _address(words: str) -> str:
-    """As the kernel prints it: 32 bits at a time, the lowest byte first."""
+    """Parses an address from /proc: words of 32 bits, the lowest byte first."""
     packed = b"".join(bytes.fromhex(words[i : i + 8])[::-1] for i in range(0, len(words), 8))
     address = ip_address(packed)
     return str(getattr(address, "ipv4_mapped", None) or address)
 
 
 def _directory_is_true(endpoints: Endpoints) -> bool:
-    """Block events travel on a stream of their own, behind the load that comes with the tokens."""
+    """Block events travel on a separate stream, later than the load that comes with tokens."""
     known = _metric(endpoints, "quire_directory_holdings")
     return known == _metric(endpoints, "quire_group_cached_blocks")
 
@@ -290,7 +290,7 @@ def _metric(endpoints: Endpoints, name: str) -> float:
 
 
 def _eventually(condition: Callable[[], bool]) -> None:
-    """Waits for what a heartbeat must bring; the bound only ends a test that has failed."""
+    """Waits for a result of the next heartbeats; the time limit only ends failed tests."""
     deadline_s = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline_s, "it never came true"

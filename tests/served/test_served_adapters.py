@@ -1,4 +1,4 @@
-"""LoRA adapters on Ray: all gateways know what one was told, also those that start later."""
+"""LoRA adapters on Ray: an adapter loaded at one gateway is known to all, also to later ones."""
 
 import time
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def gateways(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
 
 
 def urls(gateways: Any) -> list[str]:
-    """Of those that run."""
+    """HTTP URLs of the running gateways."""
     said = gateways.broadcast("addresses").results(return_exceptions=True)
     return [f"http://{each[1]}" for each in said if not isinstance(each, BaseException)]
 

@@ -18,7 +18,7 @@ from quire.v1 import inference_pb2 as pb
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
-# A cluster of a process of its own, which shares a token with those that connect.
+# A cluster in a separate process, which shares a token with those that connect.
 CLUSTER = """
 import sys
 import ray
@@ -31,7 +31,7 @@ with ray_session():
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
-    # By which Ray takes a loopback address for what it is.
+    # Makes Ray keep a loopback address.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
 
@@ -50,7 +50,7 @@ def ray_address() -> Iterator[str]:
         ) as cluster:
             assert cluster.stdout is not None
             yield cluster.stdout.readline().strip()
-            cluster.communicate()  # Its input ends, and with it the cluster.
+            cluster.communicate()  # Closing its input ends the cluster.
 
 
 @pytest.mark.parametrize("first_to_stop", [0, 1])

@@ -1,4 +1,4 @@
-"""``quire upgrade``: another process gives what `quire serve` runs new settings."""
+"""``quire upgrade`` applies new settings to the cluster of a running `quire serve`."""
 
 import shutil
 import socket
@@ -77,12 +77,12 @@ def test_an_upgrade_by_name_replaces_the_single_gateway_under_its_clients() -> N
 def test_an_upgrade_keeps_the_groups_of_models_that_stay_as_they_were(tmp_path: Path) -> None:
     other = shutil.copytree(demo_model.PATH, tmp_path / "other")
     ports = ["--grpc-port", str(free_port()), "--http-port", str(free_port())]
-    # Else the cores are shared out among all groups, whose threads then change with their number.
+    # A fixed number; otherwise threads per group depend on the number of groups.
     same = ["--name", "chat", *ports, "--num-threads", "1"]
     demo = str(demo_model.PATH)
 
     def groups(url: str) -> dict[str, str]:
-        """Each model's group, as a routing decision names it."""
+        """The group of each model, as named by a routing decision."""
         found = {}
         for each in httpx.get(f"{url}/v1/models").json()["data"]:
             body = {"model": each["id"], "prompt": "A", "max_tokens": 1}
@@ -110,7 +110,7 @@ def test_an_upgrade_keeps_the_groups_of_models_that_stay_as_they_were(tmp_path: 
         assert upgrade(*ray, *same, *chat, demo).returncode == 0
         messages = [{"role": "user", "content": "A"}]
         body = {"model": demo_model.PATH.name, "messages": messages, "max_tokens": 1}
-        deadline = time.monotonic() + 60  # Gateways take it up as they run.
+        deadline = time.monotonic() + 60  # Gateways apply it while they run.
         while True:
             answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=None).json()
             if answer["usage"]["prompt_tokens"] >= 50 or time.monotonic() > deadline:

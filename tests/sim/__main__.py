@@ -1,7 +1,7 @@
 """Runs the simulation for a range of seeds: ``python -m tests.sim --seeds 0-100 --seconds 3600``.
 
-A seed that fails is printed with the end of its trace and the command that repeats it, and the
-next one is run; the exit status is 1 then.
+For a seed that fails, prints the end of its trace and the command that repeats it, and goes on with
+the next. The exit status is then 1.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=600.0, help="of simulated time, each")
     parser.add_argument("--verbose", action="store_true", help="show the plans")
     arguments = parser.parse_args(argv)
-    logging.disable(logging.ERROR)  # Groups are lost all the time here.
+    logging.disable(logging.ERROR)  # Lost groups are the rule here.
     first, _, last = arguments.seeds.partition("-")
     outcomes: Counter[str] = Counter()
     faults: Counter[str] = Counter()
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command(seed: int, length_s: float) -> str:
-    """What repeats a run."""
+    """The command that repeats a run."""
     return f"python -m tests.sim --seeds {seed} --seconds {length_s:g}"
 
 

@@ -1,7 +1,7 @@
-"""Requests and their answers, each of which has one right text.
+"""Simulated requests and their answers, each of which has exactly one right text.
 
-Every chunk is compared as it comes with what the model says from the prompt alone. An answer ends
-with a finish reason and all of its tokens; a request ends with all of its answers, or an error.
+Every chunk is compared on arrival with the model's continuation of the prompt. An answer must end
+with a finish reason and all of its tokens, a request with all of its answers or an error.
 """
 
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ class Wrong(AssertionError):
 
 @dataclass
 class Answer:
-    """One completion, as far as it has come."""
+    """One completion, as far as it was received."""
 
     seed: int | None = None
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     expected: list[int] = field(default_factory=list)
-    """The only right tokens, known once the seed is."""
+    """The only right tokens; set when the seed is known."""
     last_s: float = 0.0
     is_done: bool = False
 
@@ -49,7 +49,7 @@ class Ask:
     deadline_s: float | None = None
     """Seconds from the request's beginning to its deadline."""
     leaves_late: bool = False
-    """Waits beyond its deadline for the gateway to say so, where gRPC would not."""
+    """Whether the client waits for the gateway's deadline error, as gRPC clients do not."""
     num_answers: int = 1
     priority: int = 0
     gateway: SimGateway | None = None
@@ -72,7 +72,7 @@ class Ask:
 
     @property
     def num_tokens(self) -> int:
-        """Received, of all answers."""
+        """Number of tokens received in all answers."""
         return sum(len(answer.tokens) for answer in self.answers)
 
     @property
@@ -105,7 +105,7 @@ class Ask:
         )
 
     def take(self, chunk: pb.GenerateResponse, model: HashModel, *, now_s: float) -> None:
-        """Takes in a chunk. Raises Wrong: it is not the expected one."""
+        """Adds a chunk. Raises Wrong if it is not the expected one."""
         self.last_s = now_s
         if not chunk.index < self.num_answers:
             raise Wrong(f"{self} got an answer {chunk.index}")

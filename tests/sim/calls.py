@@ -1,4 +1,4 @@
-"""Calls between processes as gRPC has them, over connections that can break.
+"""gRPC-like calls between simulated processes, over connections that can break.
 
 Each call has a `Pipe` in either direction. Different calls overtake each other.
 """
@@ -21,14 +21,14 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 class RpcError(grpc.aio.AioRpcError):
-    """An error as gRPC raises it at the caller."""
+    """The error that gRPC raises at the caller."""
 
     def __init__(self, code: grpc.StatusCode, details: str, trailing: Metadata = ()) -> None:
         super().__init__(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
 
 
 class Call:
-    """One call, seen by its caller as `grpc.aio` shows it, by its server as `ServerContext`."""
+    """A call with the caller's interface of `grpc.aio`; its server sees a `ServerContext`."""
 
     def __init__(self, connection: "Connection", method: str) -> None:
         self.network: Network = connection.network
@@ -38,11 +38,11 @@ class Call:
         self.error: RpcError | None = None
         self.down = Pipe(self, connection.client_place, connection.server_place, from_server=False)
         self.up = Pipe(self, connection.server_place, connection.client_place, from_server=True)
-        self._status: RpcError | None = None  # What the server ended with, under way.
+        self._status: RpcError | None = None  # The server's status, under way.
         self._handler: asyncio.Task[Any] | None = None
 
     def serve(self, handler: Callable[[], Any]) -> None:
-        """Starts ``handler`` in the server's process, once the call has got there."""
+        """Starts ``handler`` in the server's process once the call has arrived there."""
         server = self.connection.server
         if server is None:
             return
@@ -68,7 +68,7 @@ class Call:
             self.finish(RpcError(grpc.StatusCode.UNKNOWN, repr(error)))
 
     def finish(self, status: RpcError | None) -> None:
-        """The server is done; the caller receives the status after the last message."""
+        """Ends the call for the server; the caller receives the status after the last message."""
         self._status = status
         self.up.put(None)
 
@@ -87,7 +87,7 @@ class Call:
             self.down.put(None)
 
     def fail(self, error: RpcError) -> None:
-        """The connection broke: each side that is still alive receives the error."""
+        """Ends the call: the caller receives the error, and the handler is cancelled."""
         if not self.is_open:
             return
         self.error = error
@@ -125,7 +125,7 @@ class _Aborted(grpc.aio.AbortError):
 
 
 class ServerContext:
-    """What a handler is given, as far as ours use it."""
+    """The part of gRPC's handler context that our handlers use."""
 
     def __init__(self, call: Call, *, deadline_s: float | None = None) -> None:
         self._call = call
@@ -175,7 +175,7 @@ class Connection:
             call.fail(RpcError(grpc.StatusCode.UNAVAILABLE, "the connection is closed"))
             return call
         self.calls[call] = None
-        if self.server is None:  # Nobody listens: the machine says so, if it can be reached.
+        if self.server is None:  # Nobody listens: a reachable machine refuses.
             refused = RpcError(grpc.StatusCode.UNAVAILABLE, f"{self.address} refused")
             here, there = self.client_place, self.server_place
             self.network.deliver(
@@ -184,7 +184,7 @@ class Connection:
         return call
 
     def reset(self, reason: str) -> None:
-        """Both sides find the connection broken, if they have not closed it."""
+        """Breaks the connection for both sides, unless it was closed."""
         if self not in self.network.connections:
             return
         self.is_open = False

@@ -1,6 +1,6 @@
-"""Clients: what they ask, and how they read.
+"""Simulated clients: the requests they send, and how they read the answers.
 
-Answers are checked as they come (`asks`), and how a request ends when it does (`judge`).
+`asks` checks answers as they arrive; `judge` checks how requests end.
 """
 
 import asyncio
@@ -17,27 +17,27 @@ from tests.sim.model import POISON, HashModel
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What clients do, on the whole."""
+    """The settings of a load."""
 
     rate: float = 1.0
     """Requests a second."""
     burst: int = 0
-    """Requests that arrive within one second, once a minute on average, whatever the room."""
+    """Number of requests in bursts of a second, once a minute on average, whatever the capacity."""
     mean_output: int = 30
     num_documents: int = 4
-    """Prompts begin with one of these, whose KV can be shared."""
+    """Number of prefixes that most prompts begin with, whose KV can be shared."""
     p_slow: float = 0.0
-    """Reads with long pauses."""
+    """Probability that a client pauses long between reads."""
     p_cancel: float = 0.0
     p_poison: float = 0.0
     p_deadline: float = 0.0
     p_several: float = 0.0
-    """Asks for several completions of its prompt at once."""
+    """Probability that a request asks for several completions."""
     priorities: tuple[int, ...] = (0,)
 
 
 class Clients:
-    """Asks the cluster's gateways, and keeps every `Ask`."""
+    """Sends requests to the cluster's gateways, and keeps every `Ask`."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Clients:
         self.running: dict[asyncio.Task[None], Ask] = {}
         self.wrong: list[Wrong] = []
         self.check_end: Callable[[Ask], None] = lambda ask: None
-        """Raises Wrong: it may not end so."""
+        """Raises Wrong if the request may not end as it did."""
         self._cluster = cluster
         self._model: HashModel = cluster.model
         self._rng = rng
@@ -63,7 +63,7 @@ class Clients:
         ]
 
     async def arrive(self, *, until_s: float) -> None:
-        """Open loop: new ones come whatever became of the others."""
+        """Sends requests in an open loop, independent of earlier ones' ends."""
         load, loop = self._load, self._cluster.loop
         begin_s = loop.time()
         steady = self._arrivals(load.rate, 1, begin_s, until_s)
@@ -73,7 +73,7 @@ class Clients:
             self.ask(self.draw())
 
     def _arrivals(self, rate: float, size: int, from_s: float, until_s: float) -> list[float]:
-        """Times of arrival, of ``size`` within each second that ``rate`` draws."""
+        """Times of arrivals, in bursts of ``size`` within a second at a mean ``rate``."""
         times: list[float] = []
         at_s = from_s + self._rng.expovariate(rate)
         while at_s < until_s:
@@ -82,7 +82,7 @@ class Clients:
         return times
 
     def draw(self) -> Ask:
-        """One as the load has them."""
+        """Draws a request according to the load."""
         rng, load = self._rng, self._load
         prompt = list(rng.choice(self._documents)) if rng.random() < 0.8 else []
         prompt += [rng.randrange(200) for _ in range(rng.randrange(1, 40))]
@@ -107,7 +107,7 @@ class Clients:
         )
 
     def ask(self, ask: Ask) -> asyncio.Task[None]:
-        """Begins it. What turns out to be wrong is in ``wrong``."""
+        """Begins a request. Errors are collected in ``wrong``."""
         self.asks.append(ask)
         task = asyncio.get_running_loop().create_task(self._run(ask))
         self.running[task] = ask

@@ -1,10 +1,10 @@
-"""A simulated cluster: groups, gateways, and who brings them back, all of the real parts.
+"""A simulated cluster of real parts: groups, gateways, and an operator that replaces lost ones.
 
 Real are `Engine` with scheduler, block pool and events, `EngineLoop`, `GroupService`,
-`GroupClient`, `Groups`, `RoutingTable`, `ModelService` and the `Inference` service. Made up are the
-model, the network and the place of Ray Serve: *operations*, which finds after a while that a
-process is dead or its engine has failed, starts another, and tells the gateways sooner or later
-who there is.
+`GroupClient`, `Groups`, `RoutingTable`, `ModelService` and the `Inference` service. Simulated are
+the model, the network and Ray Serve. The latter's place is taken by *operations*: it notices after
+a delay that a process is dead or an engine has failed, starts another, and sends gateways the new
+list of groups, also after a delay.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ MAX_MODEL_LEN = 256
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterPlan:
-    """What a cluster is made of."""
+    """The settings of a cluster."""
 
     num_groups: int = 2
     num_gateways: int = 1
@@ -52,22 +52,22 @@ class ClusterPlan:
     max_num_waiting: int = 1000
     cost: StepCost = field(default_factory=StepCost)
     handover_s: float = 5.0
-    """The last part of a drain."""
+    """The last part of a drain, in which streams are handed over."""
     client: GroupClientConfig = field(default_factory=GroupClientConfig)
     gateway: GatewayConfig = field(
         default_factory=lambda: GatewayConfig(completion=CompletionConfig(group_wait_s=30.0))
     )
     routing: RoutingConfig = field(default_factory=RoutingConfig)
     detect_s: float = 2.0
-    """Until operations see that a process is dead or an engine has failed, at most."""
+    """Longest time until operations notice a dead process or a failed engine."""
     start_s: float = 5.0
-    """Until its successor serves, at most."""
+    """Longest time from then until the replacement serves."""
     news_s: float = 1.0
-    """Until a gateway hears of that, at most."""
+    """Longest time until a gateway receives the new list of groups."""
 
 
 class SimGroup:
-    """One life of a replica group."""
+    """One incarnation of a replica group."""
 
     def __init__(self, cluster: "Cluster", name: str, address: str, epoch: int) -> None:
         self.name, self.address, self.epoch = name, address, epoch
@@ -120,7 +120,7 @@ class SimGroup:
 
 
 class SimGateway:
-    """One life of a gateway."""
+    """One incarnation of a gateway."""
 
     def __init__(self, cluster: "Cluster", name: str, life: int) -> None:
         self.name = name
@@ -159,12 +159,12 @@ class SimGateway:
             yield GroupLinkOver(connection)
 
     async def hear_of_groups(self, groups: "list[SimGroup]") -> None:
-        """Tells the gateway of the groups, in the order in which news arrive."""
+        """Sets the gateway's list of groups; calls run in the order of arrival."""
         self.groups.set_addresses([group.address for group in groups])
 
 
 class Cluster:
-    """Starts all that ``plan`` says, and keeps it so."""
+    """Starts the groups and gateways of ``plan``, and replaces those that are lost."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Cluster:
             kv_dtype="float32",
         )
         self.groups: list[SimGroup] = []
-        """Those whose processes live, as far as operations know."""
+        """Groups whose processes live as far as operations know."""
         self.gateways: list[SimGateway] = []
         self.num_replaced = 0
         self._lives = itertools.count(1)
@@ -213,7 +213,7 @@ class Cluster:
             self._tell(gateway, at_once=False)
 
     def _tell(self, gateway: SimGateway, *, at_once: bool) -> None:
-        """The newest list there is then: an old one never comes behind a newer one."""
+        """Sends the list as it is at arrival, so that an old one never follows a newer one."""
 
         def tell() -> None:
             if not gateway.process.is_dead:
@@ -223,12 +223,12 @@ class Cluster:
         self.loop.call_later(delay_s, tell)
 
     def remove(self, group: SimGroup) -> None:
-        """Takes a group out of the membership; its process goes on."""
+        """Takes a group out of the membership; its process continues."""
         self.groups.remove(group)
         self.tell_gateways()
 
     async def _operate(self) -> None:
-        """Replaces what is dead or has failed."""
+        """Replaces dead processes and groups whose engines have failed."""
         while True:
             await asyncio.sleep(self.rng.uniform(0.5, 1.0) * self.plan.detect_s)
             for group in [group for group in self.groups if not group.is_serving]:
@@ -240,7 +240,7 @@ class Cluster:
                 self._later(gateway)
 
     def _later(self, gone: SimGroup | SimGateway) -> None:
-        """Its successor bears its name; a group's may have its address too."""
+        """Starts a replacement of the same name after a delay; a group's may reuse the address."""
         self.num_replaced += 1
         delay_s = self.rng.uniform(0.2, 1.0) * self.plan.start_s
         if isinstance(gone, SimGateway):

@@ -1,8 +1,8 @@
-"""Faults: what can happen to a cluster, drawn from the seed, and when it was.
+"""Faults of a cluster: their kinds, and when they happen, drawn from the seed.
 
-A run draws which kinds are enabled at all (a *swarm*: a mixture of everything, always, hides what
-needs the absence of something), then they come one after the other and overlap at times. Each is
-undone by itself; `Chaos.stop` undoes the rest.
+A run first draws which kinds are enabled (*swarm testing*: with all kinds always on, bugs that need
+the absence of one stay hidden). Faults then begin one after the other and may overlap. Each ends by
+itself; `Chaos.stop` ends the rest.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class ChaosPlan:
 
 
 class Chaos:
-    """Does to ``cluster`` what the plan allows."""
+    """Injects faults into ``cluster`` as the plan allows."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Chaos:
     def begin(
         self, kind: str, *, group: SimGroup | None = None, length_s: float | None = None
     ) -> Fault | None:
-        """Makes one happen, to a group or gateway that is there; None where there is none."""
+        """Begins a fault of a running group or gateway; returns None if there is none."""
         length_s = length_s or self._rng.uniform(0.1, self._plan.max_length_s)
         target: SimGroup | SimGateway | None = group
         if target is None:
@@ -120,7 +120,7 @@ class Chaos:
         return fault
 
     async def stop(self) -> None:
-        """Undoes all faults that still last."""
+        """Ends all faults that still last."""
         self._stopping.set()
         self._network.tamper = lambda pipe, message: [message]
         while self._tasks:
@@ -207,7 +207,7 @@ class Chaos:
             self._network.heal(*pair)
 
     async def _drain(self, group: SimGroup) -> None:
-        """As a scale-down or a rolling upgrade does it; another comes in its place."""
+        """Drains a group as a scale-down or rolling upgrade does; another replaces it."""
         cluster = self._cluster
         if group not in cluster.groups:
             return
@@ -216,7 +216,7 @@ class Chaos:
         await self._let_go(group)
 
     async def _scale_to_zero(self) -> None:
-        """Lets all groups go, and starts them again once a request waits for one."""
+        """Drains all groups, and starts them again once a request waits for one."""
         cluster = self._cluster
         gone = [group for group in self._groups() if group in cluster.groups]
         for group in gone:
@@ -257,7 +257,7 @@ class Chaos:
         if "frames repeated" in kinds and self._rng.random() < 0.005:
             return [message, message]
         if "old frames" in kinds:
-            # Of an earlier connection too, but of the same two processes.
+            # Also from an earlier connection between the same two processes.
             connection = pipe.call.connection
             old = self._old.setdefault((connection.server, connection.client), [])
             if self._rng.random() < 0.02:
@@ -274,7 +274,7 @@ class Chaos:
             self._withheld[pipe] = message
             return
         if "events forgotten" in kinds and message.events and rng.random() < 0.05:
-            # Numbered as if it were there: no message but a digest can show that it is not.
+            # The numbers are kept, so only a digest can show that the event is missing.
             rng.choice(message.events).Clear()
         yield message
         if "events repeated" in kinds and rng.random() < 0.05:
@@ -288,7 +288,7 @@ class Chaos:
             return
         if self._rng.random() < 0.2:
             yield message
-        # One that kills the group would do so once more, and nobody asked for it.
+        # A late copy of a poison would kill the group again without a request to blame.
         is_poison = POISON in prepared_of(message.submit, request_id="").prompt_token_ids
         if self._rng.random() < 0.2 and not is_poison:
             delay_s = self._rng.uniform(0, 5)

@@ -1,4 +1,4 @@
-"""Whether a request ended as it may: which errors the faults, the load and its deadline excuse."""
+"""Judges whether a request may end as it did: only faults, load or deadlines excuse errors."""
 
 import grpc
 from tests.sim.asks import Ask, Wrong
@@ -23,7 +23,7 @@ class Judge:
         self._cluster, self._clients, self._chaos = cluster, clients, chaos
 
     def check(self, ask: Ask) -> None:
-        """Raises Wrong: ``ask``, which has just ended, may not end so."""
+        """Raises Wrong if ``ask``, which has just ended, may not end as it did."""
         now_s = self._cluster.loop.time()
         if ask.error is not None:
             error = f"{ask.error.code().name}: {ask.error.details()}"
@@ -44,24 +44,24 @@ class Judge:
         plan = self._cluster.plan
         num_faults = self._num_faults(ask)
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
-            if not ask.is_refused:  # By the groups: their queues are full.
+            if not ask.is_refused:  # The groups refused: full queues.
                 return plan.max_num_waiting < 1000 or num_faults > 0
             return not ask.num_tokens and (num_faults > 0 or not self._is_any_idle(now_s))
         resume = plan.gateway.completion
         if code == grpc.StatusCode.ABORTED:  # Quarantined.
-            # Beside one poison nobody else may be convicted. A second one, or what happens by
-            # itself, may make a third death look like the request's.
+            # A single poison must not get another request convicted. With a second poison or
+            # random faults, a third death may be blamed on the wrong request.
             is_ambiguous = bool(self._chaos.faults) or len(self._poisons(ask)) > 1
             is_possible = is_ambiguous and num_faults >= resume.max_group_deaths
             return ask.is_poison or is_possible
         if code != grpc.StatusCode.UNAVAILABLE:
             return False
-        if "no replica group" not in details:  # The gateway itself was not there.
+        if "no replica group" not in details:  # The gateway was down.
             return any("gateway" in fault.kind for fault in self._chaos.faults)
         return num_faults >= min(resume.max_attempts, plan.num_groups)
 
     def _was_prompt(self, ask: Ask, now_s: float) -> bool:
-        """Whether its refusal came on arrival. Only those of which more was hoped come later."""
+        """Whether it was refused on arrival, or later because expected room or its place went."""
         assert ask.error is not None
         details = ask.error.details() or ""
         is_hoped_for = "took its place" in details or "was expected" in details
@@ -70,28 +70,28 @@ class Judge:
         return now_s - ask.begin_s < _SLACK_S
 
     def _is_any_idle(self, now_s: float) -> bool:
-        """Whether a group has had nothing to do for a while, and nothing was on its way to it."""
+        """Whether a group has been idle for a while with no requests on their way."""
         if sum(one.begin_s > now_s - _IDLE_S for one in self._clients.asks) > 1:
             return False
         idle_since = [group.engine_loop.idle_since_s for group in self._cluster.groups]
         return any(since_s is not None and now_s - since_s > _IDLE_S for since_s in idle_since)
 
     def _num_faults(self, ask: Ask) -> int:
-        """Faults whose effects ``ask`` may have met.
+        """Number of faults that may have affected ``ask``.
 
-        What a request kills groups with counts for as many as it may kill.
+        A poison request counts as many times as it may kill groups.
         """
         since_s = ask.begin_s - _AFTERMATH_S
         num_faults = sum(
             fault.end_s is None or fault.end_s > since_s for fault in self._chaos.faults
         )
         max_deaths = self._cluster.plan.gateway.completion.max_group_deaths
-        # One more for each further completion: they may be on groups of their own at once.
+        # One more for each further completion, which may run on another group at the same time.
         num_killed = sum(max_deaths + one.num_answers - 1 for one in self._poisons(ask))
         return num_faults + num_killed
 
     def _poisons(self, ask: Ask) -> list[Ask]:
-        """Requests that killed groups, or could have, while ``ask`` was there."""
+        """Requests that may have killed groups during ``ask``."""
         since_s = ask.begin_s - _AFTERMATH_S
         return [
             one

@@ -1,15 +1,15 @@
-"""An event loop whose clock jumps, whose order is drawn from a seed, and whose processes can stop.
+"""A seeded event loop with a virtual clock, random callback order, and processes that can freeze.
 
-Nothing waits for real time: where a loop would sleep, the clock jumps to the next timer. Of the
-callbacks that are ready in the same instant any order is one that a real cluster could show, so
-the seed chooses one. Callbacks that a thread would post keep the order among themselves that
-`loop.call_soon_threadsafe` promises.
+Nothing waits for real time: where a loop would sleep, the clock jumps to the next timer. A real
+cluster could run callbacks that are ready at the same instant in any order, so the seed chooses
+one. Callbacks posted by `loop.call_soon_threadsafe` keep their order among themselves, as asyncio
+guarantees.
 
-A `Process` stands for one of the operating system's: whatever a task of it starts belongs to it
-too, by way of its context. A frozen one's callbacks are put aside until it is thawed, those of
-timers that went off in between included, as SIGSTOP and SIGCONT would have it.
+A `Process` stands for an operating system's process. Tasks that its tasks start belong to it too,
+through their context. While it is frozen, its callbacks are put aside, including those of timers
+that expire meanwhile, as with SIGSTOP and SIGCONT.
 
-When nothing is ready and no timer is set, nothing will ever happen again: `Deadlock` is raised.
+When nothing is ready and no timer is set, nothing can happen again, and `Deadlock` is raised.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _process: contextvars.ContextVar["Process | None"] = contextvars.ContextVar("pro
 
 
 class Deadlock(Exception):
-    """Every task waits for another one."""
+    """Every task waits and no timer is set."""
 
 
 class Process:
@@ -40,11 +40,11 @@ class Process:
         self._context = contextvars.copy_context()
         self._context.run(_process.set, self)
         self._parked: list[asyncio.Handle] = []
-        self._tasks: dict[asyncio.Task[Any], None] = {}  # In the order in which they began.
+        self._tasks: dict[asyncio.Task[Any], None] = {}  # In order of their start.
         self._prune_at = 64
 
     def run(self, function: Callable[[], T]) -> T:
-        """Calls ``function`` as code of this process."""
+        """Calls ``function`` in the context of this process."""
         return self._context.copy().run(function)
 
     def spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -85,7 +85,7 @@ class Process:
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """Made and run in one thread; it has no sockets, no signals and no threads."""
+    """The loop: created and run in one thread, without sockets, signals or other threads."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return task
 
     def resume(self, handles: list[asyncio.Handle]) -> None:
-        """Makes callbacks ready that had been parked."""
+        """Makes parked callbacks ready again."""
         self._ready.extend(handles)  # type: ignore[attr-defined]
 
     def _run_posted(self) -> None:
@@ -142,7 +142,7 @@ class SimLoop(asyncio.BaseEventLoop):
             handle._run()
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """It stays in the heap until its time has come."""
+        """Does nothing: a cancelled timer stays in the heap until its time."""
 
     def _write_to_self(self) -> None:
         pass
@@ -152,7 +152,7 @@ def simulate(main: Callable[[SimLoop], Coroutine[Any, Any, T]], *, seed: int) ->
     """Runs ``main`` to its end.
 
     Raises:
-        Deadlock: It can never end. Which tasks waited is in the exception's notes.
+        Deadlock: ``main`` can never end. The exception's notes name the waiting tasks.
     """
     loop = SimLoop(seed)
     try:

@@ -1,8 +1,8 @@
-"""A model too simple to be wrong, on an engine that is real, driven by the simulated clock.
+"""A hash in place of the model, on a real engine that the simulated clock drives.
 
 The KV of a token is the token itself, and the next token is a hash of all that is read back
 through the block table, and of the seed. So a block that was shared wrongly, lost or written twice
-shows as a wrong token, and `HashModel.continuation` says from the prompt alone what is right.
+yields a wrong token. `HashModel.continuation` computes the right ones from the prompt alone.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _LETTERS = b"abcdefghijklmnopqrstuvwxyz ."
 
 
 def make_tokenizer() -> Tokenizer:
-    """A token for each byte, in the order of the bytes, and an end token."""
+    """A tokenizer with a token for each byte, in byte order, and an end token."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
@@ -42,7 +42,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 class HashModel:
-    """What comes after a context, by a seed."""
+    """Computes the next token from a context and a seed."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -56,7 +56,7 @@ class HashModel:
     def continuation(
         self, prompt: Sequence[int], *, seed: int, max_tokens: int, ignore_eos: bool
     ) -> list[int]:
-        """What a correct cluster answers, the end token included."""
+        """The tokens that a correct cluster answers, including the end token."""
         context = np.zeros(len(prompt) + max_tokens, dtype=np.int64)
         context[: len(prompt)] = prompt
         for end in range(len(prompt), len(context)):
@@ -70,7 +70,7 @@ class HashModel:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """How long a step takes."""
+    """The duration of a step."""
 
     step_s: float = 0.02
     token_s: float = 0.0005
@@ -125,11 +125,11 @@ class _Inbox(queue.SimpleQueue[Callable[[], object] | None]):
 
 
 class SimEngineLoop(EngineLoop):
-    """An `EngineLoop` whose thread is a task, and whose steps take their time by the clock."""
+    """An `EngineLoop` with a task in place of its thread and simulated durations of steps."""
 
     def __init__(self, engine: Engine, *, cost: StepCost, max_step_tokens: int) -> None:
         self.can_step = asyncio.Event()
-        """While it is not set, the engine hangs in the next step that it begins."""
+        """While cleared, the engine hangs in the next step that it begins."""
         self.can_step.set()
         self.slowness = 1.0
         """Factor by which each step takes longer than its cost."""

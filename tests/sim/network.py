@@ -1,10 +1,10 @@
-"""The network between processes, with every fault that a network has.
+"""The simulated network between processes, with its faults.
 
-A *place* is where processes run; faults are between places. What is sent into a cut arrives once
-that heals; after ``tcp_timeout_s`` the connection breaks instead. A process that is killed resets
-its connections; one whose machine is gone does not, and its peers are left to find out.
+A *place* is where processes run; faults lie between places. Messages sent into a cut arrive once it
+heals; after ``tcp_timeout_s`` the connection breaks instead. A killed process resets its
+connections. A lost machine does not, so its peers must find out by themselves.
 
-Beyond what a network can do, a *tamper* may lose, repeat, exchange or bring back messages.
+Beyond a network's faults, a *tamper* may lose, repeat, exchange or bring back messages.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ class NetworkConfig:
     retransmit_s: float = 0.2
     """Upper bound of the extra delay of held-back messages, once a cut is healed."""
     tcp_timeout_s: float = 60.0
-    """A connection on which nothing gets through for this long is given up."""
+    """Seconds without any delivery after which a connection breaks."""
     window: int = 64
-    """Messages of one call that may be under way or unread before the sender must wait."""
+    """Number of messages of a call that may be under way or unread before the sender must wait."""
 
 
 class Tamper(Protocol):
@@ -69,7 +69,7 @@ class GroupLinkOver:
         return await self._connection.unary("Warm", request, timeout=timeout)
 
     async def WriteAdapter(self, request_iterator: Any, *, timeout: float) -> Any:
-        raise NotImplementedError  # All groups have one store.
+        raise NotImplementedError  # All groups share one store.
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _Listener:
 
 
 class Network:
-    """All connections, and what stands between places."""
+    """All connections, and the cuts and latencies between places."""
 
     def __init__(
         self, loop: SimLoop, rng: random.Random, *, config: NetworkConfig, trace: Trace
@@ -97,7 +97,7 @@ class Network:
         """Seconds added to the latency of messages from and to a place, by place."""
         self._rng = rng
         self._cuts: dict[tuple[str, str], int] = {}
-        self._held: dict[Pipe, float] = {}  # Since when.
+        self._held: dict[Pipe, float] = {}  # Since, in s.
         self._waiting: list[tuple[str, str, Callable[[], None]]] = []
 
     @staticmethod
@@ -119,7 +119,7 @@ class Network:
             self.close(connection)
 
     def close(self, connection: Connection) -> None:
-        """By the client: its calls end there at once, and at the server when it hears of it."""
+        """Closes a connection for its client at once, for the server when the message arrives."""
         if not connection.is_open or (connection.client and connection.client.is_dead):
             return
         connection.is_open = False
@@ -136,7 +136,7 @@ class Network:
             call.fail(closed)
 
     def kill(self, process: Process, *, resets: bool) -> None:
-        """``process`` is gone, and with ``resets`` its kernel tells those connected to it."""
+        """Ends ``process``. Its connections are reset, or without ``resets`` time out."""
         process.kill()
         for address, listener in tuple(self.listeners.items()):
             if listener.process is process:
@@ -157,7 +157,7 @@ class Network:
         return lambda: connection.reset(reason)
 
     def cut(self, source: str, target: str) -> None:
-        """Nothing gets from one place to the other, until as many calls of `heal`."""
+        """Blocks messages from one place to the other, until `heal` was called as often."""
         self._cuts[source, target] = self._cuts.get((source, target), 0) + 1
 
     def heal(self, source: str, target: str) -> None:
@@ -175,7 +175,7 @@ class Network:
         return self._cuts.get((source, target), 0) > 0
 
     def hold(self, pipe: Pipe) -> None:
-        """Keeps in mind that a cut holds back messages of ``pipe``."""
+        """Notes that a cut holds back messages of ``pipe``; breaks its connection on timeout."""
         if pipe in self._held:
             return
         since_s = self._held[pipe] = self.loop.time()
@@ -188,7 +188,7 @@ class Network:
         self.loop.call_later(self.config.tcp_timeout_s, give_up)
 
     def deliver(self, source: str, target: str, function: Callable[[], None]) -> None:
-        """Runs ``function`` at ``target``, once a message from ``source`` has got there."""
+        """Runs ``function`` once a message from ``source`` would have arrived at ``target``."""
         arrival_s = self.arrival_s(source, target)
         self.loop.call_at(arrival_s, self._deliver, source, target, function)
 

@@ -1,8 +1,8 @@
-"""One direction of one call over a network that can break.
+"""One direction of a call over a network that can break.
 
-A *pipe* carries messages in order and whole as long as the connection stands, each after a latency
-of its own, no more unread ones than its window allows. What is sent into a cut waits until that
-heals, as TCP would send it again and again.
+A *pipe* carries messages whole and in order while the connection stands, each after its own
+latency, with at most a window of unread messages. Messages sent into a cut wait until it heals, as
+with TCP's retransmissions.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Pipe:
-    """One direction of one call. ``from_server`` says which."""
+    """One direction of a call: responses if ``from_server``, otherwise requests."""
 
     def __init__(self, call: "Call", source: str, target: str, *, from_server: bool) -> None:
         self.call = call
@@ -26,7 +26,7 @@ class Pipe:
         self.from_server = from_server
         self._network: Network = call.network
         self._under_way: deque[Message | None] = deque()  # None is the end.
-        self._num_held = 0  # Of those under way: would have arrived, but for a cut.
+        self._num_held = 0  # Messages under way that a cut holds back.
         self._last_arrival_s = 0.0
         self._unread: deque[Message] = deque()
         self._has_ended = False
@@ -43,7 +43,7 @@ class Pipe:
         self.put(message)
 
     def put(self, message: Message | None) -> None:
-        """Sends without regard to the window; ``None`` ends the stream."""
+        """Sends regardless of the window; ``None`` ends the stream."""
         if not self._network.can_send(self.call, from_server=self.from_server):
             return
         if message is not None:
@@ -58,7 +58,7 @@ class Pipe:
         self._accept(message)
 
     def release(self) -> None:
-        """Delivers soon what a cut, now healed, has held back."""
+        """Delivers messages that a cut, now healed, has held back."""
         num_held, self._num_held = self._num_held, 0
         for _ in range(num_held):
             arrival_s = self._network.arrival_s(self.source, self.target, late=True)
@@ -66,7 +66,7 @@ class Pipe:
             self._network.loop.call_at(self._last_arrival_s, self._arrive)
 
     async def read(self) -> Message | None:
-        """The next message; None at the end, of whatever kind."""
+        """The next message, or None once the stream or the call has ended."""
         while not self._unread:
             if self._has_ended or not self.call.is_open:
                 return None
@@ -102,5 +102,5 @@ class Pipe:
 
 
 def copied(message: Message) -> Any:
-    """As the other side has it: through bytes, so that nothing is shared."""
+    """A copy of the message by serialization, so that the two sides share nothing."""
     return type(message).FromString(message.SerializeToString())

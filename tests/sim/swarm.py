@@ -1,4 +1,4 @@
-"""Plans drawn from a seed: small and large caches, few and many groups, some faults and not others.
+"""Draws plans from a seed: sizes of caches, numbers of groups, and the kinds of faults.
 
 Limits are drawn small, so that queues fill, blocks run out and buffers overflow within minutes.
 """
@@ -27,7 +27,7 @@ def draw_plan(seed: int, *, length_s: float) -> Plan:
     max_num_seqs = rng.choice([2, 8, 16])
     step_s = rng.choice([0.02, 0.05, 0.1])
     mean_output = rng.choice([5, 20, 40])
-    capacity = num_groups * max_num_seqs / (step_s * mean_output)  # Requests a second.
+    capacity = num_groups * max_num_seqs / (step_s * mean_output)  # Requests per second.
     num_gateways = rng.choice([1, 1, 2, 3])
     p_fault = rng.choice([0.15, 0.3, 0.6])
     return Plan(

@@ -1,4 +1,4 @@
-"""Many clients at once, at a server that has just started and has shown no speeds yet."""
+"""Bursts of clients at a server that has just started and has no measured speeds."""
 
 import asyncio
 
@@ -15,8 +15,8 @@ from quire.cluster.serving.service import GatewayConfig
 
 NUM_SHARED, NUM_OWN, NUM_OUTPUT = 48 * BLOCK_SIZE, 3 * BLOCK_SIZE, 16
 COST = StepCost(step_s=0.01, token_s=0.002)
-"""That of a small model on two cores and prompts of 768 shared tokens and 48 of their own, at a
-quarter of the length: 100 such prompts take 3 s."""
+"""Speed of a small model on two cores with prompts of 768 shared and 48 own tokens. It is scaled to
+the prompts here, which have a quarter of the length: 100 of them take 3 s."""
 
 DEFAULT = AdmissionConfig()
 
@@ -35,7 +35,7 @@ def plan(*, num_slots: int, admission: AdmissionConfig = DEFAULT) -> Plan:
 
 
 def ask(world: World, shared: list[int], *, max_tokens: int = NUM_OUTPUT) -> Ask:
-    """One with the shared beginning and an end of its own."""
+    """A request with the shared prefix and its own suffix."""
     drawn = world.clients.draw()
     drawn.prompt = shared + [world.rng.randrange(200) for _ in range(NUM_OWN)]
     drawn.max_tokens, drawn.ignore_eos, drawn.salt = max_tokens, True, ""
@@ -48,7 +48,7 @@ def ask(world: World, shared: list[int], *, max_tokens: int = NUM_OUTPUT) -> Ask
 def test_no_client_of_a_burst_with_a_shared_prompt_is_refused(
     num_clients: int, spread_s: float
 ) -> None:
-    """A closed loop: each client asks again when its answer has come, twice."""
+    """A closed loop: each client sends two requests, the second after the first answer."""
 
     async def script(world: World) -> None:
         await asyncio.sleep(1)
@@ -67,7 +67,7 @@ def test_no_client_of_a_burst_with_a_shared_prompt_is_refused(
 
 
 def test_what_prompts_share_counts_once_as_soon_as_some_were_routed() -> None:
-    """The 40 at once have 160 tokens of their own, 7,840 with what they share."""
+    """The 40 simultaneous requests have 160 own tokens, and 7,840 with the shared ones."""
 
     async def script(world: World) -> None:
         await asyncio.sleep(1)
@@ -86,7 +86,7 @@ def test_what_prompts_share_counts_once_as_soon_as_some_were_routed() -> None:
 
 
 def test_who_is_refused_finds_room_when_told_to_come_back() -> None:
-    """More come than can begin within the bound: each of the others is refused once."""
+    """More arrive than can begin within the bound; each of the others is refused once."""
     num_refusals = []
 
     async def script(world: World) -> None:

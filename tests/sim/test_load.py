@@ -27,11 +27,11 @@ NUM_SLOTS = 8
 WARM_UP_S, LENGTH_S = 5.0, 25.0
 CLIENT = GroupClientConfig(step_deadline_s=10.0)
 SEEDS = range(1, 5)
-"""Whose runs are taken together: p99 at capacity is 0.4 s in one and 3 s in another."""
+"""Runs that are pooled, since p99 at capacity varies from 0.4 s to 3 s between seeds."""
 MANY_SEEDS = range(1, 13)
-"""Where that is compared with p99 of another load: four runs at capacity say 0.8 to 7 s."""
+"""For comparisons with p99 of another load: four runs at capacity vary from 0.8 to 7 s."""
 LATENCY_S = 0.02
-"""A client's way to a gateway and back, at most."""
+"""Upper bound of the round trip between client and gateway."""
 
 
 def cluster(
@@ -54,7 +54,7 @@ def cluster(
 
 
 async def come(world: World, *, per_s: float, until_s: float, priority: int = 0) -> list[Ask]:
-    """Requests as the load draws them, at random times; returns them once the last has come."""
+    """Sends requests of the load at random times; returns them once the last was sent."""
     asks = []
     while world.loop.time() < until_s:
         await asyncio.sleep(world.rng.expovariate(per_s))
@@ -85,7 +85,7 @@ def loaded(
     admission: AdmissionConfig | None = None,
     seeds: Sequence[int] = SEEDS,
 ) -> list[Ask]:
-    """What became of those that came at such a rate, after a warm-up at a third of it."""
+    """Requests that arrived at this rate, after a warm-up at a third of it, with their outcomes."""
     asks: list[Ask] = []
 
     async def script(world: World) -> None:
@@ -98,7 +98,7 @@ def loaded(
 
 
 def done_per_s(asks: Sequence[Ask]) -> float:
-    """In the last three quarters of the time in which they came, in one of `SEEDS`."""
+    """Requests completed per second in the last three quarters of arrivals, mean over `SEEDS`."""
     begin_s, end_s = WARM_UP_S + LENGTH_S / 4, WARM_UP_S + LENGTH_S
     ends = [ask.end_s for ask in asks if ask.outcome == "done" and ask.end_s is not None]
     return sum(begin_s < at_s <= end_s for at_s in ends) / (end_s - begin_s) / len(SEEDS)
@@ -106,7 +106,7 @@ def done_per_s(asks: Sequence[Ask]) -> float:
 
 @cache
 def capacity_per_s() -> float:
-    """What two groups end when there is always more to do."""
+    """Requests that two groups complete per second under permanent overload."""
     return done_per_s(loaded(30.0))
 
 
@@ -132,7 +132,7 @@ def test_at_three_times_its_capacity_a_cluster_serves_what_it_took_as_if_at_capa
 def test_gateways_that_nobody_told_of_each_other_queue_no_more_than_one_would(
     num_gateways: int,
 ) -> None:
-    """Each for itself, requests wait 1.6 times as long with two, and twice with three."""
+    """Uncoordinated, requests would wait 1.6 times as long with two, and twice with three."""
     per_s = 3 * capacity_per_s()
     alone, together = loaded(per_s), loaded(per_s, num_gateways=num_gateways)
     assert median_ttft_s(together) <= 1.5 * median_ttft_s(alone)
@@ -149,9 +149,9 @@ def test_gateways_learn_how_many_they_are() -> None:
         await asyncio.sleep(2)
         look(world)
         world.chaos.begin("gateway crash")
-        await asyncio.sleep(2 * CLIENT.silence_timeout_s)  # Groups may see only that it is silent.
+        await asyncio.sleep(2 * CLIENT.silence_timeout_s)  # Groups may notice only its silence.
         look(world)
-        await asyncio.sleep(40)  # Its successor has come.
+        await asyncio.sleep(40)  # Its successor has started.
         look(world)
         for gateway in world.cluster.gateways:
             gateway.models.begin_drain()
@@ -164,7 +164,7 @@ def test_gateways_learn_how_many_they_are() -> None:
 
 @pytest.mark.slow
 def test_under_overload_what_is_urgent_is_served_and_the_rest_is_not_lost() -> None:
-    """Half of what the cluster can do is urgent, five times as much is not. Bursts may wait."""
+    """Urgent requests take half of the capacity; five times as many are not. Bursts may wait."""
     patient = AdmissionConfig(max_queue_wait_s=10)
     half = capacity_per_s() / 2
     urgent: list[Ask] = []
@@ -232,7 +232,7 @@ def test_requests_wake_a_cluster_that_was_scaled_to_zero_and_lose_nothing() -> N
     async def script(world: World) -> None:
         await asyncio.sleep(1)
         asks.append(replace(world.clients.draw(), max_tokens=150, ignore_eos=True))
-        world.clients.ask(asks[-1])  # Runs on while the groups drain.
+        world.clients.ask(asks[-1])  # It runs while the groups drain.
         await asyncio.sleep(1)
         world.chaos.begin("scale to zero")
         await asyncio.sleep(60)
@@ -246,7 +246,7 @@ def test_requests_wake_a_cluster_that_was_scaled_to_zero_and_lose_nothing() -> N
 
 
 def test_requests_that_come_while_all_groups_start_again_wait_for_them() -> None:
-    """By default; each group takes half a minute."""
+    """With default settings; each group takes half a minute to start."""
     asks: list[Ask] = []
 
     async def script(world: World) -> None:
@@ -261,8 +261,8 @@ def test_requests_that_come_while_all_groups_start_again_wait_for_them() -> None
 
 
 def test_requests_wait_for_the_first_group_of_all() -> None:
-    """A gateway that has never met a group knows nothing of its model, and takes them all the
-    same."""
+    """A gateway that has never had a group does not know the model, but still accepts the
+    requests."""
     asks: list[Ask] = []
 
     async def script(world: World) -> None:

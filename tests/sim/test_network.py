@@ -15,7 +15,7 @@ CONFIG = NetworkConfig(max_latency_s=0.5, retransmit_s=1.0, tcp_timeout_s=30.0, 
 
 
 class Counting:
-    """A group that sends numbered frames."""
+    """A fake group that sends numbered frames."""
 
     def __init__(self) -> None:
         self.num_sent = 0

@@ -1,4 +1,4 @@
-"""One fault at a time, and how long at most a client waits for its next token."""
+"""Single faults, with bounds on a client's wait for its next token."""
 
 import asyncio
 import random
@@ -49,7 +49,7 @@ def ask(
 
 
 def play(step: Step, *, plan: Plan | None = None, seed: int = 1, warm_s: float = 1.0) -> Result:
-    """Streams begin, then ``step`` happens; what is left over is checked as in every run."""
+    """Begins streams, then runs ``step``. Leftovers are checked as in every run."""
 
     async def script(world: World) -> None:
         await asyncio.sleep(1)
@@ -114,7 +114,7 @@ def test_a_lone_group_that_crashes_is_waited_for() -> None:
 def test_where_all_groups_die_together_every_stream_is_done_once_they_are_back(
     seed: int, kind: str
 ) -> None:
-    """Within some steps of each other, before the streams have had many tokens."""
+    """Groups die within a few steps of each other, before streams have many tokens."""
     rng = random.Random(seed)
 
     async def step(world: World) -> None:
@@ -142,7 +142,7 @@ def test_a_gateway_that_dies_breaks_its_own_streams_and_no_other() -> None:
 
 
 def test_more_requests_than_blocks_all_end() -> None:
-    """Every group can hold two sequences at their full length; thirty run at once."""
+    """Each group has blocks for two sequences of full length; thirty run at once."""
     plan = Plan(cluster=replace(CLUSTER, num_groups=1, num_blocks=80))
     assert play(_nothing, plan=plan).outcomes == {"done": NUM_STREAMS}
 
@@ -180,7 +180,7 @@ def test_who_leaves_frees_its_blocks_within_a_step() -> None:
 
 @pytest.mark.parametrize(("resets", "within_s"), [(True, 0.5), (False, 8.0)])
 def test_a_gateway_that_is_gone_holds_no_blocks(resets: bool, within_s: float) -> None:
-    """What it asked for would go on for 40 s. Without a reset, it is its silence that tells."""
+    """Its requests would run for 40 s. Without a reset, groups notice the gateway's silence."""
 
     async def step(world: World) -> None:
         (gateway,) = world.cluster.gateways
@@ -229,7 +229,7 @@ def test_a_request_that_kills_groups_is_stopped_and_the_others_go_on(
     assert poison.error.code() == grpc.StatusCode.ABORTED
     assert "quarantined" in (poison.error.details() or "")
     assert result.outcomes == {"done": NUM_STREAMS, "error": 1}
-    # They may be on all groups at once, before the first has died.
+    # Completions may run on all groups at once before the first dies.
     num_at_once = min(num_answers, plan.cluster.num_groups)
     max_deaths = CompletionConfig().max_group_deaths
     assert result.num_replaced <= max_deaths + num_at_once - 1
@@ -241,7 +241,7 @@ EVENT_KINDS = ("events lost", "events repeated", "events exchanged", "events for
 @pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("kind", EVENT_KINDS)
 def test_a_wrong_feed_of_events_costs_no_token_and_is_mended(kind: str) -> None:
-    """The answers are checked as they come, and the directory at the end."""
+    """Answers are checked as they arrive, and the directory at the end."""
     plan = Plan(
         cluster=replace(CLUSTER, num_blocks=150),
         load=Load(rate=1.0, num_documents=3),
@@ -254,7 +254,7 @@ def test_a_wrong_feed_of_events_costs_no_token_and_is_mended(kind: str) -> None:
 @pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_directory_is_right_a_heartbeat_after_the_last_wrong_event(seed: int) -> None:
-    """Nothing follows that might show it by chance: all streams have ended."""
+    """All streams have ended, so no later event can reveal the error."""
 
     async def to_the_end(world: World) -> None:
         while world.clients.running:
@@ -263,7 +263,7 @@ def test_a_directory_is_right_a_heartbeat_after_the_last_wrong_event(seed: int) 
     plan = Plan(
         cluster=replace(CLUSTER, num_gateways=2),
         chaos=ChaosPlan(kinds=EVENT_KINDS),
-        quiet_s=1.5,  # A heartbeat, the pause before events are asked for again, and the ways.
+        quiet_s=1.5,  # A heartbeat, the pause before events are requested again, and latencies.
     )
     assert set(play(to_the_end, plan=plan, seed=seed).outcomes) == {"done"}
 

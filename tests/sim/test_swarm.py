@@ -1,6 +1,6 @@
-"""Clusters, loads and faults drawn from seeds; what is checked is in `tests.sim.world`.
+"""Runs of clusters, loads and faults drawn from seeds. `tests.sim.world` has the checks.
 
-More of it: ``python -m tests.sim --seeds 0-1000 --seconds 3600``.
+For more runs: ``python -m tests.sim --seeds 0-1000 --seconds 3600``.
 """
 
 import logging
@@ -52,7 +52,7 @@ LIVELY = Plan(
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Groups are lost all the time here."""
+    """Silences logs, since lost groups are the rule here."""
     with caplog.at_level(logging.CRITICAL):
         yield
 
@@ -145,7 +145,7 @@ def _keeps_places_of_those_who_left(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Admission.leave
 
     def leave(self: Admission, ticket: Ticket) -> None:
-        if ticket.stage is Stage.QUEUED:  # Else it would be missed as soon as its turn came.
+        if ticket.stage is Stage.QUEUED:  # Otherwise it would be missed as soon as its turn came.
             original(self, ticket)
 
     monkeypatch.setattr(Admission, "leave", leave)
@@ -199,7 +199,7 @@ def _gives_all_answers_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_broken_is_found(
     break_it: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The simulation is worth as much as what it finds."""
+    """The simulation detects planted bugs."""
 
     def run_some() -> None:
         for plan in (CALM, LIVELY):

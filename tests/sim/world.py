@@ -1,11 +1,11 @@
-"""One run: a cluster, its clients and what befalls them, all of it drawn from one seed.
+"""One run of the simulation: a cluster, its clients and its faults, all drawn from one seed.
 
-While it runs, every chunk that a client gets is checked. Then the faults stop and the cluster is
-given time, after which nothing may be left over: no request under way, no block held, no
-reservation, no stream; and each gateway's directory says exactly what the groups' pools hold.
+During the run every chunk that a client receives is checked. Then faults stop and the cluster gets
+time to recover. After that no request, held block, reservation or stream may be left, and each
+gateway's directory must equal the contents of the groups' pools.
 
-Everything that happens goes into a hash, the *digest*, in order and with its time. Equal seeds
-have equal digests, or something depends on what it should not.
+Every event is hashed with its time, in order, into the *digest*. Equal seeds must have equal
+digests; otherwise something depends on more than the seed.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from quire.router.prefix_index.directory import GroupId
 from quire.v1 import group_pb2
 
 _TAIL = 60
-"""Lines of the trace that a failure shows."""
+"""Number of trace lines that a failure shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class Plan:
     chaos: ChaosPlan = field(default_factory=ChaosPlan)
     length_s: float = 100.0
     settle_s: float = 100.0
-    """After the last fault, for how long no client may see anything while one still waits."""
+    """Longest time after the last fault in which requests wait and no client receives anything."""
     quiet_s: float = 60.0
-    """After that, until the directory must be exact and everything else empty."""
+    """Time after the last request's end until the directory must be exact and all else empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Result:
     outcomes: Counter[str]
     faults: Counter[str]
     num_replaced: int
-    """Groups and gateways that operations replaced, for they had died or failed."""
+    """Number of groups and gateways that operations replaced because they had died or failed."""
     asks: list[Ask]
 
 
@@ -73,7 +73,7 @@ class World:
         loop.set_exception_handler(self._on_exception)
 
         def rng(part: str) -> random.Random:
-            return random.Random(f"{seed} {part}")  # A string is hashed the same everywhere.
+            return random.Random(f"{seed} {part}")  # Alike in every process.
 
         self.rng = rng("script")
         model = HashModel(make_tokenizer())
@@ -91,7 +91,7 @@ class World:
         return self._hash.hexdigest()
 
     def note(self, text: str) -> None:
-        """Puts what happened into the digest, and into what a failure shows."""
+        """Adds an event to the digest and to the trace that a failure shows."""
         self.tail.append(self._add(text))
 
     def _add(self, text: str) -> str:
@@ -100,7 +100,7 @@ class World:
         return line
 
     async def live(self) -> None:
-        """Clients come and faults happen, as the plan has it."""
+        """Lets clients arrive and faults happen according to the plan."""
         until_s = self.plan.length_s
         await asyncio.gather(self.clients.arrive(until_s=until_s), self.chaos.run(until_s=until_s))
 
@@ -145,7 +145,7 @@ class World:
             raise error
 
     async def _watch(self) -> None:
-        """What must hold at every moment, looked at every second."""
+        """Checks once a second what must always hold."""
         while True:
             await asyncio.sleep(1)
             self.check()
@@ -196,7 +196,7 @@ class World:
             self._check_directory(gateway)
 
     def _check_directory(self, gateway: SimGateway) -> None:
-        """The directory against sets of what the pools have named."""
+        """Compares a gateway's directory with sets of the blocks in the groups' pools."""
         truth = {
             GroupId(group.name): set(group.engine._pool._block_of) for group in self.cluster.groups
         }
@@ -218,7 +218,7 @@ class World:
 
     def _message(self, name: str, message: Message | None) -> None:
         if isinstance(message, group_pb2.EventBatch) and message.HasField("snapshot"):
-            # Its blocks come in no particular order.
+            # Blocks of a snapshot have no order.
             stored = message.snapshot.stored
             blocks = sorted(stored[start : start + 32] for start in range(0, len(stored), 32))
             data = b"".join(blocks) + str(message.first_seq).encode()
@@ -236,11 +236,11 @@ Script = Callable[[World], Awaitable[None]]
 
 
 def run(plan: Plan, *, seed: int, script: Script | None = None) -> Result:
-    """Runs ``plan`` to its end: by itself, or by a ``script`` that says what happens.
+    """Runs ``plan`` to its end. A ``script`` replaces random clients and faults.
 
     Raises:
         Wrong: The cluster broke a guarantee. The notes have the end of the trace.
-        Deadlock: Nothing could ever happen any more.
+        Deadlock: Every task waited and no timer was set.
     """
     world: World | None = None
 
@@ -260,7 +260,7 @@ def run(plan: Plan, *, seed: int, script: Script | None = None) -> Result:
 
 @contextmanager
 def _seeded_secrets(seed: int) -> Iterator[None]:
-    """Names and seeds that gateways draw become those of the run."""
+    """Derives the names and seeds that gateways draw from the run's seed."""
     rng = random.Random(f"{seed} secrets")
     with (
         mock.patch.object(secrets, "token_hex", lambda size: rng.randbytes(size).hex()),

@@ -1,10 +1,9 @@
-"""A model whose tokens show whether its KV cache was right, and an engine around it.
+"""Fixtures: a made-up model whose tokens reveal any error in its KV cache, and an engine for it.
 
 Its "KV" of a token is the token, its position and its adapter. A row "attends" by reading them
-back through its block table, and its next token is a hash of all that it read, of the seed and the
-adapter:
-whatever the engine gets wrong about blocks changes tokens. `Generate` says what is right, from
-the prompt alone.
+back through its block table, and its next token is a hash of all that it read, the seed and the
+adapter. So any error of the engine with blocks changes tokens. The fixture `generate` computes the
+right ones from the prompt alone.
 """
 
 import hashlib
@@ -44,12 +43,12 @@ def next_token(
 
 
 def owner(adapter: str) -> int:
-    """A number for each adapter, the same in any process."""
+    """A number derived from the adapter's name, the same in any process."""
     return int.from_bytes(hashlib.blake2b(adapter.encode(), digest_size=7).digest(), "little")
 
 
 class PagedExecutor(DirectExecutor):
-    """Executes steps as ranks would, and checks what the contract says of a `StepInput`."""
+    """Executes steps as ranks would, and asserts the invariants of each `StepInput`."""
 
     def __init__(
         self, *, num_blocks: int, block_size: int, num_ahead: int, host_kv_bytes: int = 0
@@ -65,7 +64,7 @@ class PagedExecutor(DirectExecutor):
         self.kv_NLW[...] = -1
         self._tokens, self._positions, self._owners = self.kv_NLW.reshape(-1, 3).T
         self.adapters: dict[int, str] = {}
-        """By slot."""
+        """Adapters by slot."""
         self._sampled: Longs = np.empty(0, np.int64)
 
     def submit(self, step: StepInput) -> None:
@@ -178,7 +177,7 @@ def make_engine() -> Callable[..., tuple[Engine, PagedExecutor]]:
 
 @pytest.fixture
 def generate() -> Callable[..., tuple[list[int], str]]:
-    """What the model says to a prompt, found without any cache: output tokens, finish reason."""
+    """Computes the model's output tokens and finish reason for a prompt, without any cache."""
 
     def generate(
         prompt: Sequence[int],

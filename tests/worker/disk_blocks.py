@@ -1,4 +1,4 @@
-"""Small blocks of any content, and a disk to keep them on."""
+"""Small blocks of random content, and a `DiskStore` for them."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from quire.worker.cache.disk import DiskStore, Put
 
 FORMAT = KvFormat(num_layers=2, num_kv_heads=2, head_bytes=32, block_size=4)
 FILE_BYTES = 4096
-"""What one block takes of the bound: a page."""
+"""Size of one block's file as the store counts it: a page."""
 
 
 def name(number: int) -> BlockHash:
@@ -44,7 +44,7 @@ def put_chain(store: DiskStore, *numbers: int) -> None:
 
 
 def read(store: DiskStore, number: int) -> None:
-    """Reads a block, and checks what it gets."""
+    """Reads a block and asserts that content and checksum are right."""
     into_C = np.zeros(FORMAT.block_bytes, np.uint8)
     checksum = store.read(name(number), into_C)
     assert (into_C == content(number)).all()

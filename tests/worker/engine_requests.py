@@ -1,4 +1,4 @@
-"""Requests for an engine of the conftest's model, and running them to their ends.
+"""Builds requests for engines of the conftest's model, and runs them to their ends.
 
 Blocks have 4 tokens in these tests, and the end token is 1.
 """
@@ -37,7 +37,7 @@ def request(
 
 
 def run(engine: Engine, *requests: Prepared) -> dict[str, TokenDelta]:
-    """Runs to the end; returns each request's last output, with all of its tokens."""
+    """Runs ``requests`` to their ends; returns each one's last output, with all of its tokens."""
     for one in requests:
         engine.add_request(one)
     ended: dict[str, TokenDelta] = {}
@@ -55,6 +55,6 @@ def range_prompt(length: int, *, first: int = 2) -> list[int]:
 
 
 def take_checksums(engine: Engine) -> None:
-    """Waits until those of all blocks in host memory are known."""
+    """Waits until the checksums of all blocks in host memory are known."""
     assert engine._travel is not None
     engine._travel.checker.settle(waits=True)

@@ -1,4 +1,4 @@
-"""Another engine of this process that lends its blocks, as another group does over a network."""
+"""A lending engine in this process, in place of another group that lends blocks over a network."""
 
 import threading
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from quire.worker.engine import Engine
 
 @dataclass
 class Lender:
-    """Steps ``engine`` in a thread, and is a `Fetch` for other engines."""
+    """Steps ``engine`` in a thread, and serves as the `Fetch` of other engines."""
 
     engine: Engine
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -1,5 +1,5 @@
-"""A request's tokens depend on model, adapter, prompt, parameters and seed only: in bfloat16,
-sampled, so that equal tokens say that all logits had equal bits."""
+"""A request's tokens depend on model, adapter, prompt, parameters and seed only. They are sampled
+in bfloat16, so equal tokens show that all logits had equal bits."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[LoRARequest | None]:
-    """None, and those of several ranks, some of which change attention alone."""
+    """No adapter, and adapters of several LoRA ranks, some of which change attention only."""
     folder = tmp_path_factory.mktemp("adapters")
     found: list[LoRARequest | None] = [None]
     for number in range(NUM_ADAPTERS):
@@ -62,7 +62,7 @@ def write_for_the_demo_model(path: Path, **options: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(adapters: list[LoRARequest | None]) -> list[list[int]]:
-    """Each by itself, one rank, nothing cached."""
+    """Tokens of each request alone, on one rank, without prefix caching."""
     with _llm(enable_prefix_caching=False) as llm:
         found = [_tokens(llm, [one], [chat])[0] for one, chat in _pairs(adapters)]
     assert len({tuple(tokens) for tokens in found}) == len(found)

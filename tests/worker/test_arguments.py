@@ -1,4 +1,4 @@
-"""Arguments that vLLM has and Quire has not are refused with a reason, others as in Python."""
+"""vLLM's arguments that Quire lacks are refused with a reason, unknown ones as in Python."""
 
 import inspect
 import pickle

@@ -1,5 +1,5 @@
-"""How long requests wait for blocks from elsewhere, by a clock that the test moves; what may hold
-the KV cache's room meanwhile; and what is done with blocks that come too late."""
+"""Requests that wait for blocks of another group, on a clock that tests advance: how long they
+wait, who may use the KV cache meanwhile, and what happens to late blocks."""
 
 import threading
 from collections.abc import Callable
@@ -26,11 +26,11 @@ from quire.worker.engine import Engine
 SIZE = 4
 BLOCK_BYTES = SIZE * 3 * 8
 PROMPT = range_prompt(81)
-"""20 blocks that another group may have computed, and a token."""
+"""A prompt of 20 blocks that another group may have, and a token."""
 
 
 class Rig:
-    """An engine that computes a block in 1 s, and fetches from a group that the test moves."""
+    """An engine that computes a block in 1 s, and fetches from a group that the test controls."""
 
     def __init__(self, make_engine: MakeEngine, **options: Any) -> None:
         self.now_s = 0.0
@@ -49,7 +49,7 @@ class Rig:
         self.now_s += (len(step.token_ids_T) - step.num_decodes) / SIZE
 
     def measure(self) -> None:
-        """Has it learn how fast it computes."""
+        """Lets the engine measure its speed."""
         run(self.engine, request("first", range_prompt(81, first=7), max_tokens=1))
 
     def ask(self, name: str = "r", num_blocks: int = 20) -> None:
@@ -157,7 +157,7 @@ def test_a_pull_goes_on_until_nobody_waits_for_it(rig: Callable[..., Rig]) -> No
     assert not group.pulls[0].is_cancelled
     group.engine.abort("two")
     assert group.pulls[0].is_cancelled
-    assert group.engine.has_work  # A slot may still be written to.
+    assert group.engine.has_work  # The fetcher may still write to a slot.
     group.pulls[0].end()
     group.step()
     assert not group.engine.has_work

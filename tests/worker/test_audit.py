@@ -1,4 +1,4 @@
-"""Blocks that were not computed here are computed again by sample, and wrong ones are found."""
+"""The audit recomputes a sample of blocks that this engine did not compute, and detects errors."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from quire.worker.schedule import audit
 
 @pytest.fixture
 def engine(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """One whose cache holds one prompt, and whose host memory holds what it evicts."""
+    """An engine whose cache holds one prompt and whose host memory keeps evicted blocks."""
     monkeypatch.setattr(audit, "EVERY_REQUESTS", 1)
     return make_engine(num_blocks=24, host_kv_bytes=128 * 96, kv_offloading_size=64 * 96 / 2**30)
 

@@ -1,4 +1,4 @@
-"""Words that an output must not hold: the tokens are those of transformers, whatever happens."""
+"""Bad words: tokens are those of transformers' with the same words, in any batch."""
 
 import re
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def demo() -> Iterator[LLM]:
 
 
 def spelled(words: list[str]) -> list[list[int]]:
-    """As vLLM does, but a spelling is left out only where its end is the other one."""
+    """Token ids as in vLLM, but a spelling is left out only if it ends in the other one."""
     tokenizer = AutoTokenizer.from_pretrained(demo_model.PATH)
     found = []
     for word in words:
@@ -41,7 +41,7 @@ def spelled(words: list[str]) -> list[list[int]]:
 
 
 def spelled_out(params: SamplingParams) -> SamplingParams:
-    """``params`` as the offline API hands them to its engine."""
+    """``params`` as the offline API passes them to its engine."""
     tokenizer = Tokenizer.load(demo_model.PATH)
     prompt = as_token_ids([5])
     return spell_out(
@@ -68,7 +68,7 @@ def test_the_tokens_are_those_of_transformers(demo: LLM) -> None:
 @pytest.mark.quick_cells("1")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_token_that_is_banned_is_passed_over_in_any_batch(demo: LLM, ranks: int) -> None:
-    """Of so many greedy rows the model finds the tokens by itself; alone, from its logits."""
+    """With so many greedy rows the head chooses tokens; alone, the sampler does, from logits."""
     free = demo.generate(PROMPTS, GREEDY, use_tqdm=False)
     used = sorted({token for output in free for token in output.outputs[0].token_ids})[:4]
     params = [

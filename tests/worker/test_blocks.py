@@ -17,7 +17,7 @@ Chain = tuple[int, ...]
 
 
 class Use(NamedTuple):
-    """What a block was used for, when it becomes evictable."""
+    """A block's use before it became evictable."""
 
     last_used: int
     num_hits: int
@@ -84,7 +84,7 @@ def make_pool(num_blocks: int) -> BlockPool:
 
 
 def compute(pool: BlockPool, chain: Chain) -> list[BlockId]:
-    """What a sequence does: takes the cached prefix, fills the rest, registers all."""
+    """Acts as a sequence: takes the cached prefix, fills the rest, registers all."""
     hits = pool.match(names(chain))
     pool.acquire(hits)
     blocks = hits + pool.allocate(len(chain) - len(hits))
@@ -168,7 +168,7 @@ def test_the_second_writer_of_a_hash_is_given_the_first_ones_block() -> None:
     pool.release(own)
     assert pool.num_held == 1
     pool.release(first)
-    assert pool.num_held == 1  # The second writer holds it too now.
+    assert pool.num_held == 1  # The second writer now holds it too.
     pool.release(first)
     assert (pool.num_cached, pool.num_free) == (1, 3)
 
@@ -192,7 +192,7 @@ class Holder(NamedTuple):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences that share, extend and let go of chains, beside a model of sets and counts."""
+    """Sequences that share, extend and release chains, compared with a model of sets and counts."""
 
     @initialize(num_blocks=st.integers(1, 10), policy=st.sampled_from(sorted(POLICIES)))
     def start(self, num_blocks: int, policy: str) -> None:
@@ -206,7 +206,7 @@ class PoolMachine(RuleBasedStateMachine):
             seconds=lambda: self.now_s,
         )
         self.holders: list[Holder] = []
-        self.content: dict[BlockId, Chain] = {}  # What was last written to each block.
+        self.content: dict[BlockId, Chain] = {}  # The last content written to each block.
         self.stored: set[BlockHash] = set()
         self.log.subscribe(self.replay)
 

@@ -1,4 +1,4 @@
-"""What clients send is put into the form that a template reads, found by asking the template."""
+"""Messages are converted to the form that a chat template reads, which is found by probing it."""
 
 import io
 import json
@@ -29,7 +29,7 @@ INST = (
     "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% else %} {{ m.content | trim }} </s>{% endif %}{% endfor %}"
 )
-# A thought within a content is shown in a place of its own, as in Qwen3's templates.
+# Reasoning within content is rendered separately, as in Qwen3's templates.
 THOUGHTS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% set text = m.content %}"
     "{% if m.role == 'assistant' %}<think>\n"
@@ -44,7 +44,7 @@ ROLES_KNOWN = (
     "{% elif m.role == 'system' %}[S]{{ m.content }}{% endif %}{% endfor %}"
 )
 USER = {"role": "user", "content": "Hi?"}
-# How templates of known models treat a message that has calls and no text.
+# Ways in which known models' templates treat a message with calls and no text.
 CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.name }}{% endfor %}"
 NULLS = {
     "is written": "{{ m.content }}" + CALLS,  # GLM-4.6, MiniMax-M2.

@@ -1,4 +1,4 @@
-"""The order in which constraints are compiled, and each tenant's share."""
+"""The order in which constraints are compiled, and the share of each tenant."""
 
 import threading
 from collections import Counter
@@ -12,7 +12,7 @@ SHORT, LONG = 100, 4_000
 
 
 class Bench:
-    """One thread, and a time that passes as the work says."""
+    """A queue with one worker, on a clock that the work advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -23,7 +23,7 @@ class Bench:
         self.queue.put(self._work(name, took_s), tenant=tenant, num_chars=num_chars)
 
     def run(self, until: str) -> float:
-        """When ``until`` is done."""
+        """Works until ``until`` is done; returns the time."""
         while True:
             turn = self.queue.take()
             if turn is None:

@@ -1,4 +1,4 @@
-"""An engine remembers what its blocks hold, in whatever tier they are."""
+"""An engine remembers the tokens of its blocks in every tier."""
 
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ def stored(log: EventLog) -> set[BlockHash]:
 
 
 def serve(engine: Any, requests: int, *, begin: int = 0) -> Contents:
-    """Runs some requests, each longer than the cache is large; returns all blocks of theirs."""
+    """Runs requests that together exceed the cache; returns all of their blocks."""
     blocks: Contents = {}
     for number in range(requests):
         prompt, salt = range_prompt(48, first=2 + 5 * (begin + number)), "s" * (number % 2)

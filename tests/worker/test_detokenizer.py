@@ -1,4 +1,4 @@
-"""Text of tokens that come one by one: compared with the `tokenizers` library's own decoding."""
+"""Incremental detokenization against the `tokenizers` library's decoding of all tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def _check_cuts(backend: tokenizers.Tokenizer, tokenizer: Tokenizer, text: str) 
         told = _text(tokenizer.detokenizer(follows=ids[:cut]), behind)
         if _HALF not in before:
             assert before + told == whole or before == whole[: len(before)] == ""
-        # An output that ends here: what was shown of it stays, but for half a character.
+        # If the output ends here, the text so far stays, except for half a character.
         ended = _text(tokenizer.detokenizer(), ids[:cut])
         assert ended == tokenizer.decode(ids[:cut])
         if _HALF in before and type(backend.decoder) is not decoders.ByteLevel:

@@ -1,4 +1,4 @@
-"""Blocks on disk: every fault is found, and nothing outlives its bound."""
+"""Blocks on disk: every fault is detected, and the store never exceeds its bound."""
 
 import errno
 import logging
@@ -84,7 +84,7 @@ def test_a_restart_finds_the_blocks_and_the_order_of_their_use(tmp_path: Path) -
     put_chain(store, 3, 4)
     for age, number in enumerate((4, 3, 2, 1)):
         os.utime(files(tmp_path)[number], (1000 + age, 1000 + age))
-    read(store, 4)  # which its file is to remember
+    read(store, 4)  # The file's times must record this use.
     store.close()
     again = store_in(tmp_path, num_blocks=3)
     assert dict(again.blocks()) == {name(1): None, name(3): None, name(4): name(3)}
@@ -208,7 +208,7 @@ def test_a_folder_that_vanishes_costs_its_blocks_and_nothing_else(tmp_path: Path
     assert numbers(caught.value.removed) == [2, 1]
     assert "No such file" in put(store, 3).error
     assert not folder.exists()
-    # Another engine that takes the same name later keeps it.
+    # An engine that later takes the same name keeps the folder.
     other = store_in(folder)
     assert not put(other, 4).error
     store._paused_until_s = 0

@@ -1,4 +1,4 @@
-"""Pulls of blocks from disk: in order, into the slots that are granted, and never for ever."""
+"""Pulls of blocks from disk end, and fill granted slots in order."""
 
 import os
 import threading
@@ -21,7 +21,7 @@ PATIENCE_S = 30.0
 
 
 class Wanted:
-    """A pull of blocks of these numbers, and what came of it."""
+    """A pull of the blocks with these numbers, and its result."""
 
     def __init__(self, *numbers: int, num_slots: int = 8) -> None:
         self.changed = threading.Semaphore(0)

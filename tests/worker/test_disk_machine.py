@@ -1,4 +1,4 @@
-"""Random uses of a disk of blocks, beside a dictionary and a list."""
+"""Random operations on a `DiskStore`, compared with a plain model of it."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ Chain = tuple[int, ...]
 
 
 def number_of(chain: Chain) -> int:
-    """A number for each chain, so that a block's name tells its chain."""
+    """A distinct number for each chain, so that a block's name identifies its chain."""
     number = 1
     for each in chain:
         number = number * 3 + each + 1
@@ -32,7 +32,7 @@ def number_of(chain: Chain) -> int:
 
 
 class DiskMachine(RuleBasedStateMachine):
-    """Chains of blocks, as they are written, read, damaged, and found again by the next engine."""
+    """Writes, reads and damages chains of blocks, and lets another engine reopen the folder."""
 
     @initialize(num_blocks=st.integers(1, 7))
     def start(self, num_blocks: int) -> None:
@@ -40,7 +40,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.num_blocks = num_blocks
         self.store = store_in(self.folder, num_blocks=num_blocks)
         self.used: list[Chain] = []
-        """What is on disk, the least recently used first."""
+        """Chains on disk, the least recently used first."""
 
     def use(self, chain: Chain) -> None:
         self.used.remove(chain)

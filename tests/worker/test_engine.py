@@ -1,4 +1,4 @@
-"""Prefix caching, scheduling and what the engine says of itself."""
+"""The engine's prefix caching, scheduling and statistics."""
 
 from dataclasses import replace
 
@@ -170,7 +170,7 @@ def test_a_long_prompt_waits_for_room_instead_of_being_preempted_over_and_over(
     engine.step()
     run(engine, request("long", range_prompt(80, first=5), max_tokens=4))
     assert engine.stats().num_preemptions == 0
-    # Every token was computed once.
+    # No token was computed twice.
     assert sum(len(step.token_ids_T) for step in executor.steps) == 4 * 19 + 83
 
 

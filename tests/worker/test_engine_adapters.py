@@ -1,4 +1,4 @@
-"""Requests of several adapters in one engine: each gets its own tokens, and its turn."""
+"""Requests of several LoRA adapters in one engine get their own tokens, and take turns."""
 
 import threading
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from quire.worker.schedule.slots import TURN_STEPS
 
 
 class NoThread:
-    """Reads an adapter where it is asked to, so that the next step finds it ready."""
+    """Reads an adapter in the caller's thread, so that the next step finds it ready."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -34,8 +34,8 @@ class NoThread:
 def make(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Engine, Any]]:
-    """Makes engines with adapters. Each adapter is read at once, unless ``read_adapter`` is given:
-    a thread does that otherwise, and a test that counts steps would race with it."""
+    """Makes engines with adapters. Unless ``read_adapter`` is given, adapters are read at once, not
+    by a thread, with which a test that counts steps would race."""
 
     def make(**options: Any) -> tuple[Engine, Any]:
         if "read_adapter" not in options:

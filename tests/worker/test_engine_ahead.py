@@ -1,4 +1,5 @@
-"""What is special where the next step is prepared while one runs; the rest is in the machine."""
+"""Asynchronous scheduling, which prepares a step while one runs: special cases. The state machine
+has the rest."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -112,7 +113,7 @@ def test_penalties_follow_when_the_tokens_before_are_known(make_engine: MakeEngi
 def test_what_follows_belongs_to_the_requests_that_go_on(
     make_engine: MakeEngine, generate: Generate
 ) -> None:
-    """Some end and some begin in the steps whose adjustments follow."""
+    """Some requests end and some begin in the steps whose adjustments follow later."""
     engine, executor = make_engine(num_blocks=64, num_ahead=1)
     counts: dict[int, list[int]] = {}
 

@@ -36,7 +36,7 @@ Generate = Callable[..., tuple[list[int], str]]
 
 
 class Spec(NamedTuple):
-    """A request to make. Prompts begin alike, and often are alike."""
+    """A request to send. Prompts share prefixes, and are often equal."""
 
     trunk: tuple[int, ...]
     tail: list[int]
@@ -135,14 +135,14 @@ class EngineMachine(RuleBasedStateMachine):
             read_adapter=lambda _: Mock(),
         )
         self.max_loras = max_loras
-        for adapter in ADAPTERS:  # Else they are read by a thread, some steps later.
+        for adapter in ADAPTERS:  # Otherwise a thread reads them, some steps later.
             self.engine.check_request(prepared("adapter", [2], adapter=adapter, max_tokens=1))
         self.executor.on_execute = self.its_blocks_are_held
         self.max_num_seqs, self.max_num_tokens = max_num_seqs, max_num_seqs + extra_tokens
         self.engine.events.subscribe(self.replay)
 
     def guess(self, token_ids: TokenIds, *, max_tokens: int) -> list[int]:
-        """The tokens to come, but for one in so many."""
+        """Draft tokens: the right ones, except at every ``guesses_wrong_at``-th place."""
         for prompt, (output, _) in zip(self.prompts.values(), self.expected.values(), strict=True):
             known = [*prompt, *output]
             if known[: len(token_ids)] == token_ids.tolist():
@@ -197,7 +197,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.learn_chain([*prompt, *output], spec.salt, spec.adapter)
 
     def source(self) -> PeerSource | None:
-        """Another group that has blocks of a request's chain."""
+        """A group that has blocks of a request's chain; none here."""
         return None
 
     @rule(num_steps=st.integers(1, 10))

@@ -1,4 +1,4 @@
-"""How requests end, and which are refused."""
+"""Ends and refusals of an engine's requests."""
 
 from collections import Counter
 from dataclasses import replace

@@ -28,7 +28,7 @@ def log() -> EventLog:
 
 
 def digest_of(*names: BlockHash) -> Digest:
-    """The XOR of keys that are in buckets of their own."""
+    """The digest of a log with these keys: the XOR of each bucket's."""
     words = [0] * NUM_BUCKETS
     for name in names:
         words[name[7]] ^= int.from_bytes(name[:8], "little")

@@ -48,7 +48,7 @@ def test_a_block_that_comes_back_after_its_eviction_learns_to_stay() -> None:
         store(policy, block_id, f"once, {block_id}", now=block_id)
     now, is_resident, num_hits = 99, False, 0
     for number in range(6000):
-        if number % 150 == 0:  # Later than LRU would keep it.
+        if number % 150 == 0:  # LRU would have evicted it by then.
             if is_resident:
                 num_hits += 1
                 hit(policy, 99, now=now)
@@ -71,6 +71,6 @@ def test_a_block_that_comes_back_after_its_eviction_learns_to_stay() -> None:
 @example(num_released=0.0, returned=[2.0])
 @example(num_released=3.0, returned=[0.0, 8.0, 1.0])
 def test_no_counts_make_a_worth_that_is_none(num_released: float, returned: list[float]) -> None:
-    """However many return: counts fade, those of returns after those of their releases."""
+    """Counts of returns decay later than those of releases, but worths stay bounded."""
     worths = _worth_by_age(num_released, returned)
     assert all(0 <= worth <= 2 for worth in worths)  # A block returns once, after half a tick.

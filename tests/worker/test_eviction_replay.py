@@ -114,7 +114,7 @@ def test_the_engine_counts_the_hits_that_the_replay_predicts(
     make_engine: MakeEngine, bench: Bench, prompts: Callable[[ModuleType], list[Any]]
 ) -> None:
     num_blocks, block_size = 600, 4
-    # The same blocks, but of few tokens, and a last token of its own.
+    # The same chains in blocks of few tokens, with one token more at the end.
     scaled = [
         prompt._replace(num_tokens=len(prompt.hashes) * block_size + 1)
         for prompt in prompts(bench.replay)

@@ -1,5 +1,5 @@
-"""Tokenizers in the GGUF files of others: the tokens that transformers and llama.cpp's tests make
-of texts. ``python -m tools.strangers`` fetches them; tests are skipped without."""
+"""Tokenizers in third-party GGUF files give the tokens of transformers and of llama.cpp's tests.
+``python -m tools.strangers`` fetches the files; tests are skipped without them."""
 
 from pathlib import Path
 

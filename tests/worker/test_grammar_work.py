@@ -1,5 +1,5 @@
-"""What would take llguidance long, or end the process, is refused by its fuel or with the process
-that compiles it."""
+"""Grammars that would take llguidance long or crash it are refused by its fuel limit, or by the
+death of the process that compiles them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +20,7 @@ from quire.worker.text.grammar_process import GrammarProcess
 from quire.worker.text.tokenizer import Tokenizer
 
 SLOW = [f"(.|\\n)*a.{{{n}}}b(.|\\n)*" for n in range(22)]
-"""Each matches what has the letters ``a`` and ``b`` n letters apart."""
+"""Each matches texts with the letters ``a`` and ``b`` n letters apart."""
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +46,12 @@ def lark(*lines: str) -> Constraint:
 
 
 def chain(number: int, line: Callable[[int], str], last: str) -> Constraint:
-    """Definitions that each refer to the next one."""
+    """A schema of definitions that each refer to the next."""
     return lark("start: r0", *map(line, range(number)), f"r{number}: {last}")
 
 
 def references(number: int, schema: Callable[[Any], Any], ref: str = "#/$defs/{}") -> Constraint:
-    """Schemas that each refer to the next one."""
+    """Schemas that each refer to the next."""
     made = {str(n): schema({"$ref": ref.format(n + 1)}) for n in range(number)}
     return json_constraint({"$ref": ref.format(0), "$defs": {**made, str(number): {}}})
 
@@ -273,7 +273,7 @@ def test_a_hostile_constraint_is_refused_or_takes_little(
     try:
         process.check(constraint)
     except ConstraintRefused:
-        return  # As a slow machine does.
+        return  # As on a slow machine.
     assert grammars.compile(constraint).matcher().mask_W.any()
 
 

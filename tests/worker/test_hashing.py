@@ -1,4 +1,4 @@
-"""Names of blocks against their definition, by hashlib, with and without the native library."""
+"""Block hashes against their definition in hashlib, with and without the native library."""
 
 import hashlib
 from dataclasses import replace

@@ -49,7 +49,7 @@ def engine_of(model: Path, **options: Any) -> Iterator[Engine]:
 def run(
     engine: Engine, *requests: Prepared
 ) -> tuple[dict[str, list[int]], dict[str, list[npt.NDArray[np.float32]]]]:
-    """Each request's tokens, and the hidden states that came with them."""
+    """Runs requests; returns the tokens of each and the hidden states received with them."""
     tokens: dict[str, list[int]] = {each.request_id: [] for each in requests}
     hidden: dict[str, list[npt.NDArray[np.float32]]] = {}
     for each in requests:

@@ -1,4 +1,4 @@
-"""JSON schemas: annotations are ignored, and bounds hold or are refused. `jsonschema` judges."""
+"""JSON schemas: annotations are ignored, bounds enforced or refused. `jsonschema` is the oracle."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The offline API as its user meets it: prompts of all kinds in, outputs with vLLM's fields out."""
+"""The offline API: it takes all kinds of prompts and returns outputs with vLLM's fields."""
 
 import inspect
 import math

@@ -1,5 +1,5 @@
-"""Blocks that an engine lends: a bounded part of its steps' time and of its KV cache, for a bounded
-time, and at no running request's cost."""
+"""Loans of an engine's blocks are bounded in duration and in their share of step time and KV cache,
+and never cost a running request its room."""
 
 import threading
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from quire.worker.cache.loans import LEASE_S, MAX_LOANS
 from quire.worker.engine import Engine
 
 PROMPT = range_prompt(41)
-"""10 blocks of 4 tokens, and a token."""
+"""A prompt of 10 blocks of 4 tokens, and a token."""
 BLOCK_BYTES = 4 * 3 * 8
 
 
@@ -45,7 +45,7 @@ class Rig:
         return loan
 
     def num_copied(self) -> int:
-        """By the steps since the last call."""
+        """Number of blocks copied by steps since the last call."""
         steps, self.executor.steps = self.executor.steps, []
         return sum(0 if step.copies_X22 is None else len(step.copies_X22) for step in steps)
 
@@ -61,7 +61,7 @@ def names_of(engine: Engine, prompt: list[int]) -> BlockHashes:
 
 
 def take(loan: Loan) -> list[Lent]:
-    """What is there to read now; checks it."""
+    """Reads all blocks that are available now, and checks their bytes."""
     taken = []
     while (lent := loan.next(0)) is not None:
         positions = range(lent.index * 4, lent.index * 4 + 4)
@@ -106,7 +106,7 @@ def test_loans_take_a_small_share_of_steps_that_decode(rig: Callable[..., Rig]) 
     group = rig()
     group.engine.add_request(request("long", [7, 8, 9], max_tokens=50))
     group.engine.step()
-    # So many bytes fit into the share of about six steps' time.
+    # The loans' share of about six steps' time has room for this many bytes.
     group.engine._counters.step_s = BLOCK_BYTES / 4e9 / 0.02 / 6
     group.num_copied()
     loans = [group.lend() for _ in range(3)]
@@ -288,7 +288,7 @@ def test_chains_are_lent_by_threads_while_the_engine_evicts_others(rig: Callable
         while not is_over.is_set():
             loan = group.engine.lend_kept(names, borrower_format=format)
             if loan is not None:
-                lent.append(len(take(loan)))  # Which checks the bytes.
+                lent.append(len(take(loan)))  # `take` checks the bytes.
                 loan.close()
 
     with ThreadPoolExecutor() as threads:

@@ -1,4 +1,4 @@
-"""The order of mask computations, what requests are charged for them, and the limit."""
+"""The queue of mask computations: order, time charged to requests, and the limit."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +26,7 @@ class FakeMatcher:
 
 @dataclass
 class Bench:
-    """A queue, and a time that passes only where the test says so."""
+    """A queue with a clock that only the test advances."""
 
     clock: Clock = field(default_factory=Clock)
     queue: MaskQueue = field(default_factory=lambda: MaskQueue(slow_share=0.1))
@@ -123,12 +123,12 @@ def test_a_grammar_that_turns_slow_is_told_from_the_others_and_comes_back() -> N
     assert bench.put(cost).next_lane is Lane.SLOW
     for _ in range(80):
         cost.charge(0.00005)
-    bench.clock.now_s += 120  # Nor is the tenant suspect for ever.
+    bench.clock.now_s += 120  # The tenant's charges expire.
     assert bench.put(cost).next_lane is Lane.TRUSTED
 
 
 def test_no_honest_grammar_is_ever_spent() -> None:
-    """The most that was measured of one: a few masks of 30 ms, and then a millisecond each."""
+    """The most expensive one measured: a few masks of 30 ms, then a millisecond each."""
     bench = Bench()
     cost = bench.cost(*[0.03] * 8, *[0.001] * 100_000)
     assert not cost.is_spent
@@ -159,8 +159,8 @@ def test_a_tenant_with_ever_new_grammars_has_a_budget_too() -> None:
     assert not any(cost.is_spent for cost in first)
     bench.cost(*[0.08] * 10, tenant=tenant)
     assert bench.cost(*[0.08] * 4, tenant=tenant).is_spent
-    assert not bench.cost(*[0.08] * 2, tenant=tenant).is_spent  # Any grammar may take that.
-    assert not bench.cost(*[0.08] * 10).is_spent  # Another tenant's.
+    assert not bench.cost(*[0.08] * 2, tenant=tenant).is_spent  # Each grammar's free allowance.
+    assert not bench.cost(*[0.08] * 10).is_spent  # A different tenant's.
     bench.clock.now_s += 300
     assert not bench.cost(*[0.08] * 10, tenant=tenant).is_spent
 

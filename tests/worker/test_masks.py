@@ -1,4 +1,4 @@
-"""A mask that takes long holds up its own request alone, whose tokens stay the same."""
+"""A slow mask delays only its own request, and does not change its tokens."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ WAIT_S = 60
 
 @dataclass
 class Gate:
-    """Where masks wait; which were computed, by their tokens."""
+    """Holds up mask computations until opened; records the tokens of each computed mask."""
 
     is_open: threading.Event = field(default_factory=threading.Event)
     filled: list[tuple[int, ...]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Gate:
 
 
 class SlowMatcher(Matcher):
-    """Allows every token, as soon as its gate is open."""
+    """A matcher that allows every token once its gate is open."""
 
     def __init__(self, gate: Gate, place: Place, cost: MaskCost) -> None:
         super().__init__(None, place, cost)  # type: ignore[arg-type]
@@ -67,7 +67,7 @@ class SlowGrammar(Grammar):
 def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
-    gate.open()  # No thread stays behind.
+    gate.open()  # No thread is left waiting.
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_completions_share_masks_as_long_as_they_agree(
     outputs = [generate(PROMPT, max_tokens=5, seed=seed)[0] for seed in seeds]
     assert [tokens(found[str(number)]) for number in range(6)] == outputs
     prefixes = {tuple(output[:end]) for output in outputs for end in range(1, 5)}
-    # An end token is no place.
+    # No mask follows an end token.
     assert len(gate.filled) == len([each for each in prefixes if each[-1] != 1])
 
 
@@ -174,7 +174,7 @@ def test_a_late_request_can_be_preempted_and_goes_on(
     assert engine.stats().num_preemptions == 1
     assert tokens(found["first"]) == generate(OTHER, max_tokens=15, stop=())[0]
     for _ in range(5):
-        engine.step()  # Its prompt is computed again, but no token can be drawn.
+        engine.step()  # Recomputes the prompt, but no token can be drawn.
     gate.open()
     rest = drain(engine)
     assert tokens(found["slow"] + rest["slow"]) == generate(PROMPT, max_tokens=5)[0]
@@ -196,7 +196,7 @@ def test_a_late_request_can_be_aborted(make_slow: MakeEngine, gate: Gate, num_ah
     gate.open()
     engine.add_request(request("other", OTHER))
     drain(engine)
-    assert len(gate.filled) <= 1  # What has not begun is not begun for nobody.
+    assert len(gate.filled) <= 1  # Masks of aborted requests are not begun.
 
 
 def test_a_grammar_that_took_too_long_ends_its_requests_and_begins_no_other_one(

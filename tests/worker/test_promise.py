@@ -1,8 +1,8 @@
 """A request's tokens depend on model, prompt, parameters and seed only: in bfloat16, sampled.
 
-The same holds in int8 and w4. In bfloat16 logits that differ in a last bit soon give other tokens,
-so that equal tokens here say that all logits had equal bits. The native library promises that;
-plain PyTorch, whose products change with the number of rows, promises it in float32 only.
+The same holds in int8 and w4. In bfloat16, logits that differ in a last bit soon give other tokens,
+so equal tokens show that all logits had equal bits. The native library guarantees that. Plain
+PyTorch, whose products change with the number of rows, guarantees it in float32 only.
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ def kind(request: pytest.FixtureRequest) -> Settings:
 
 @pytest.fixture(scope="module")
 def expected(kind: Settings) -> list[list[int]]:
-    """Each request by itself, one rank, nothing cached."""
+    """Tokens of each request alone, on one rank, without prefix caching."""
     with _llm(**kind, enable_prefix_caching=False) as llm:
         return [_tokens(llm, [chat])[0] for chat in _chats()]
 
@@ -83,7 +83,7 @@ def test_on_any_number_of_ranks(
 @needs_native
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_beside_requests_with_other_parameters(ranks: int) -> None:
-    """Greedy rows get no logits, the others do: whose they are does not matter."""
+    """Greedy rows skip logits, others do not; neither may depend on the other."""
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     params = [
         greedy,
@@ -95,7 +95,7 @@ def test_beside_requests_with_other_parameters(ranks: int) -> None:
     ]
     with _llm(enable_prefix_caching=False) as llm:
         alone = [_tokens(llm, [chat], [one])[0] for chat, one in zip(_chats(), params, strict=True)]
-    # Six greedy rows in a step at least, as fewer get logits too.
+    # At least six greedy rows in a step, since fewer do not skip logits.
     with _llm(tensor_parallel_size=ranks, max_num_seqs=18) as llm:
         assert _tokens(llm, 3 * _chats(), 3 * params) == 3 * alone
         assert _tokens(llm, 3 * _chats()[::-1], 3 * params[::-1]) == 3 * alone[::-1]

@@ -1,4 +1,4 @@
-"""What engines and fetchers, lenders and consumers tell each other, across threads."""
+"""`Pull` and `Loan`, which pass blocks between engines and fetchers or consumers across threads."""
 
 import threading
 
@@ -56,7 +56,7 @@ def test_any_number_of_blocks_comes_through_few_slots() -> None:
     while not is_over:
         changed.wait(1)
         changed.clear()
-        is_over = pull.is_over  # Nothing lands behind it.
+        is_over = pull.is_over  # Nothing lands after the end.
         for landed in pull.take():
             assert (pull.host_blocks_XC[landed.slot] == landed.index).all()
             found.append(landed.index)
@@ -73,7 +73,7 @@ def test_a_cancelled_pull_hands_out_no_slot() -> None:
     assert pull.next_slot(60) is None
     assert pull.is_cancelled
     assert not pull.is_over
-    pull.landed(0, 0, b"sum")  # It was on its way.
+    pull.landed(0, 0, b"sum")  # It was under way.
     pull.end("nobody waits")
     assert pull.take() == [Landed(0, 0, b"sum")]
     assert (pull.is_over, pull.error) == (True, "nobody waits")

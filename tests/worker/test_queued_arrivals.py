@@ -1,5 +1,5 @@
-"""Requests wait for blocks no longer than computing them would take, and use what comes while they
-are queued behind others."""
+"""Queued requests wait for another group's blocks no longer than computing them would take, and use
+blocks that arrive in the meantime."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,14 +19,14 @@ from quire.worker.schedule import arriving
 
 PROMPT = range_prompt(82)
 NUM_BLOCKS = 20
-"""Whole ones of the prompt, less the last token's."""
+"""Number of full blocks of the prompt, without its last token."""
 SOURCE = PeerSource(group_id="other", address="", num_blocks=NUM_BLOCKS)
 TOKEN_S = 0.001
-"""What computing one takes, on the clock of these tests."""
+"""Seconds to compute a token, on the clock of these tests."""
 
 
 class Group:
-    """An engine whose time passes as it computes, and the pulls that it makes."""
+    """An engine whose clock advances as it computes, and its pulls."""
 
     def __init__(self, make_engine: MakeEngine, **options: Any) -> None:
         self.now_s = 0.0
@@ -42,7 +42,7 @@ class Group:
         executor.on_execute = self._pass
         self.outputs: dict[str, list[TokenDelta]] = {}
         self.ask("first", range_prompt(30, first=40))
-        self.run()  # Now it knows how fast it computes.
+        self.run()  # The engine has now measured its speed.
 
     def _pass(self, step: Any) -> None:
         self.now_s += TOKEN_S * len(step.token_ids_T)
@@ -79,7 +79,7 @@ def group(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Group:
 
 @pytest.fixture
 def blocks(make_engine: MakeEngine) -> dict[BlockHash, Bytes]:
-    """Those of the prompt, as another group computes them."""
+    """The prompt's blocks as another group computes them."""
     engine, executor = make_engine(num_blocks=200, kv_transfer=True, host_kv_bytes=96 * 128)
     engine.add_request(request("a", PROMPT))
     while engine.has_work:
@@ -149,7 +149,7 @@ def test_what_lands_while_a_request_is_queued_is_not_computed(
     group.step()
     group.ask("a", PROMPT, SOURCE)
     (pull,) = group.pulls
-    group.now_s += 0.05  # Its patience is over, and others are computed now.
+    group.now_s += 0.05  # Its wait is over, and others are computed now.
     group.step()
     assert not pull.is_cancelled
     land(pull, blocks, range(NUM_BLOCKS))
@@ -271,7 +271,7 @@ def test_requests_wait_for_what_lands_for_others_and_a_tenth_of_their_own(
 
 
 def ask_a_slow_source(group: Group, number: int, source: PeerSource = SOURCE) -> bool:
-    """Whether a prompt of the same length makes a pull, of which nothing lands in time."""
+    """Sends a prompt of the same length; returns whether it pulled. Nothing lands in time."""
     num_before = len(group.pulls)
     group.ask(f"r{number}", [number + 7, *PROMPT], source)
     if len(group.pulls) > num_before:

@@ -1,4 +1,4 @@
-"""A rank's answers: in order, and while later steps are launched."""
+"""A rank sends results in order, and while later steps are launched."""
 
 import threading
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from quire.worker.step.messages import StepOutput
 
 @dataclass
 class Slow:
-    """A step on a device that works until it is told."""
+    """A step that runs on a device until the test sets ``done``."""
 
     token: int
     done: threading.Event = field(default_factory=threading.Event)
@@ -33,7 +33,7 @@ class Slow:
 
 
 class Line:
-    """A connection's end that keeps what is sent."""
+    """One end of a connection, which records sent messages."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -51,7 +51,7 @@ def test_a_step_is_taken_while_the_device_runs_the_one_before_and_answers_come_i
     answers = Answers(line, StepSlots(64), in_thread=True)
     first, second = Slow(7), Slow(8)
     answers.add(0, first)
-    answers.add(1, second)  # Returns, although nobody has the first one's tokens.
+    answers.add(1, second)  # Returns, though the first step has no tokens yet.
     second.done.set()
     assert line.sent == []
     first.done.set()

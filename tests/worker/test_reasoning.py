@@ -1,4 +1,4 @@
-"""A prompt tells whether its answer begins within reasoning."""
+"""Whether an answer begins within reasoning is determined from its prompt."""
 
 from functools import cache
 

@@ -1,4 +1,4 @@
-"""Blocks that clients ask to keep: within a tenant's share, for their time, never in the way."""
+"""Blocks that clients ask to keep stay for their time, in a tenant's share, and hinder nobody."""
 
 from tests.worker.test_blocks import compute, name, names
 

@@ -1,4 +1,4 @@
-"""Scheduling: which prompt is computed next, and which sequence is preempted."""
+"""The scheduler: which prompt is computed next, and which sequence is preempted."""
 
 from collections.abc import Callable, Sequence
 from random import Random
@@ -31,7 +31,7 @@ def request(
 
 
 def run(engine: Engine) -> dict[str, list[int]]:
-    """Runs to the end; each request's tokens, in the order of the first ones."""
+    """Runs all requests; returns the tokens of each, ordered by first tokens."""
     outputs: dict[str, list[int]] = {}
     while engine.has_work:
         for delta in engine.step():
@@ -81,7 +81,7 @@ def test_a_long_prompt_is_overtaken_for_so_long_and_no_longer(make_engine: MakeE
     number = 0
     while not ended:
         number += 1
-        # Short prompts that fill each step come for ever.
+        # Short prompts that fill each step keep arriving.
         engine.add_request(request(str(number), prompt(budget, seed=number)))
         ended = num_computed(executor) * any(d.request_id == "long" for d in engine.step())
         began = began or num_computed(executor) * (engine.stats().num_running > 0)
@@ -141,7 +141,7 @@ def test_a_decode_of_the_same_step_is_not_preempted_for_a_prompt(
     engine.add_request(request("long", prompt(18)))
     engine.step()
     engine.add_request(request("short", prompt(4, seed=1), max_tokens=8))
-    # Together they come to lack a block in a step that has a token of the short one already.
+    # Together they run out of blocks in a step that already has a token of the short one.
     outputs = run(engine)
     assert engine.stats().num_preemptions == 0
     assert outputs["long"] == generate(prompt(18), max_tokens=1)[0]
@@ -152,7 +152,7 @@ def test_room_for_a_prompt_that_has_begun_is_not_given_away(make_engine: MakeEng
     engine, executor = make_engine(num_blocks=16, max_num_batched_tokens=16)
     engine.add_request(request("long", prompt(48)))
     engine.step()
-    # 12 of 16 blocks are taken or promised: of these, which need 2 blocks each, one finds room
+    # 12 of 16 blocks are used or reserved. Of these requests of 2 blocks each, one finds room
     # beside a block for the long one's first decode.
     for number in range(1, 5):
         engine.add_request(request(str(number), prompt(5, seed=number), max_tokens=4))
@@ -198,8 +198,8 @@ def test_what_is_computed_meanwhile_no_longer_counts(make_engine: MakeEngine) ->
     while engine.has_work:
         pending.append(engine.stats().num_pending_prefill_tokens)
         engine.step()
-    # The first computes 16 tokens a step for all three. A single token that is left to one that has
-    # begun does not count, as that of a decode does not.
+    # The first computes 16 tokens a step for all three. The last single token of a prompt that has
+    # begun does not count, like a decode's.
     assert pending == [67, 51, 35, 19, 2]
 
 
@@ -217,7 +217,7 @@ def test_what_is_pending_is_what_is_computed_until_all_decode(
         chat = rng.choice(chats)
         tokens = [*chat[: rng.randint(1, len(chat))], *prompt(rng.randint(1, 40), seed=number // 2)]
         if len(tokens) % 4 == 0:
-            tokens.append(1)  # Of a full block at its end a prompt computes the last token again.
+            tokens.append(1)  # A full last block would recompute its last token.
         engine.add_request(request(str(number), tokens))
         if rng.random() < 0.3:
             engine.step()

@@ -1,4 +1,4 @@
-"""Requests that share a prefix compute it once, also while it is still being computed."""
+"""Concurrent requests with a shared prefix compute it once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ PROMPTS = [[*PREFIX, *RNG.integers(2, 50, OWN).tolist()] for _ in range(COUNT)]
 
 
 class Harness:
-    """An engine to which request after request is given; counts what its executor computes."""
+    """An engine that receives requests one by one, and counts the tokens its executor computes."""
 
     def __init__(self, make_engine: MakeEngine, *, budget: int, num_blocks: int = 200) -> None:
         self.engine, self._executor = make_engine(
@@ -44,7 +44,7 @@ class Harness:
 
     @property
     def num_prefilled(self) -> int:
-        """Prompt tokens that the executor was given. A decode's token is an output's."""
+        """Number of prompt tokens that the executor computed, without decodes."""
         num_tokens = sum(len(step.token_ids_T) for step in self._executor.steps)
         # The last token of an output is never given to the model.
         return num_tokens - sum(max(len(output) - 1, 0) for output in self.outputs)
@@ -52,7 +52,7 @@ class Harness:
 
 @pytest.fixture(scope="module")
 def alone() -> list[list[int]]:
-    """Filled by the first test that needs it: each request's tokens, found without any cache."""
+    """A list that the first test fills with each request's tokens, computed without any cache."""
     return []
 
 
@@ -63,7 +63,7 @@ def expected(alone: list[list[int]], generate: Generate) -> list[list[int]]:
     return alone
 
 
-# In one step; a step and a rest; in the middle of a block; the last chunk full to the token.
+# One step; a step and a rest; chunks that end within a block; a last chunk that is exactly full.
 @pytest.mark.parametrize("budget", [2048, 800, 250, 100, 48])
 def test_of_requests_added_at_once_the_first_computes_the_prefix(
     make_engine: MakeEngine, expected: list[list[int]], budget: int
@@ -111,7 +111,7 @@ def test_when_the_first_is_aborted_the_next_goes_on_from_what_it_computed(
 def test_when_there_is_no_room_for_all_the_prefix_is_held_once(
     make_engine: MakeEngine, expected: list[list[int]]
 ) -> None:
-    num_blocks = SHARED // BLOCK_SIZE + 12  # And three requests' own 4 blocks, or less.
+    num_blocks = SHARED // BLOCK_SIZE + 12  # Room for three requests' own 4 blocks each.
     harness = Harness(make_engine, budget=2048, num_blocks=num_blocks)
     for index in range(COUNT):
         harness.add(index)

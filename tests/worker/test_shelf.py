@@ -1,5 +1,5 @@
-"""Host memory that keeps evicted blocks: which ones stay, whose slots are free, and how much of
-what comes again is found in the KV cache and there together."""
+"""The shelf, host memory for evicted blocks: which blocks stay, which slots are free, and the hit
+rate together with the KV cache."""
 
 import random
 from itertools import count
@@ -21,7 +21,7 @@ def shelf_of(max_kept: int, *, num_slots: int = 8) -> Shelf:
 
 
 def keep(shelf: Shelf, name: BlockHash, parent: BlockHash | None = None, hits: int = 0) -> bool:
-    """Whether the block was put into a slot."""
+    """Offers a block to the shelf; returns whether it got a slot."""
     slot = shelf.keep(name, parent, num_hits=hits)
     if slot is not None:
         shelf.filled(slot)
@@ -118,7 +118,7 @@ def test_no_slot_keeps_a_block_where_none_may() -> None:
 
 
 def twice_as_many_prefixes() -> list[Prompt]:
-    """Twice as many prefixes as a cache of 400 blocks holds, one as popular as another."""
+    """Prompts on twice as many equally popular prefixes as a cache of 400 blocks holds."""
     rng, ids = random.Random(0), count()
 
     def new(number: int) -> list[BlockHash]:
@@ -134,7 +134,7 @@ def found(prompts: list[Prompt], num_blocks: int, num_kept: int) -> float:
 
 
 def best(prompts: list[Prompt], *, num_blocks: int) -> float:
-    """What a cache finds that knows the future."""
+    """The hit rate of a cache that evicts with knowledge of the future."""
     future = FurthestNextUse([prompt.hashes for prompt in prompts])
     ideal = replay(prompts, num_blocks=num_blocks, policy=future.policy, on_request=future.begin)
     return ideal.hit_rate

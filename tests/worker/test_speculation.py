@@ -1,4 +1,4 @@
-"""Draft tokens change how many steps a request takes, and nothing else."""
+"""Draft tokens change only the number of steps that a request takes."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -51,7 +51,7 @@ needs_native = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def chats() -> list[Chat]:
-    """Questions that are asked again: the answers are there to be found."""
+    """Repeated questions, whose earlier answers can be drafted."""
     with _llm(speculation=False) as llm:
         first = [[{"role": "user", "content": text}] for text in QUESTIONS]
         answers = llm.chat(first, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
@@ -175,7 +175,7 @@ def test_a_guess_after_a_change_follows_what_stood_where_the_last_token_stands(
 
 
 def _longest_match(token_ids: list[int]) -> tuple[int, int]:
-    """Of the last tokens, at most 16; and the index behind its last place."""
+    """Length of the last tokens' longest earlier match, at most 16, and the index after it."""
     best = (0, 0)
     for end in range(len(token_ids) - 1):  # The match's last token.
         length = 0
@@ -217,7 +217,7 @@ def test_drafts_grow_while_they_are_right_and_stay_where_their_beginning_is() ->
 def test_what_is_forced_comes_first_even_in_a_pause() -> None:
     drafter, repeated = Drafter(), as_token_ids([5, 6, 7] * 9)
     drafter.learn(num_drafted=1, num_accepted=0)
-    assert drafter.draft(repeated, max_tokens=8, forced=[1, 2])[:2] == [1, 2]  # In a pause too.
+    assert drafter.draft(repeated, max_tokens=8, forced=[1, 2])[:2] == [1, 2]  # In the pause too.
 
 
 def test_guesses_and_steps_ahead_exclude_each_other() -> None:
@@ -238,7 +238,7 @@ def _tokens(llm: LLM, chat: Chat) -> list[int]:
 
 
 def _ask(llm: LLM, chats: list[Chat], numbers: Iterable[int]) -> list[tuple[object, ...]]:
-    """All that is told of the answers."""
+    """All fields of the answers."""
     outputs = llm.chat(
         [chats[number] for number in numbers],
         [PARAMS[number] for number in numbers],

@@ -1,4 +1,4 @@
-"""Steps and outputs through shared memory: what is read is what was written."""
+"""Steps and outputs are read from shared memory as they were written."""
 
 import os
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ Ends = tuple[StepSlots, StepSlots]
 
 @pytest.fixture(params=[True, False], ids=["shared", "apart"])
 def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    """The engine's end and a rank's."""
+    """The engine's end of the slots and a rank's."""
     size = slot_bytes(CONFIG, max_model_len=MAX_MODEL_LEN)
     if not request.param:
         yield StepSlots(size), StepSlots(size)
@@ -41,7 +41,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 
 def sent(message: object | None) -> Any:
-    """The message as it arrives."""
+    """The message as the rank receives it."""
     return unpack(pack(message))
 
 

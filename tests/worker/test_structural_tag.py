@@ -1,4 +1,4 @@
-"""Structural tags: which outputs they allow."""
+"""The outputs that structural tags allow."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ OTHER = '<f=yy>{"a": 2}</f>'
 
 @pytest.fixture(scope="module", params=["text", "special"])
 def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    """``</t>`` and ``<f=`` are text, or special tokens."""
+    """A tokenizer in which ``</t>`` and ``<f=`` are text, or special tokens."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Structured output of random weights, judged by `jsonschema`, `json` and `re`."""
+"""Structured output of a model with random weights, checked with `jsonschema`, `json` and `re`."""
 
 import json
 import random
@@ -54,7 +54,7 @@ def llm(checkpoint: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def ending(llm: LLM) -> dict[int, float]:
-    """Biases by which values end soon, as random strings and lists would hardly ever."""
+    """Logit biases that end strings and lists soon, since random weights hardly ever would."""
     tokenizer = llm.get_tokenizer()
     biases = {tokenizer.encode(text)[-1]: 7.0 for text in ('"', "}", "]", ",", ":")}
     return biases | {1: 7.0}
@@ -213,11 +213,11 @@ def test_other_parameters_keep_their_meaning(llm: LLM) -> None:
         late = one(llm, regex=regex, seed=seed, min_tokens=9)
         assert re.fullmatch(regex, late.text)
         assert len(late.token_ids) > 9
-    # A constraint outweighs min_tokens and ignore_eos: behind the end nothing may come.
+    # A constraint outweighs min_tokens and ignore_eos: it allows nothing after the end.
     ended = one(llm, regex="ab", min_tokens=20, ignore_eos=True)
     assert (ended.text, ended.finish_reason) == ("ab", "stop")
     stopped = one(llm, regex="abcd", stop_token_ids=[tokenizer.encode("b")[-1]], seed=3)
-    assert stopped.text in ("a", "abcd")  # Where it is not part of a longer token.
+    assert stopped.text in ("a", "abcd")  # Unless it is part of a longer token.
     assert one(llm, regex="[ab]+;", stop=[";"]).finish_reason == "stop"
     allowed = [tokenizer.encode(letter)[-1] for letter in "ace"] + [1]
     assert re.fullmatch("[ace]+", one(llm, regex=regex, allowed_token_ids=allowed).text)
@@ -228,7 +228,7 @@ def test_other_parameters_keep_their_meaning(llm: LLM) -> None:
     logged = one(llm, regex=regex, logprobs=2)
     assert logged.logprobs is not None
     assert logged.token_ids == one(llm, regex=regex).token_ids
-    # They are the model's own: the grammar has not changed them.
+    # Log-probabilities are the model's, unchanged by the grammar.
     assert any(max(e.rank or 0 for e in entry.values()) > 50 for entry in logged.logprobs)
 
 
@@ -241,7 +241,7 @@ def test_completions_of_one_prompt_differ_by_seed(llm: LLM) -> None:
 
 
 def mixed_params(ending: dict[int, float]) -> list[SamplingParams]:
-    """Constrained ones of all kinds beside others."""
+    """Parameters of constrained requests of all kinds and of unconstrained ones."""
     base = SamplingParams(max_tokens=90, seed=3)
     forms = [json_constraint(schema) for schema in schemas(6)]
     return [
@@ -298,7 +298,7 @@ def test_tokens_are_the_same_in_any_batch(
         assert (stats.num_preemptions > 0) == is_small
         if settings.get("max_num_seqs", 99) <= 3:
             assert stats.num_accepted_tokens > 50
-        elif not is_small:  # Nobody sits a step out, whatever its next token depends on.
+        elif not is_small:  # No row sits out a step, whatever its next token depends on.
             assert stats.num_steps <= 2 * (max(map(len, alone)) + 4)
 
 

@@ -1,4 +1,4 @@
-"""Templates that a process of their own renders: whatever they do, this one goes on."""
+"""Chat templates are rendered in a separate process, so none can stop or crash the caller."""
 
 import gc
 import os
@@ -118,11 +118,11 @@ def test_the_process_goes_with_its_owner_however_that_ends() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     child = Path(f"/proc/{int(done.stdout)}/stat")
     while child.exists() and child.read_text().rpartition(")")[2].split()[0] != "Z":
-        os.sched_yield()  # pytest's patience is the limit.
+        os.sched_yield()  # pytest's timeout is the limit.
 
 
 def test_to_compile_a_template_computes_nothing_of_it() -> None:
-    # Folded, each of these would take its 10 GB, or forever, where a checkpoint is only loaded.
+    # Constant folding of these on load would take 10 GB, or for ever.
     for source in ("{{ 'x' * 10**10 }}", "{{ 'x' | center(10**10) }}", "{% set x = 9**9**9 %}"):
         template(source)
 

@@ -218,7 +218,7 @@ def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) ->
     while thread.is_alive():
         num_turns += 1
         time.sleep(0.0005)
-    assert turns[1] - turns[0] > 2  # Kept from running, this one has at most its first turns.
+    assert turns[1] - turns[0] > 2  # A held GIL allows 2.
 
 
 def _stream(stream: TextStream, ids: list[int]) -> str:
@@ -233,7 +233,7 @@ def _stream(stream: TextStream, ids: list[int]) -> str:
 
 
 def _cut(text: str, stops: list[str], *, keep: bool, num_kept: int) -> str:
-    """The plain rule, character by character; those of the first tokens are kept."""
+    """Cuts at the first stop string, tested at each character after the first ``num_kept``."""
     for end in range(num_kept + 1, len(text) + 1):
         ended = [stop for stop in stops if text[:end].endswith(stop)]
         if ended:

@@ -1,4 +1,4 @@
-"""A text never has fewer tokens than its length says, by the tokenizer's own count."""
+"""The lower bound of a text's tokens from its length never exceeds the tokenizer's count."""
 
 from collections.abc import Callable
 from functools import cache

@@ -1,4 +1,4 @@
-"""A bound on the tokens of the reasoning: exact in a batch, preempted, resumed and with a form."""
+"""The thinking budget is exact in a batch, when preempted or resumed, and with a constraint."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -52,7 +52,7 @@ def test_the_end_comes_behind_the_budget_and_only_there_is_the_output_changed(
     cut = tokens(demo, bounded(budget))
     assert cut[:budget] == free[:budget]
     assert cut[budget : budget + 1] == [END][: 30 - budget]
-    # What follows is what follows these tokens anyway.
+    # The tokens after it are those that follow this prefix without a budget.
     rest = replace(bounded(0), thinking_token_budget=None, thinking_token_ids=None)
     at = [*PROMPT, *cut[: budget + 1]]
     assert (
@@ -84,7 +84,7 @@ def test_the_end_outweighs_bans_and_biases(demo: LLM) -> None:
     )
     cut = tokens(demo, params)
     assert {*cut[:4]} <= {5, 31}
-    assert cut[4:] == [END]  # Which here is a stop token too.
+    assert cut[4:] == [END]  # END is also a stop token here.
 
 
 @pytest.mark.quick_cells(1)

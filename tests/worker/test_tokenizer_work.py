@@ -1,4 +1,4 @@
-"""Files of tokenizers that take too long, or too much memory, or panic, and harm no caller."""
+"""Tokenizer files that take too long or too much memory, or panic, do not harm the caller."""
 
 import shutil
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Random requests beside blocks that travel: kept in a small host memory, lent, and brought by
-another group that is slow, stops early, or never ends. Every token equals what the prompt alone
-gives, every block that is lent has its bytes, and nothing is left behind."""
+"""Random requests while blocks move to and from a small host memory, to borrowers, and from another
+group that is slow, stops early or never ends. Every token must equal that of the prompt alone,
+every lent block must have the right bytes, and nothing may be left over."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class Peer:
     pull: Pull
     num_sent: int = 0
     slots: list[int] = field(default_factory=list)
-    """Those that it has taken and not filled."""
+    """Slots taken and not yet filled."""
 
 
 class TravelMachine(EngineMachine):
@@ -114,7 +114,7 @@ class TravelMachine(EngineMachine):
             slot = pull.next_slot(0)
             if slot is None or peer.num_sent == len(pull.hashes):
                 break
-            # It may be gone before it has filled the slot, and writes there all the same.
+            # A pull may have ended by then; the group still writes to the slot.
             block_C = self.bytes_of[pull.hashes[peer.num_sent]]
             pull.host_blocks_XC[slot] = block_C
             pull.landed(peer.num_sent, slot, checksum_of(block_C))
@@ -147,7 +147,7 @@ class TravelMachine(EngineMachine):
     @precondition(lambda self: self.loans)
     @rule(choice=st.integers(0, 100), gives_back=st.booleans(), closes=st.booleans())
     def borrow(self, choice: int, gives_back: bool, closes: bool) -> None:
-        """A consumer reads what is lent to it."""
+        """A borrower reads lent blocks."""
         number = choice % len(self.loans)
         loan, lent = self.loans[number]
         while (more := loan.next(0)) is not None:
@@ -178,7 +178,7 @@ class TravelMachine(EngineMachine):
 
     @rule(choice=st.integers(0, 100))
     def spoil(self, choice: int) -> None:
-        """A bit of a kept block changes, while nobody reads it."""
+        """Flips a bit of a kept block that nobody is reading."""
         take_checksums(self.engine)
         shelf = self.travel.shelf
         slots = [slot for slot in shelf._slot_of.values() if not shelf._pins[slot]]
@@ -218,7 +218,7 @@ class TravelMachine(EngineMachine):
     def no_chain_is_cut_in_its_middle(self) -> None:
         for block_hash, tier in self.tiers.items():
             parent = self.parents[block_hash]
-            # A tier has a block, or a faster one has it, if the tier has one behind it.
+            # If a tier has a block, it or a faster tier also has the block's ancestors.
             assert parent is None or self.tiers.get(parent, tier + 1) <= tier
 
     def its_blocks_are_held(self, step: StepInput) -> None:
@@ -250,7 +250,7 @@ class TravelMachine(EngineMachine):
             self.bytes_of[name] = np.array(words, np.int64).reshape(-1).view(np.uint8)
 
     def run_to_the_end(self) -> None:
-        """With other groups that say nothing more until nobody waits for them."""
+        """Runs all requests; other groups stay silent until no request waits for them."""
         for number in range(20_000):
             if not self.expected:
                 break

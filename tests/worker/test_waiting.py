@@ -1,4 +1,4 @@
-"""The waiting queue, against a list that is sorted at each call."""
+"""The waiting queue against a list that is sorted at each call."""
 
 import pytest
 from hypothesis import given

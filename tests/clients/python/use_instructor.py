@@ -1,4 +1,4 @@
-"""Instructor: ``use_instructor.py BASE_URL MODE…`` prints the objects that it gets, as JSON."""
+"""Instructor: ``use_instructor.py BASE_URL MODE…`` prints the objects it received, as JSON."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""LiteLLM: ``use_litellm.py BASE_URL CASE…`` prints what the cases get, as JSON."""
+"""LiteLLM: ``use_litellm.py BASE_URL CASE…`` prints the cases' results, as JSON."""
 
 import json
 import sys

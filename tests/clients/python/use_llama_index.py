@@ -1,4 +1,4 @@
-"""LlamaIndex: ``use_llama_index.py BASE_URL CASE…`` prints what the cases get, as JSON."""
+"""LlamaIndex: ``use_llama_index.py BASE_URL CASE…`` prints the cases' results, as JSON."""
 
 import json
 import sys

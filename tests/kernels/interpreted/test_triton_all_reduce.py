@@ -1,7 +1,7 @@
-"""The all-reduce of one rank beside ranks that have been there already, in Triton's interpreter.
+"""The all-reduce kernel of one rank whose peers have already arrived, in Triton's interpreter.
 
-Run as ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``. The interpreter has no second rank
-that could come later: the others' pieces and words are put where they would have put them.
+Run as ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``. The interpreter runs one rank at a
+time, so the tests write the other ranks' pieces and flags in advance.
 """
 
 import os

@@ -36,7 +36,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_channels", [1, 48, 200])
 def test_rms_norm_is_its_twin(num_channels: int, dtype: torch.dtype) -> None:
-    # Rows that lie apart, with values between them that no row may see.
+    # Strided rows, with values between them that no row may read.
     wide = torch.full((5, num_channels + 3), SENTINEL).to(dtype)
     x = wide[:, :num_channels]
     x.copy_(randn(5, num_channels, dtype=dtype))

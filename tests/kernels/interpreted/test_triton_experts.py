@@ -1,4 +1,4 @@
-"""Experts' products against the plain ones, in Triton's interpreter.
+"""The matrix products of experts against plain ones, in Triton's interpreter.
 
 Run as ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``.
 """
@@ -73,7 +73,7 @@ def test_each_token_gets_what_its_experts_make_of_it(
     assert found.dtype == torch.float32
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
-    few = torch.tensor([num_tokens - 1, 0])  # Beside others, and in another order.
+    few = torch.tensor([num_tokens - 1, 0])  # Other neighbours and another order.
     again = backend.multiply_experts(op, x_TC[few], experts_Tk[few])
     assert torch.equal(again, found.view(num_tokens, TOP, C)[few].flatten(0, 1))
 

@@ -1,4 +1,4 @@
-"""Products with weights of 4 bits against those of the decoded weights, in Triton's interpreter.
+"""Matrix products with 4-bit weights against the decoded weights', in Triton's interpreter.
 
 Run as ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``.
 """

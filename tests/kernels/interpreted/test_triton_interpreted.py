@@ -1,8 +1,8 @@
 """The Triton kernels against their twins in Triton's interpreter, on the CPU.
 
 Run as ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``: the mode is fixed when a kernel is
-defined, so it needs a process of its own. The interpreter is wrong in bfloat16 without saying so;
-these use float32 and float16. A program takes about 5 ms.
+defined, so it needs a separate process. The interpreter's bfloat16 results are silently wrong, so
+these tests use float32 and float16. A program takes about 5 ms.
 """
 
 import itertools
@@ -120,7 +120,7 @@ def test_prefill_is_its_twin_on_ragged_rows_with_cached_context(
 def test_a_context_in_splits_gives_a_token_the_same_bits_in_any_chunk(
     cuts: tuple[int, ...], num_parts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One program for all splits or one for each: the chunks take the other way."""
+    """The whole prompt has one program for all splits, its chunks one for each, or vice versa."""
     batch = paged_batch(
         [(150, 70), (40, 40), (9, 1)], num_heads=4, num_kv_heads=2, head_size=80, block_size=8
     )

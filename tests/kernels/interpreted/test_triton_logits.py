@@ -1,4 +1,4 @@
-"""Bias, penalties and masks against the twin, in Triton's interpreter.
+"""Logit bias, penalties and masks against the twin, in Triton's interpreter.
 
 Run as ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``.
 """

@@ -1,4 +1,4 @@
-"""Adapters' products against those of plain PyTorch, in Triton's interpreter.
+"""The low-rank products of LoRA adapters against plain PyTorch, in Triton's interpreter.
 
 Run as ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``.
 """
@@ -87,7 +87,7 @@ def test_each_token_gets_what_its_adapter_adds(
     if num_tokens < 2:
         return
     assert (found - layer(x))[~has_none].abs().amax(0).gt(0).any()
-    few = torch.tensor([num_tokens - 1, 3, 0])  # Beside others, in another order and other slots.
+    few = torch.tensor([num_tokens - 1, 3, 0])  # Other neighbours, another order and other slots.
     for slot in range(SLOTS):
         triton.set(slot, adapter((slot + 1) % SLOTS, dtype) if slot < SLOTS - 1 else None)
     moved = torch.where(slots > 0, slots - 1, torch.where(slots == 0, SLOTS - 1, slots)).int()
@@ -97,7 +97,7 @@ def test_each_token_gets_what_its_adapter_adds(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_share_of_a_sum_has_its_ranks_behind_it(dtype: torch.dtype) -> None:
-    """As two ranks have them that hold half of the inputs each, in the products' type."""
+    """As on two ranks that hold half of the inputs each, in the products' type."""
     ops = program(dtype)
     layer: Any = ops[1]
     layers = TritonLowRank(ops)

@@ -35,7 +35,7 @@ PROMPTS = [list(range(5, 5 + length)) for length in (1, 9, 30)]
 
 
 def generate(path: Path) -> list[list[int]]:
-    """Prompts that come in chunks, and decodes beside them."""
+    """Generates from prompts in chunks, beside decodes."""
     with LLM(
         path, device="cpu", num_blocks=32, max_model_len=64, num_threads=1, max_num_seqs=3,
         max_num_batched_tokens=24, block_size=4,
@@ -46,7 +46,7 @@ def generate(path: Path) -> list[list[int]]:
 
 
 class Again:
-    """A graph that calls what it captured."""
+    """A stand-in for a CUDA graph, whose replay calls the captured function again."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self.replay = function

@@ -1,4 +1,4 @@
-"""Windows, soft caps and float8 caches against the twins, in Triton's interpreter.
+"""Sliding windows, soft caps and float8 caches against the twins, in Triton's interpreter.
 
 Run as ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``.
 """

@@ -1,4 +1,4 @@
-"""The sampling kernel against its twin, which sorts, and against the engine's sampler.
+"""The sampling kernel against its twin, which sorts, and against the engine's host sampler.
 
 Run as ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``.
 """
@@ -26,7 +26,7 @@ from quire.worker.step.sampling_batch import SamplingBatch
 
 
 def parameters(num_rows: int, *, seed: int = 0) -> dict[str, Tensor]:
-    """A mix of every limit, of none and of greedy rows."""
+    """Sampling parameters of rows with every limit, without limits, and greedy ones."""
     rng = np.random.default_rng(seed)
 
     def choose(values: list[float], dtype: torch.dtype) -> Tensor:
@@ -57,7 +57,7 @@ def by_engine(logits_SV: Tensor, params: dict[str, Tensor]) -> list[int]:
 @pytest.mark.parametrize("vocab_size", [1, 50, 1000, SAMPLE_BLOCK + 5])
 def test_tokens_are_those_of_the_twin_and_of_the_engine(vocab_size: int) -> None:
     rows, params = logits(12, vocab_size), parameters(12, seed=vocab_size)
-    # Rows with room between them, whose values no row may see.
+    # Strided rows, with values between them that no row may read.
     wide = torch.full((12, vocab_size + 7), 1e9)
     wide[:, :vocab_size] = rows
     got = sample(wide[:, :vocab_size], **params).tolist()

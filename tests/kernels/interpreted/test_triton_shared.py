@@ -1,4 +1,4 @@
-"""Rows that read a shared prefix together, against themselves apart, in Triton's interpreter.
+"""Attention that reads a shared prefix once for several rows equals that of each row alone.
 
 Run as ``TRITON_INTERPRET=1 pytest tests/kernels/interpreted``.
 """
@@ -52,7 +52,7 @@ def test_sharing_changes_no_bit(
         dtype=dtype,
     )
     per_split = SPLIT_TOKENS // 16
-    # Rows 0, 2 and 4 share two splits, row 3 the first of them.
+    # Rows 0, 2 and 4 share two splits; row 3 shares the first of them.
     for other, num_splits in ((2, 2), (3, 1), (4, 2)):
         batch = batch.with_shared_prefix(0, other, num_splits * per_split)
     shared = shared_splits(batch, num_decodes=5)

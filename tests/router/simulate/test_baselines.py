@@ -1,4 +1,4 @@
-"""What was sent where, against a list of it for each group."""
+"""Baseline policies' memory of routed prompts, against a list for each group."""
 
 import pickle
 from collections.abc import Callable, Iterable
@@ -56,8 +56,8 @@ def test_a_policy_grows_no_more_with_prompts_that_it_has_not_seen(
     blocks: Callable[[Iterable[object]], tuple[BlockHash, ...]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As many bytes after ten times as many prompts, but for digits. By then Preble's window
-    of three minutes is full, and this memory after a few."""
+    """Ten times as many prompts take equally many bytes, except for digits. By then Preble's window
+    of three minutes is full; this memory is full after a few prompts."""
     monkeypatch.setattr(baselines, "PrefixMemory", lambda max_blocks: PrefixMemory(max_blocks=60))
     policy = SIMULATED_POLICIES[name]()
     sizes = []
@@ -81,7 +81,7 @@ def test_a_policy_grows_no_more_with_prompts_that_it_has_not_seen(
 def test_a_group_that_comes_back_is_not_thought_to_hold_what_it_was_sent_before(
     blocks: Callable[[Iterable[object]], tuple[BlockHash, ...]],
 ) -> None:
-    """Where prefixes match nothing, this policy takes the group that was sent the least."""
+    """Without a prefix match this policy takes the group that received the least."""
     table = RoutingTable(block_size=16, policy=SIMULATED_POLICIES["ray_prefix"]())
     table.update_members(GROUPS[:2])
 

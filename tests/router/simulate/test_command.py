@@ -1,4 +1,4 @@
-"""``quire simulate`` from its flags to its files."""
+"""The command ``quire simulate``: its flags, output and files."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def log(tmp_path: Path) -> Path:
 def bench_step(
     path: Path, *, chunk: int, chunk_ms: float, shared: int | None = None, saved: float = 0.0
 ) -> Path:
-    """A row of 100 tokens adds 0.01 ms, less ``saved`` of it for each of its shared tokens."""
+    """A row of 100 tokens adds 0.01 ms, less the share ``saved`` of that for shared tokens."""
     rows = [
         (
             f"{batch} decode{'s' * (batch > 1)}",
@@ -74,7 +74,7 @@ def test_a_line_per_replay_and_a_file_of_them(
 
 
 def num_common(left: Sequence[object], right: Sequence[object]) -> int:
-    """How long the two are equal from their beginning."""
+    """Length of the common prefix of both."""
     shorter = min(len(left), len(right))
     return next((i for i in range(shorter) if left[i] != right[i]), shorter)
 
@@ -149,7 +149,7 @@ def test_a_wrong_value_is_named_with_a_remedy(
         assert main(["simulate", str(log), "--format", "log", *flags]) == 2
         printed = capsys.readouterr()
         assert message in printed.err
-        # Nothing was replayed first, but where only a replay shows that it cannot be.
+        # Errors appear before any replay, except where only a replay reveals them.
         assert "policy" not in printed.out or "--ttft-target-s" in flags
 
 
@@ -165,7 +165,7 @@ def test_help_shows_defaults_as_one_would_type_them(capsys: pytest.CaptureFixtur
 def test_the_fit_goes_through_what_was_measured(tmp_path: Path) -> None:
     one = bench_step(tmp_path / "one.json", chunk=500, chunk_ms=52.0)
     cost = fit_cost([one], num_cache_tokens=100_000)
-    # The base is the shortest decode, which the prefill has in it.
+    # The base is the shortest decode, which is part of the prefill's time.
     assert cost.prefill_ms(500) == pytest.approx(52.0)
     assert cost.base == pytest.approx(2.01)
     assert cost.decode_ms(100) == pytest.approx(2.01)
@@ -187,11 +187,11 @@ def test_what_sharing_saves_is_fitted_to_runs_with_and_without_it(tmp_path: Path
     assert cost.shared_read == pytest.approx(0.3)
     assert cost.decode_ms(10_000) == pytest.approx(3.0)
     assert cost.decode_ms(10_000, 99 * 80) == pytest.approx(3 - 0.0001 * 99 * 80 * 0.7)
-    # With one of the two there is nothing to compare.
+    # A single measurement cannot be compared.
     assert fit_cost([none], num_cache_tokens=100_000).shared_read == 1
     with pytest.raises(ConfigError, match=r"give one of `bench\.step_times` without --shared"):
         fit_cost([most], num_cache_tokens=100_000)
-    # By a run in which sharing took longer than not sharing, it saves nothing.
+    # If sharing took longer in a run, it saves nothing.
     slower = bench_step(most, chunk=500, chunk_ms=52.0, shared=80, saved=-0.2)
     assert fit_cost([none, slower], num_cache_tokens=100_000).shared_read == 1
 
@@ -226,7 +226,7 @@ def test_a_fit_by_which_long_prompts_take_negative_time_is_refused(tmp_path: Pat
 
 
 def test_capacity_is_the_speed_at_which_the_target_is_just_met() -> None:
-    """One request in 100 ms, a service of 20 ms, one step each: at speed 5 the group is full."""
+    """A request each 100 ms, served in 20 ms, a step each: at speed 5 the group is full."""
     cost = PRESETS["h100-8b"]
     rows = [Row(100.0 * i, 100, 1, ()) for i in range(500)]
     trace = Trace.of(rows, name="clockwork", block_size=32)

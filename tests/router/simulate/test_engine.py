@@ -1,4 +1,4 @@
-"""The simulated engine against what is so simple that it can be worked out by hand."""
+"""The simulated engine against results worked out by hand."""
 
 import random
 from dataclasses import replace
@@ -58,7 +58,7 @@ def test_what_several_lack_is_pending_once_until_its_step_ends(order: Order) -> 
     )
     for request_id in range(3):
         group.add(request_id, 0.0)
-    # Three blocks of 32 in all, and what is behind them: 4, 14 and 6 tokens.
+    # Three blocks of 32 in all, and the tokens after them: 4, 14 and 6.
     pending = [group.num_pending]
     while group.wake_at is not None:
         now = group.wake_at
@@ -75,7 +75,7 @@ def test_what_several_lack_is_pending_once_until_its_step_ends(order: Order) -> 
 def test_what_decodes_share_costs_each_further_one_a_share_of_the_first(
     shared_read: float, step_3_ms: float, step_4_ms: float
 ) -> None:
-    """A decode step takes 5 ms and 0.01 for a token; each prompt finds the two blocks AB."""
+    """A decode step takes 5 ms, and 0.01 ms for each token. All prompts hit the two blocks AB."""
     cost = replace(COST, decode_linear=32.0, shared_read=shared_read)
     trace = trace_of(row(0, 100, 4, "ABC"), row(5, 100, 3, "ABD"), row(30, 100, 3, "ABE"))
     result = simulate(trace, replace(ONE_GROUP, cost=cost))
@@ -86,7 +86,7 @@ def test_what_decodes_share_costs_each_further_one_a_share_of_the_first(
     ends = list(accumulate((20.0, step_2_ms, step_3_ms, step_4_ms, step_5_ms)))
     assert result.first_token_ms == pytest.approx(ends[:3])
     assert result.last_token_ms == pytest.approx([ends[3], ends[3], ends[4]])
-    if shared_read == 1.0:  # To the last bit what it was when each read for itself.
+    if shared_read == 1.0:  # The same bits as without shared reads.
         assert result.digest == "0dc8544fb349233d"
 
 
@@ -136,14 +136,14 @@ def test_equal_prompts_that_arrive_at_random_wait_as_long_as_in_an_m_d_1_queue(
     for _ in range(20_000):
         now_ms += rng.expovariate(load / service_ms)
         rows.append(row(now_ms, 100, 1))
-    engine = SimulatedEngine(chunk_tokens=100)  # A step for each.
+    engine = SimulatedEngine(chunk_tokens=100)  # One prompt in each step.
     result = simulate(trace_of(*rows), replace(ONE_GROUP, engine=engine))
     waits_ms = 1000 * result.ttft_s.mean() - service_ms
     assert waits_ms == pytest.approx(load * service_ms / (2 * (1 - load)), rel=0.07)
 
 
 def test_round_robin_over_many_groups_is_many_queues() -> None:
-    """Every second of the arrivals at twice the rate is a queue of its own."""
+    """With two groups at twice the rate, every second arrival makes one queue."""
     rng, now_ms, rows = random.Random(2), 0.0, []
     for _ in range(2000):
         now_ms += rng.expovariate(1 / 15)

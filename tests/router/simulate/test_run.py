@@ -1,4 +1,4 @@
-"""What holds for every policy, pool and disturbance."""
+"""Properties of a simulation run under every policy, pool and disturbance."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ MakeTrace = Callable[..., Trace]
 
 
 def check(trace: Trace, config: SimulationConfig) -> None:
-    """Every request is served once, in its own time, and no hit comes from nowhere."""
+    """Asserts that every request is served once, after its arrival, and that hits have a source."""
     result = simulate(trace, config)
     seen: dict[bytes, int] = {}
     for index, chain in enumerate(trace.chains):
@@ -33,7 +33,7 @@ def check(trace: Trace, config: SimulationConfig) -> None:
         endless = 0
         while endless < len(chain) and chain[endless] in seen:
             endless += 1
-        # Whoever comes later but is computed first can only be found by its group.
+        # Only a group that reorders requests can hit blocks of one that arrived later.
         limit = min(endless * trace.block_size, trace.num_input[index] - 1)
         assert result.hit[index] <= limit or config.engine.order == "srpf"
         seen.update(dict.fromkeys(chain, index))
@@ -86,9 +86,9 @@ def test_with_every_order_blocks_that_travel_lose_no_request(chats: MakeTrace, p
 def test_gateways_do_not_draw_the_same_lots_one_after_the_other(
     chats: MakeTrace, policy: str
 ) -> None:
-    """Each group would get as many requests in a row as there are gateways."""
+    """Equal random numbers would give groups as many requests in a row as there are gateways."""
     config = replace(CONFIG, policy=policy, num_gateways=4, num_groups=16)
-    group = simulate(chats(gap_ms=1e6), config).group  # None meets another one.
+    group = simulate(chats(gap_ms=1e6), config).group  # No two requests overlap.
     in_a_row = sum(a == b for a, b in pairwise(group))
     assert in_a_row < 0.2 * len(group)
 

@@ -1,4 +1,4 @@
-"""Groups that share cores: worked out by hand."""
+"""Simulated groups that share cores, against results worked out by hand."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ CONFIG = SimulationConfig(num_groups=1, cost=COST)
 
 
 def trace_of(*arrivals_ms: float) -> Trace:
-    """Prompts of 100 tokens that share nothing, and answers of 3."""
+    """A trace of unrelated prompts of 100 tokens, and answers of 3."""
     rows = [Row(arrival_ms, 100, 3, ()) for arrival_ms in arrivals_ms]
     return Trace.of(rows, name="by hand", block_size=32)
 
@@ -24,7 +24,7 @@ def trace_of(*arrivals_ms: float) -> Trace:
 def test_steps_take_longer_while_other_groups_compute() -> None:
     config = replace(CONFIG, num_groups=2, policy="round_robin", contention=0.5)
     result = simulate(trace_of(0, 6), config)
-    # The first begins alone, its two decodes beside the second's prompt; that one's are alone.
+    # The first prompt runs alone, its decodes beside the second's prompt, whose decodes run alone.
     assert result.first_token_ms == pytest.approx([20, 6 + 1.5 * 20])
     assert result.last_token_ms == pytest.approx([20 + 2 * 1.5 * 5, 36 + 2 * 5])
     with pytest.raises(ConfigError, match=r"contention=-1: must not be negative"):

@@ -1,4 +1,4 @@
-"""Each format by a file of a few lines, and what is said of wrong ones."""
+"""Trace files: each format with a few lines, and the errors of invalid files."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_a_mooncake_trace_begins_at_0_and_names_full_blocks_only(tmp_path: Path)
     assert (trace.block_size, trace.arrival_ms) == (512, [0.0, 2000.0])
     assert [len(chain) for chain in trace.chains] == [1, 2]
     assert trace.chains[0] == trace.chains[1][:1]
-    # A request that answers nothing still has its first token.
+    # A request without output still has its first token.
     assert trace.num_output == [5, 1]
 
 

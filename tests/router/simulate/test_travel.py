@@ -1,4 +1,4 @@
-"""Simulated transfers and host memory against what can be worked out by hand."""
+"""Simulated transfers and host memory against results worked out by hand."""
 
 from dataclasses import replace
 from math import inf, nan
@@ -47,7 +47,7 @@ def transfer(source: int, target: int, num_blocks: int, **more: Any) -> Transfer
 
 
 def run(network: Network) -> dict[Transfer, float]:
-    """When each transfer ended."""
+    """Runs all transfers; returns the time at which each ended."""
     ended: dict[Transfer, float] = {}
     while network.next_ms < inf:
         now_ms = network.next_ms
@@ -80,7 +80,7 @@ def test_a_closed_transfer_keeps_what_has_landed_and_leaves_its_share_to_others(
 
 
 def test_who_waits_gives_up_once_it_would_end_later_than_by_computing() -> None:
-    """At half the speed of computing: after t ms t / 2 have landed; 10 ms of 100 are granted."""
+    """At half the speed of computing, t / 2 blocks land in t ms. The wait may cost 10 ms of 100."""
     network = Network(num_groups=2, blocks_per_ms=0.5)
     slow = transfer(0, 1, 100)
     network.open(slow)
@@ -144,7 +144,7 @@ def test_a_request_of_which_blocks_come_too_late_computes_all_of_it() -> None:
     network, hits = Network(num_groups=2, blocks_per_ms=2.0), dict[int, float]()
     group, _ = one_group(network, hits, Row(0.0, 4 * SIZE + 10, 1, chain("abcd")))
     group.add(0, 0.0, Offer(source=0, num_blocks=4, starts_ms=1000.0))
-    patience_ms = 0.1 * 128 * (10 + 0.1 * 138) / 138  # A tenth of what the 128 tokens take.
+    patience_ms = 0.1 * 128 * (10 + 0.1 * 138) / 138  # A tenth of the time to compute 128 tokens.
     assert network.next_ms == pytest.approx(patience_ms)
     for each in network.advance(network.next_ms):
         group.resume(each, patience_ms)

@@ -1,4 +1,4 @@
-"""Each benchmark, small, on the demo model, as the command line runs it."""
+"""A small run of each benchmark on the demo model, through the command line."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_default_cache_sizes_that_a_small_workload_does_not_fit_are_left_out(
         "100%",
     ]
     assert "left out: cache size 10% is 3 blocks of 4 tokens" in capsys.readouterr().err
-    # One that was asked for is not left out without a word.
+    # A requested part is not left out silently.
     assert main(["bench", "prefix", *workload, *sizes, "--cache-sizes", "10%"]) == 2
 
 

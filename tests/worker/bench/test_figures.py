@@ -1,4 +1,4 @@
-"""The arithmetic of the tables, on numbers whose answers are known."""
+"""The arithmetic behind benchmark tables, on numbers with known results."""
 
 from dataclasses import astuple, replace
 from pathlib import Path

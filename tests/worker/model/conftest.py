@@ -1,4 +1,4 @@
-"""A driver small enough to be right: it runs sequences through an executor, without an engine."""
+"""A minimal driver that runs sequences through an executor without an engine, and its fixtures."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class Driver:
     def sampling(
         self, num_rows: int, *, edits: dict[int, Edits] | None = None, **columns: Any
     ) -> SamplingBatch:
-        """Greedy without logprobs, but for ``columns``: one value, or one per row. ``edits`` are
-        by row."""
+        """Greedy without logprobs, except for ``columns``: a value for all rows or one for each.
+        ``edits`` are by row."""
 
         def column(name: str, default: float, dtype: type) -> Any:
             return np.broadcast_to(np.asarray(columns.pop(name, default), dtype), num_rows).copy()
@@ -106,7 +106,7 @@ def driver() -> Driver:
 
 @pytest.fixture(scope="session")
 def driver_of() -> type[Driver]:
-    """`Driver`, for other block sizes."""
+    """The class `Driver`, for tests with other block sizes."""
     return Driver
 
 
@@ -117,7 +117,7 @@ def row() -> type[Row]:
 
 @pytest.fixture(scope="session")
 def config_of() -> Callable[..., EngineConfig]:
-    """An `EngineConfig` for a CPU and small tests."""
+    """Builds an `EngineConfig` for a CPU and small tests."""
 
     def config(model: Path, **fields: Any) -> EngineConfig:
         small: dict[str, Any] = {
@@ -133,7 +133,7 @@ def config_of() -> Callable[..., EngineConfig]:
 
 @pytest.fixture(scope="session")
 def runner_of(config_of: Callable[..., EngineConfig]) -> Callable[..., Any]:
-    """A `ModelRunner` of one rank, ready for steps."""
+    """Builds a `ModelRunner` of one rank, ready for steps."""
 
     def make(model: Path, **fields: Any) -> Any:
         import torch

@@ -1,6 +1,6 @@
-"""Quantised checkpoints, packed as GPTQModel, AutoAWQ, compressed-tensors and ModelOpt define it.
+"""Quantised checkpoints in the formats of GPTQModel, AutoAWQ, compressed-tensors and ModelOpt.
 
-What compressed-tensors 0.20 and AutoAWQ 0.2.9 pack was once unpacked as these are.
+The formats were once checked against the output of compressed-tensors 0.20 and AutoAWQ 0.2.9.
 """
 
 import json
@@ -17,11 +17,11 @@ from torch import Tensor
 
 GROUP = 32
 Packed = tuple[dict[str, Tensor], Tensor]
-"""Tensors by the last part of their name, and the matrix that they mean."""
+"""Packed tensors by the last part of their name, and the matrix that they decode to."""
 
 
 def integers(values: Tensor, bits: int) -> Tensor:
-    """``[..., n]`` of ``[..., 32 / bits * n]``: the first in the lowest bits."""
+    """Packs ``[..., 32 / bits * n]`` to int32 ``[..., n]``, the first value in the lowest bits."""
     parts = values.long().reshape(*values.shape[:-1], -1, 32 // bits)
     packed = sum(parts[..., i] << (bits * i) for i in range(32 // bits))
     assert isinstance(packed, Tensor)
@@ -29,7 +29,7 @@ def integers(values: Tensor, bits: int) -> Tensor:
 
 
 def grouped(weight_OI: Tensor, *, bits: int = 4, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes ``[O, I]``, scales and zero points ``[O, G]``."""
+    """Quantises to codes ``[O, I]``, and scales and zero points ``[O, G]``."""
     groups_OGL = weight_OI.reshape(len(weight_OI), -1, GROUP)
     most = (1 << bits) - 1
     if symmetric:
@@ -57,7 +57,7 @@ def gptq(weight_OI: Tensor, *, bits: int = 4, version: int = 1, act_order: bool 
     meant_OI = _meant(code_OI, scale_OG, zero_OG)
     back_I = order_I.argsort()
     qzeros = integers(zero_OG.T, bits)
-    if version == 1:  # as one number of 32 bits, so that a 0 borrows
+    if version == 1:  # minus 1 as whole 32-bit words, so that a 0 borrows
         qzeros = qzeros - sum(1 << shift for shift in range(0, 32, bits))
     tensors = {
         "qweight": integers(code_OI[:, back_I], bits).T.contiguous(),
@@ -86,7 +86,7 @@ def awq(weight_OI: Tensor) -> Packed:
 def packed(
     weight_OI: Tensor, *, symmetric: bool = True, bits: int = 4, in_order: bool = True
 ) -> Packed:
-    """Without ``in_order``, groups are of inputs that do not follow each other."""
+    """compressed-tensors' format. Without ``in_order``, groups consist of scattered inputs."""
     num_in = weight_OI.shape[1]
     order_I = torch.arange(num_in)
     if not in_order:
@@ -112,7 +112,7 @@ def int8(weight_OI: Tensor) -> Packed:
 
 
 def float8(weight_OI: Tensor, *, scale: str = "weight_scale", block: int = 0) -> Packed:
-    """A scale for each ``block`` by ``block``; 0: for each output, -1: for all."""
+    """A scale for each square of ``block`` rows; if 0, for each output; if -1, one for all."""
     num_out, num_in = weight_OI.shape
     blocks = weight_OI.abs()
     if block == 0:
@@ -131,7 +131,7 @@ def float8(weight_OI: Tensor, *, scale: str = "weight_scale", block: int = 0) ->
 
 
 def nvfp4(weight_OI: Tensor) -> Packed:
-    """Two values of 4 bits a byte, a scale of 8 bits for each 16 of a row, and one for all."""
+    """Two 4-bit values a byte, an 8-bit scale for each 16 values of a row, and a global scale."""
     levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     groups_OGL = weight_OI.reshape(len(weight_OI), -1, 16)
     scale = groups_OGL.abs().amax() / (6 * 448)
@@ -228,7 +228,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
 
 
 def quantized_copy(source: Path, target: Path, name: str) -> tuple[Path, Path]:
-    """``source`` in the format ``name``, and what that means as an ordinary checkpoint."""
+    """Writes ``source`` in format ``name``, and the decoded values as an ordinary checkpoint."""
     config, pack = FORMATS[name]
     paths = target / "packed", target / "meant"
     for path in paths:

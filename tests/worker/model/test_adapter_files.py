@@ -1,4 +1,4 @@
-"""Which adapters are read, and by which words others are refused; and the store that keeps them."""
+"""Reading of LoRA adapter files, the messages that refuse others, and the store of adapters."""
 
 import json
 import math
@@ -237,7 +237,7 @@ def test_names_of_a_bare_decoder_and_of_a_larger_model_are_known(
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_each_rank_gets_its_own_rows_and_columns(tmp_path: Path, size: int) -> None:
-    """Of modules of one projection each, and of fused ones: the same rows."""
+    """Fused modules and modules of one projection each yield the same rows."""
     torch.manual_seed(0)
     sizes = {"q": C, "k": C // 2, "v": C // 2}
     split = {role: halves(f"{PREFIX}self_attn.{role}_proj", sizes[role], C) for role in sizes}
@@ -332,7 +332,7 @@ def test_a_store_removes_what_was_used_longest_ago_but_nothing_held(tmp_path: Pa
 
 
 def _used(store: AdapterStore, *digests: str) -> None:
-    """In this order, a while ago."""
+    """Sets their times of last use, in this order, to some time ago."""
     for number, digest in enumerate(digests):
         used_s = time.time() - 1000 + number
         os.utime(store.root / digest, (used_s, used_s))

@@ -1,4 +1,4 @@
-"""Blocks that a step copies before it computes, within the cache and between tiers."""
+"""Block copies of a step, within the cache and between tiers, which precede its computation."""
 
 import functools
 import itertools
@@ -91,7 +91,7 @@ def test_blocks_go_to_host_memory_and_come_back(
     out = [((0, block), (1, place)) for place, block in enumerate(BLOCKS[:2])]
     over = [((0, 9), (0, BLOCKS[0])), ((0, 10), (0, BLOCKS[1]))]
     assert runner.execute(with_copies(last, *out, *over)).logprobs != expected.logprobs
-    # One copy after the other: of the last two only the first brings back what was lost.
+    # Copies run in order: of the last two only the first restores lost contents.
     back = [(there, here) for here, there in out]
     assert runner.execute(with_copies(last, *back)) == expected
     assert runner.execute(with_copies(last, *over, *back)) == expected
@@ -100,7 +100,7 @@ def test_blocks_go_to_host_memory_and_come_back(
 
 
 def only_copies(*copies: tuple[tuple[int, int], tuple[int, int]]) -> StepInput:
-    """A step that computes nothing."""
+    """A step with copies and no tokens."""
     longs, ints = np.empty(0, np.int64), np.empty(0, np.int32)
     return StepInput(
         token_ids_T=longs,
@@ -125,8 +125,8 @@ def execute(executor: Executor, step: StepInput) -> StepOutput:
 def bytes_of_one_rank(
     config_of: Callable[..., Any], tiny_llama: Path, driver: Any, row: Any
 ) -> Callable[..., tuple[Any, StepOutput]]:
-    """The first two blocks of `PROMPT` outside the cache of one rank, and what the last token of
-    it gives."""
+    """Bytes of the first two blocks of `PROMPT` in host memory, on one rank, and the output of its
+    last token."""
 
     @functools.cache
     def make(**options: Any) -> tuple[Any, StepOutput]:
@@ -163,12 +163,12 @@ def test_groups_of_any_number_of_ranks_exchange_blocks(
     try:
         blocks_XC = executor.host_blocks_XC
         assert blocks_XC is not None
-        # What they compute themselves has the same bytes: of 2 KV heads each of 4 ranks has one.
+        # Blocks that the ranks compute have the same bytes; each of 4 ranks has one of 2 KV heads.
         execute(executor, driver.step([row(PROMPT[:36], BLOCKS)]))
         output = execute(executor, only_copies(((0, BLOCKS[0]), (1, 7)), ((0, BLOCKS[1]), (1, 8))))
         assert len(output.token_ids_S) == 0
         assert (blocks_XC[[7, 8]] == bytes_2C).all()
-        # And what one rank has computed serves them, in blocks that were never written.
+        # One rank's bytes work for these ranks too, in blocks that were never written.
         blocks_XC[[2, 31]] = bytes_2C
         execute(executor, only_copies(((1, 2), (0, 20)), ((1, 31), (0, 21))))
         execute(executor, driver.step([row(PROMPT[:36], [20, 21, 22], done=32)]))
@@ -205,7 +205,7 @@ def test_bytes_outside_are_by_layer_k_and_v_and_head(
         random_cache(rng, dtype, num_layers, (num_blocks, 4, heads, width))
         for heads in [max(1, num_heads // size)] * size
     ]
-    # Ranks that have one head have the same KV of it.
+    # Ranks with the same head have the same KV.
     for kv, first in zip(ranks, [shard.kv_heads(num_heads)[0] for shard in shards], strict=True):
         if size > num_heads:
             twin = ranks[first * size // num_heads]
@@ -252,7 +252,7 @@ def plain_bytes(
     num_heads: int,
     is_head_major: bool,
 ) -> bytearray:
-    """One piece after the other, as `quire.worker.api.kv_format` says."""
+    """A block's bytes in the order that `quire.worker.api.kv_format` defines."""
     whole = bytearray()
     for layer, which, head in itertools.product(range(len(ranks[0])), range(2), range(num_heads)):
         ranges = [shard.kv_heads(num_heads) for shard in shards]
@@ -305,7 +305,7 @@ def test_ranks_that_have_one_head_read_what_the_first_of_them_writes_in_the_same
             meet=lambda: barrier.wait(30),
         )
         if not rank:
-            time.sleep(0.05)  # The other rank would long have read.
+            time.sleep(0.05)  # Time in which the other rank could read.
         copies.run(there_and_back)
 
     threads = [threading.Thread(target=run, args=each) for each in ((0, first), (1, second))]

@@ -1,4 +1,4 @@
-"""A request whose logits are NaN ends with an error that says so, and harms nobody else."""
+"""A request with NaN logits ends with an error that says so, without effect on other requests."""
 
 import shutil
 from collections.abc import Callable
@@ -119,12 +119,12 @@ def test_the_samplers_name_rows_that_are_nan(vocab_size: int, where: str, driver
     on_device = DeviceSampler(torch.device("cpu"))
     assert sample(logits, batch).broken_rows == ()
     assert on_device.sample(logits.clone(), batch).wait().broken_rows == ()
-    # A NaN among numbers: only where all are drawn from does it say that the row is broken.
+    # A NaN among numbers breaks a row only where tokens are drawn from all logits.
     for broken in range(8) if where == "all" else range(1, 8):
         damaged = logits.clone()
         damaged[broken, slice(None) if where == "all" else slice(3, 4)] = float("nan")
         assert sample(damaged, batch).broken_rows == (broken,)
-        if where == "all" and broken == 0:  # The twin of its kernel draws from numbers only.
+        if where == "all" and broken == 0:  # The sampling kernel's twin draws from numbers only.
             assert on_device.sample(damaged, batch).wait().broken_rows == (broken,)
 
 

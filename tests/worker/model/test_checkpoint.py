@@ -1,4 +1,4 @@
-"""What a user reads when a checkpoint or a configuration cannot work."""
+"""The error messages for checkpoints and configurations that cannot work."""
 
 import json
 import shutil

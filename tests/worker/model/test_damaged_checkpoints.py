@@ -1,4 +1,4 @@
-"""Whatever a checkpoint's files say, it is read or refused by name: nothing else ever comes out."""
+"""Damaged checkpoints are read, or refused with a `CheckpointError` or `ConfigError`."""
 
 import contextlib
 import copy
@@ -78,7 +78,7 @@ values = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The way to each value within a JSON value, itself first."""
+    """The path to each value within a JSON value, starting with itself."""
     yield path
     if isinstance(value, dict | list):
         for key in value if isinstance(value, dict) else range(len(value)):
@@ -87,7 +87,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 @st.composite
 def damaged(draw: st.DrawFn, sound: Any) -> Any:
-    """``sound`` with other values, or none, in one place or two."""
+    """``sound`` with values replaced or removed in one place or two."""
     result = {"": copy.deepcopy(sound)}
     for _ in range(draw(st.integers(1, 2))):
         path = ("", *draw(st.sampled_from(list(places(result[""])))))

@@ -1,4 +1,4 @@
-"""Decodes through graphs, with a graph that runs its function again instead of a GPU's."""
+"""Decodes through CUDA graphs, with a stand-in that runs the captured function again."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ LENGTHS = [1, 2, 15, 16, 17, 40, 100, 33, 7]
 
 
 class Again:
-    """A graph that calls what it captured, as replaying a real one does on the device."""
+    """A stand-in for a CUDA graph, whose replay calls the captured function again."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
@@ -35,7 +35,7 @@ class Again:
 
 @pytest.fixture
 def runner(runner_of: Any, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(native, "library", lambda: None)  # rows of length 0 are PyTorch's to take
+    monkeypatch.setattr(native, "library", lambda: None)  # PyTorch takes rows of length 0.
     return runner_of(tiny_llama)
 
 
@@ -59,7 +59,7 @@ def graphs_of(runner: Any, buckets: list[Bucket], *, vocab_size: int | None = 32
 
 
 def decodes(driver: Any, row: Any, lengths: list[int]) -> Any:
-    """A step of decodes of such lengths; `prefill` computes what comes before."""
+    """A step of decodes of these lengths; `prefill` computes the tokens before."""
     rng = np.random.default_rng(1)
     rows = [
         row(rng.integers(3, 300, n).tolist(), range(index * 8, index * 8 + 8), n - 1)
@@ -118,7 +118,7 @@ def test_graphs_with_and_without_adapters(
         assert logits is not None
         assert torch.equal(logits, runner.forward(step))
         answers.append(logits.clone())
-    assert torch.equal(answers[0][1], answers[1][1])  # The one without an adapter.
+    assert torch.equal(answers[0][1], answers[1][1])  # The row without an adapter.
     assert torch.equal(answers[2][2], answers[3][2])
     for one, other in [(0, 1), (1, 2), (0, 2)]:
         assert not torch.equal(answers[one][0], answers[other][0])
@@ -160,7 +160,7 @@ def test_what_an_earlier_step_left_in_the_buffers_does_not_matter(
     logits = graphs.run(small, Bucket(4, 512))
     assert logits is not None
     assert torch.equal(logits, runner.forward(small))
-    # Rows that fill the batch up write to the spare block, the last one, and nowhere else.
+    # Padding rows write to the spare block, the last one, and nowhere else.
     for was, now in zip(before, (cache for pair in runner._kv for cache in pair), strict=True):
         assert torch.equal(was[:127].nan_to_num(), now[:127].nan_to_num())
 
@@ -206,7 +206,7 @@ def test_the_largest_steps_are_steps_that_a_runner_takes(runner: Any, tiny_llama
     assert len(decoding.seq_lens_B) == decoding.num_decodes == 6
     assert decoding.seq_lens_B.max() == 512
     assert len(runner.execute(decoding).token_ids_S) == 6
-    assert len(runner.execute(chunks).token_ids_S) == 50  # All but each row's last are scored.
+    assert len(runner.execute(chunks).token_ids_S) == 50  # All but the rows' last ones.
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 6])

@@ -1,4 +1,4 @@
-"""The sampler that stays on the device, here on a CPU by its twins, against the engine's."""
+"""The device sampler, by its kernels' twins on a CPU, against the host sampler."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ SAMPLER = DeviceSampler(torch.device("cpu"))
 
 
 def mixed(driver: Any, num_rows: int, vocab_size: int, *, seed: int) -> Any:
-    """Every kind of limit and of change, some on one row."""
+    """Sampling parameters with every kind of limit and edit, some on one row."""
     rng = np.random.default_rng(seed)
     edits = {}
     for row in range(0, num_rows, 2):

@@ -1,4 +1,4 @@
-"""Rank processes: what they compute, and that none outlives a fault, a close or its parent."""
+"""Rank processes: their results, and that none outlives a fault, a close or its parent."""
 
 import os
 import select
@@ -27,7 +27,7 @@ PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, 320, n)] for n 
 
 @pytest.fixture
 def start(config_of: ConfigOf, tiny_llama: Path) -> Iterator[Callable[..., LockstepExecutor]]:
-    """Starts groups of two ranks and, at the end, sees to it that nothing is left of them."""
+    """Starts groups of two ranks; after the test, asserts that nothing is left of them."""
     started: list[LockstepExecutor] = []
 
     def make(**fields: Any) -> LockstepExecutor:
@@ -46,7 +46,7 @@ def exists(pid: int) -> bool:
 
 
 def state(pid: int) -> str | None:
-    """The kernel's state letter: "T" is stopped, "Z" has ended and was not reaped yet."""
+    """The process state in /proc: "T" is stopped, "Z" has ended and was not reaped yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -88,7 +88,7 @@ def test_two_ranks_and_one_generate_what_transformers_does(
     assert driver.generate(one, PROMPTS, num_tokens=20) == expected
     two = start()
     for pid in two.pids:
-        os.kill(pid, signal.SIGINT)  # Ctrl-C reaches ranks in some terminals; it is not for them
+        os.kill(pid, signal.SIGINT)  # In terminals Ctrl-C reaches ranks too; they must ignore it.
     assert driver.generate(two, PROMPTS, num_tokens=20) == expected
     two.close()
     two.close()
@@ -101,7 +101,7 @@ def test_two_ranks_and_one_generate_what_transformers_does(
 
 @pytest.fixture
 def deaths_may_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a slow machine. Else another rank, which failed for it, might be named."""
+    """Allows for slow machines, where the error could name a rank that failed in consequence."""
     monkeypatch.setattr(lockstep, "_SETTLE_S", 60)
 
 
@@ -216,7 +216,7 @@ time.sleep(600)
 def test_a_killed_script_leaves_neither_ranks_nor_files(
     tiny_llama: Path, tmp_path: Path, native: str
 ) -> None:
-    """The script has no ``__main__`` guard, and runs where its imports could not be found."""
+    """The script has no ``__main__`` guard and runs where its imports could not be found."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "torch.py").write_text("raise ImportError('from the working directory')")
     (tmp_path / "elsewhere").mkdir()

@@ -1,4 +1,4 @@
-"""GGUF files: which one is meant, what is refused, and that parts of tensors are decoded alone."""
+"""GGUF files: selection of the file, refusals, and decoding of parts of tensors."""
 
 import re
 import resource
@@ -37,7 +37,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_all(file: Path) -> None:
-    """All that a start reads but the values."""
+    """Reads all that a start reads, except for the weights."""
     read_model_spec(file)
     open_checkpoint(file)
     Tokenizer.load(file)
@@ -47,7 +47,7 @@ def test_a_file_says_what_a_configuration_does(tiny: Path) -> None:
     spec = read_model_spec(tiny)
     assert (spec.hidden_size, spec.vocab_size, spec.max_positions) == (64, 160, 256)
     assert spec.dtype == "bfloat16"
-    assert spec.eos_token_ids == (1, 2)  # And the mark of a turn's end, which no field names.
+    assert spec.eos_token_ids == (1, 2)  # 2 is the end-of-turn marker, which no field names.
     assert not spec.tied
     assert open_checkpoint(tiny).decoded == (
         "9 tensors (9 Q8_0; 0.1 MB) decoded at load: 0.1 MB in bfloat16"
@@ -259,7 +259,7 @@ Change = Callable[[Any], None]
 
 
 def changed(path: Path, change: Change) -> Path:
-    """The tiny model, whose writer ``change`` got before it wrote."""
+    """The tiny model's file, after ``change`` was applied to its writer."""
     original = gguf.GGUFWriter.write_header_to_file
 
     def write(writer: Any) -> None:

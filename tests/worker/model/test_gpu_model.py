@@ -1,4 +1,4 @@
-"""The engine on a GPU: graphs, sampling on the device, its memory, and what it generates."""
+"""The engine on a GPU: CUDA graphs, sampling on the device, memory, and generated tokens."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,7 @@ def prompts() -> list[dict[str, list[int]]]:
 def expected(
     tiny_llama: Path, prompts: list[dict[str, list[int]]], oracle: Callable[[Path], Any]
 ) -> list[list[int]]:
-    """The greedy tokens of transformers."""
+    """transformers' greedy tokens."""
     model, tokens = oracle(tiny_llama), []
     for prompt in prompts:
         token_ids = list(prompt["prompt_token_ids"])
@@ -77,7 +77,7 @@ def test_decodes_that_share_a_prefix_generate_what_they_do_apart(
     prompts = [{"prompt_token_ids": [*stem, 4 + row]} for row in range(6)]
     apart = generate(tiny_llama, prompts, GREEDY)
 
-    # As the runner's own, but for as little as there is.
+    # Like the runner's own buffers, but as small as possible.
     def eager(*arguments: Any, **options: Any) -> Any:
         return find_shared(*arguments, **options | {"min_saved_tokens": 1})
 

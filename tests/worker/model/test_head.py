@@ -1,4 +1,4 @@
-"""Logits that the model skips, against the sampler on the logits of all rows."""
+"""Sampling without the logits that the model skips, against the sampler on all logits."""
 
 from dataclasses import replace
 
@@ -87,7 +87,7 @@ SAMPLES = st.lists(
 def test_what_is_not_computed_is_not_looked_at(
     samples: list[tuple[float, int, set[int] | None, set[int]]], seed: int
 ) -> None:
-    """Columns that are not wanted hold anything, and greedy rows have no logits."""
+    """Unwanted columns hold NaN, and greedy rows have no logits."""
     num = len(samples)
     logits = torch.randn(num, VOCAB, generator=torch.Generator().manual_seed(seed))
     edits = {}
@@ -135,7 +135,7 @@ def _words(token_ids: set[int]) -> Ints:
 
 
 def _chosen(logits_GV: torch.Tensor, batch: SamplingBatch, rows: HeadRows) -> Longs:
-    """As the native library, from what `edits_of` tells it."""
+    """The greedy choice, as the native library makes it from the result of `edits_of`."""
     edits = edits_of(batch, rows)
     chosen = []
     for row, logits_V in enumerate(logits_GV.numpy()):

@@ -1,5 +1,5 @@
-"""Models of the hub, fetched from a server on the loopback by processes of their own: the hub's
-library reads the environment when it is imported."""
+"""Models of the hub, fetched from a server on the loopback. Each fetch runs in a separate process,
+because the hub's library reads the environment on import."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ from quire.worker.model.hub import (
 
 pytestmark = pytest.mark.slow
 
-# Prints what the function gives for each model: a path, or the error's kind and message.
+# Prints the function's result for each model: a path, or the error's type and message.
 _ASK = """
 import json, sys
 from pathlib import Path
@@ -42,7 +42,7 @@ for model in sys.argv[2:]:
 
 @pytest.fixture
 def hub(tiny_llama: Path) -> Iterator[Hub]:
-    """With ``org/tiny``, a Llama, on its branch main."""
+    """A hub with the repository ``org/tiny``, a Llama, on branch main."""
     with hub_server() as hub:
         hub.repositories["org/tiny"] = Repository()
         hub.repositories["org/tiny"].commit(files_of(tiny_llama))
@@ -63,7 +63,7 @@ def ask(function: str, *models: str, environment: dict[str, str], cwd: Path) -> 
 
 @pytest.fixture
 def fetch(hub: Hub, tmp_path: Path) -> Callable[..., Path]:
-    """``fetch(model, function=..., home=..., **environment)`` → the directory."""
+    """``fetch(model, function=..., home=..., **environment)`` → the model's directory."""
 
     def fetch(
         model: str, function: str = "fetch_checkpoint", home: str = "home", **environment: str
@@ -82,7 +82,7 @@ def fetch(hub: Hub, tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def refusal(hub: Hub, tmp_path: Path) -> Callable[..., str]:
-    """``refusal(model, **environment)`` → what the CheckpointError says."""
+    """``refusal(model, **environment)`` → the message of the CheckpointError."""
 
     def refusal(model: str, home: str = "home", **environment: str) -> str:
         variables = hub.environment(tmp_path / home, **environment)
@@ -222,7 +222,7 @@ def test_processes_of_one_node_fetch_each_file_once(
     hub.amid_weights = may_end.wait
     with ThreadPoolExecutor(3) as pool:
         folders = [pool.submit(fetch, pinned) for _ in range(3)]
-        # All three ask for the weights; two of them find the file locked, and wait.
+        # All three request the weights; two find the file locked and wait.
         while sum(each.endswith("model.safetensors") for each in hub.requests) < 4:
             time.sleep(0.01)
             assert not any(folder.done() for folder in folders)

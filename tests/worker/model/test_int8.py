@@ -1,4 +1,4 @@
-"""A whole model in int8 and w4: near float32, and the same with the native library and without."""
+"""A whole model in int8 and w4 is near float32, with and without the native library."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_plain_pytorch_computes_the_same(
     path = request.getfixturevalue(model)
     with_library = logits(path, **INT8)
     monkeypatch.setattr(native, "library", lambda: None)
-    # What a last bit rounds to another 127th is far below what 8 bits lose altogether.
+    # A last bit that changes a rounding to 8 bits matters far less than the 8 bits themselves.
     error = (logits(path, **INT8) - with_library).square().mean().sqrt()
     assert error / with_library.std() < 0.02
 

@@ -1,4 +1,4 @@
-"""How many blocks of KV an engine gets, by arithmetic and by what a machine says of itself."""
+"""The number of KV blocks of an engine, from block sizes and the machine's free memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -101,7 +101,7 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_remedy(
     assert "lower max_model_len to at most 48" in str(e.value)
     with pytest.raises(ConfigError) as e:
         runner_of(tiny_llama, num_blocks=None, kv_cache_memory_bytes=100_000)
-    assert "gpu_memory_utilization" not in str(e.value)  # Which is not asked for then.
+    assert "gpu_memory_utilization" not in str(e.value)  # It has no effect then.
     needed = int(str(e.value).split("kv_cache_memory_bytes=")[1].split()[0])
     fits = runner_of(tiny_llama, num_blocks=None, kv_cache_memory_bytes=needed)
     assert fits.num_blocks_that_fit() == 32

@@ -1,4 +1,4 @@
-"""The model against transformers, and a row against itself in other company."""
+"""The Llama model against transformers, and its batch invariance."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a group says of its numbers differs wherever they may, and nowhere that they cannot."""
+"""A group's `numerics` string differs if and only if the bits of its results may differ."""
 
 import os
 import subprocess
@@ -59,7 +59,7 @@ def test_instruction_sets_and_the_fallback_are_told_apart(tiny_llama: Path) -> N
 def test_versions_that_compute_or_choose_tokens_are_told_apart(
     config_of: ConfigOf, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str
 ) -> None:
-    """A range of torch and of llguidance is allowed; no stream moves between two of them."""
+    """Several versions of torch and llguidance are allowed; no stream moves between two of them."""
     before = said(config_of(tiny_llama))
     another = "9.9.9" if name == "__version__" else lambda package: "9.9.9"
     monkeypatch.setattr(sys.modules[module], name, another)

@@ -1,4 +1,4 @@
-"""The sampler against a twin that sorts, and a row's draw against itself in other company."""
+"""The host sampler against a twin that sorts, and its batch invariance."""
 
 import math
 from typing import Any
@@ -20,7 +20,7 @@ from quire.worker.step.sampling_batch import Edits
 def twin_keeps(
     logits: list[float], *, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> dict[int, float]:
-    """Token → probability of what is kept, from a plain sort in float64."""
+    """Probabilities of the kept tokens by token id, from a plain sort in float64."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     best = logits[order[0]]
     weights = [math.exp((logits[token] - best) / temperature) for token in order]
@@ -34,14 +34,14 @@ def twin_keeps(
 
 
 def support(row_logits: Any, driver: Any, draws: int, **params: Any) -> np.ndarray[Any, Any]:
-    """How often each token is drawn at ``draws`` positions."""
+    """The number of times each token is drawn at ``draws`` positions."""
     logits = row_logits.expand(draws, -1)
     batch = driver.sampling(draws, position=np.arange(draws), **params)
     return np.bincount(sample(logits, batch).token_ids_S, minlength=logits.shape[1])
 
 
 def kept_by_sampler(row_logits: Any, **params: Any) -> set[int]:
-    """The tokens that a sweep of evenly spaced uniforms can reach: all kept ones of any weight."""
+    """Tokens that evenly spaced uniforms reach: all kept ones, except of negligible weight."""
     sweep = np.linspace(0, 1, 1025)[:-1]
     tokens = sampling.draw(
         row_logits[None],
@@ -115,7 +115,7 @@ def test_draws_follow_the_distribution(params: dict[str, float], driver: Any) ->
 
 def test_a_draw_is_the_same_in_any_company(driver: Any) -> None:
     generator = torch.Generator().manual_seed(3)
-    rows = 70  # more than are done at once
+    rows = 70  # more than are sampled at once
     logits = torch.randn(rows, 1000, generator=generator) * 3
     rng = np.random.default_rng(0)
     columns = {
@@ -260,7 +260,7 @@ def test_uniforms_are_spread_and_independent_of_neighbours() -> None:
 
 
 def test_uniforms_are_those_of_splitmix64() -> None:
-    """In Python's integers. A change would change what every seeded request generates."""
+    """Against Python's integers. Any change would alter the output of every seeded request."""
     mask, golden = 2**64 - 1, 0x9E3779B97F4A7C15
 
     def mix(z: int) -> int:

@@ -1,4 +1,4 @@
-"""Quantised checkpoints mean what they would mean decoded, and what is not read is refused."""
+"""Quantised checkpoints give the results of their decoded weights, or are refused."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A model that no backend can run is refused by place, field and value."""
+"""A model that no backend can run is refused with the layer, field and value in the message."""
 
 import re
 from dataclasses import fields, replace
@@ -84,7 +84,7 @@ def test_other_parts_of_another_kind_are_refused(spec: ModelSpec) -> None:
 
 @pytest.mark.parametrize("part", [ModelSpec, Rope, Layer, Attention, Mlp, Experts, Norm])
 def test_a_description_says_nothing_that_no_program_is_made_of(part: type) -> None:
-    """Else a new field would be described and passed over."""
+    """Otherwise a new field could be described and then ignored."""
     readers = [*Path(model.__path__[0]).rglob("*.py")]
     text = "".join(each.read_text() for each in readers if each.name != "spec.py")
     for field in fields(part):

@@ -1,4 +1,4 @@
-"""Shards add up to the model. Ranks are threads here, and their collectives plain sums."""
+"""Tensor-parallel shards add up to the model. Ranks are threads, and collectives plain sums."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A tokenizer's files, read as transformers reads them."""
+"""Tokenizer files are read as transformers reads them."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_token_that_only_the_configuration_lists_is_one(tmp_path: Path) -> Non
             expected = theirs.decode(ids, skip_special_tokens=skip)
             assert tokenizer.decode(ids, skip_special_tokens=skip) == expected
     assert (tokenizer.token_id("<|turn|>"), tokenizer.token_id("<|call|>")) == (size, size + 1)
-    # And so it is where its files are handed on.
+    # The same holds where its files are passed on.
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
     (tmp_path / "tokenizer_config.json").unlink()
     assert Tokenizer.load(tmp_path).special_tokens == tokenizer.special_tokens
@@ -68,7 +68,7 @@ def test_a_token_that_only_the_configuration_lists_is_one(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("flag", [False, None])
 def test_a_token_that_the_configuration_names_is_special(tmp_path: Path, flag: bool | None) -> None:
-    """Whether it is not marked so, or no added token at all."""
+    """Also where the token is not marked as special, or is no added token."""
     state = json.loads(made("gpt2").to_str())
     (end,) = state["added_tokens"]
     added = [] if flag is None else [end | {"special": flag}]
@@ -78,7 +78,7 @@ def test_a_token_that_the_configuration_names_is_special(tmp_path: Path, flag: b
     assert ids == theirs.encode("the</s>cat")
     assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "thecat"
     assert Tokenizer.load(tmp_path).special_tokens == {end["id"]: "</s>"}
-    assert tokenizer.token_id("[none]") is None  # The model can have none beyond its vocabulary.
+    assert tokenizer.token_id("[none]") is None  # Its id lies beyond the vocabulary.
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama2", "unigram"])

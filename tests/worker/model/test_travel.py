@@ -1,6 +1,5 @@
-"""Blocks that leave the KV cache of a real model and come back, from host memory, from disk after a
-restart, and from another engine: tokens and log-probabilities are to the bit what they are where
-all is computed."""
+"""Blocks of a real model that return to the KV cache from host memory, from disk after a restart,
+or from another engine: tokens and log-probabilities have the same bits as if all were computed."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +20,9 @@ from quire.worker.ranks.executor import make_executor
 
 PROMPTS = np.random.default_rng(7).integers(3, 320, (4, 100)).tolist()
 NUM_SHARED = 96
-"""Tokens of each prompt that others may have computed, in blocks of 16."""
+"""Number of tokens of each prompt that others may have computed, in blocks of 16."""
 FEW_BLOCKS = 24
-"""Room for three of the prompts."""
+"""Cache size in blocks, with room for three of the prompts."""
 MOST = PeerSource(group_id="other", address="", num_blocks=NUM_SHARED // 16)
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -47,7 +46,7 @@ class Answer:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So small a model computes sooner than anything comes."""
+    """Lets requests wait for blocks, since such a small model would compute them sooner."""
     monkeypatch.setattr("quire.worker.schedule.arriving.MIN_SLACK_S", 60.0)
 
 
@@ -69,7 +68,7 @@ def engine_of(tiny_llama: Path, config_of: Callable[..., Any]) -> Iterator[Calla
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests wait for what is fetched, however soon it would be computed."""
+    """Lets requests wait for fetched blocks even where computing them is sooner."""
     monkeypatch.setattr("quire.worker.schedule.arriving.MIN_SLACK_S", 60.0)
 
 
@@ -81,7 +80,7 @@ def ask(
     source: PeerSource | None = None,
     max_tokens: int = 6,
 ) -> list[Answer]:
-    """The answers to prompts, one after the other or side by side."""
+    """The answers to prompts, sent one after the other or at once."""
     answers = {f"r{number}": Answer() for number in range(len(prompts))}
     left = list(zip(answers, prompts, strict=True))
     while left or engine._sequences:
@@ -180,7 +179,7 @@ def test_another_engine_s_blocks_give_the_same(
     finally:
         lender.close()
     is_same = lending._executor.numerics == borrower._executor.numerics
-    if not is_same:  # Without the native library; their blocks then have other names.
+    if not is_same:  # Without the native library, blocks have other names.
         pytest.skip("one rank and two compute other bits here")
     assert contents(answers) == computed
     num_fetched = sum(answer.fetched.num_peer_tokens for answer in answers)
@@ -223,14 +222,14 @@ def test_a_request_goes_on_without_a_group_that_says_nothing(
     computed = contents(ask(engine_of()))
     pulls: list[Pull] = []
     engine = engine_of(kv_transfer=True, fetch=pulls.append)
-    ask(engine, [PROMPTS[0][::-1]])  # Now it knows how fast it computes.
+    ask(engine, [PROMPTS[0][::-1]])  # The engine has now measured its speed.
     answers = ask(engine, PROMPTS, at_once=True, source=MOST)
     assert contents(answers) == computed
     assert {answer.num_cached for answer in answers} == {0}
     assert "too late" in answers[0].fetched.error
     assert len(pulls) == 4
     assert all(pull.is_cancelled for pull in pulls)
-    assert engine.has_work  # Slots may still be written to.
+    assert engine.has_work  # The fetcher may still write to slots.
     for pull in pulls:
         pull.end("gone")
     engine.step()

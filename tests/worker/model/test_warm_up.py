@@ -1,8 +1,8 @@
-"""No kernel is compiled while a model serves, of what Triton would compile for a GPU.
+"""The warm-up compiles every Triton kernel that a serving model launches on a GPU.
 
-Launches on a CPU's tensors go Triton's own way up to the compiler, which is told nothing: Triton
-says under what key it would keep each kernel. A key that the warm-up has not met is a request that
-waits for the compiler. Kernels do not run, so logits are 0 and tokens are drawn at random.
+Launches with CPU tensors take Triton's own path up to the compiler, which is not called: Triton
+reports its cache key for each kernel. A key that the warm-up has not seen would make a request wait
+for the compiler. Kernels do not run, so logits are 0 and tokens are drawn at random.
 """
 
 import json
@@ -72,7 +72,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 class Launches:
-    """What Triton was asked for, and what of that it had not compiled before."""
+    """Records kernel launches, and those whose key was not compiled before."""
 
     def __init__(self) -> None:
         self._keys: set[tuple[str, str]] = set()
@@ -80,7 +80,7 @@ class Launches:
         self.late: list[str] = []
         """Kernels that would have been compiled while requests waited."""
         self.served: set[str] = set()
-        """Kernels that were launched for them."""
+        """Kernels that were launched for requests."""
 
     def serve(self) -> None:
         self._is_serving = True
@@ -101,14 +101,14 @@ class Launches:
 
 
 class Again:
-    """A graph that calls what it captured."""
+    """A stand-in for a CUDA graph, whose replay calls the captured function again."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self.replay = function
 
 
 class Runner(model_runner.ModelRunner):
-    """Takes its CPU for a GPU."""
+    """A runner that takes its CPU for a GPU."""
 
     launches: Launches
 
@@ -149,7 +149,7 @@ class Runner(model_runner.ModelRunner):
 
 
 class RankOfTwo(tensor_parallel.TensorParallel):
-    """Rank 0 of two, over kernels that do not run."""
+    """Rank 0 of two, with kernels that do not run."""
 
     size = 2
 
@@ -169,7 +169,7 @@ class RankOfTwo(tensor_parallel.TensorParallel):
 
 
 def stage_as_on_a_gpu(arrays: Sequence[Any], device: torch.device) -> list[Tensor]:
-    """One buffer, so with the alignments that tensors have on a GPU."""
+    """Stages inputs in one buffer, so that tensors have the same alignment as on a GPU."""
     buffer = torch.empty(packed_bytes(arrays), dtype=torch.uint8)
     pack(arrays, buffer)
     return list(unpack(arrays, buffer))
@@ -190,8 +190,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
 
 def serve(path: Path, *, adapters: Sequence[LoRARequest] = (), **settings: Any) -> None:
-    """Every way to sample in batches of every size, prompts in chunks, long ones, and ones that
-    share what came before. With ``adapters``, each without and with them."""
+    """Serves every kind of sampling in batches of every size, and prompts that are chunked, long or
+    share a prefix. With ``adapters``, each without and with them."""
     options: Any = {
         "dtype": "bfloat16", "max_num_seqs": 4, "num_blocks": 4 * LENGTH // 16, "num_threads": 1,
         "max_num_batched_tokens": 2048, "async_scheduling": True,
@@ -314,7 +314,7 @@ def test_products_of_4_bits_are_compiled_before_they_are_served(
 def test_nothing_is_compiled_while_a_rank_of_two_serves(
     launches: Launches, make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full chunk of this model is too large for one shot, its decodes are not."""
+    """A full chunk of this model is too large for the one-shot all-reduce; decodes are not."""
     monkeypatch.setattr(tensor_parallel, "TensorParallel", RankOfTwo)
     hidden_size = 128
     assert 2048 * 2 * hidden_size > MAX_BYTES

@@ -1,4 +1,4 @@
-"""The digest of a checkpoint's weights: of every byte, and computed once."""
+"""The digest of a checkpoint's weights covers every byte and is computed once."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> Hashed:
-    """The names of the files that were hashed, one list for each time."""
+    """Names of the hashed files, a list for each time that files were hashed."""
     calls: Hashed = []
     original = weights_digest._hash_files
 
@@ -155,7 +155,7 @@ def test_damaged_digests_are_computed_again(
 def test_digests_of_a_folder_that_cannot_be_written_to_are_kept_with_the_user(
     folder: Path, user_cache: Path, hashed: Hashed
 ) -> None:
-    (folder / DIGESTS_NAME).mkdir()  # Nothing can take its place, for root neither.
+    (folder / DIGESTS_NAME).mkdir()  # Not even root can replace it by a file.
     assert digests(folder) == digests(folder)
     assert len(hashed) == 1
     assert not list((folder / DIGESTS_NAME).iterdir())
