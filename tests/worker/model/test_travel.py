@@ -66,12 +66,6 @@ def engine_of(tiny_llama: Path, config_of: Callable[..., Any]) -> Iterator[Calla
         engine.close()
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets requests wait for fetched blocks even where computing them is sooner."""
-    monkeypatch.setattr("quire.worker.schedule.arriving.MIN_SLACK_S", 60.0)
-
-
 def ask(
     engine: Engine,
     prompts: Sequence[list[int]] = PROMPTS,
@@ -120,7 +114,6 @@ def test_evicted_blocks_come_back_from_host_memory(
     assert (stats.num_disk_tokens, stats.num_peer_tokens, stats.num_corrupt_blocks) == (0, 0, 0)
 
 
-@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restarted_engine_has_its_blocks_on_disk(
     kind: str, engine_of: Callable[..., Engine], tmp_path: Path
@@ -140,7 +133,6 @@ def test_a_restarted_engine_has_its_blocks_on_disk(
     assert second.stats().num_disk_tokens == 4 * NUM_SHARED
 
 
-@pytest.mark.usefixtures("patient")
 def test_a_disk_takes_what_host_memory_keeps_too(
     engine_of: Callable[..., Engine], tmp_path: Path
 ) -> None:
@@ -158,7 +150,6 @@ def test_a_disk_takes_what_host_memory_keeps_too(
 RANKS = [(1, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, 2), (2, 1)))]
 
 
-@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("num_lenders_ranks", "num_borrowers_ranks"), RANKS)
@@ -236,7 +227,6 @@ def test_a_request_goes_on_without_a_group_that_says_nothing(
     assert not engine.has_work
 
 
-@pytest.mark.usefixtures("patient")
 def test_what_came_before_the_end_is_used(engine_of: Callable[..., Engine]) -> None:
     lending = engine_of(kv_transfer=True)
     computed = contents(ask(lending))
