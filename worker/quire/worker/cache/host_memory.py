@@ -2,10 +2,15 @@
 its node map.
 
 A page uses memory once it is touched, and the first touch is ten times as slow as later ones. So
-the part that transfers use is touched at the start.
+the part that transfers use is touched at the start, and a thread then touches the rest, so that no
+step waits for that.
 """
 
+import ctypes
 import mmap
+import os
+import threading
+import weakref
 from contextlib import suppress
 
 import numpy as np
@@ -17,6 +22,9 @@ from quire.worker.api.kv_format import Bytes, KvFormat
 
 MIN_SLOTS = 32
 """Least number of slots, if there is host memory at all."""
+_MADV_POPULATE_WRITE = 23
+"""Provides pages without changing them (Linux 5.14); Python's mmap has no name for it."""
+_TOUCHED_BYTES = 2 << 20
 
 
 def num_host_blocks(config: EngineConfig, format: KvFormat) -> int:
@@ -38,7 +46,7 @@ def map_host_blocks(
 
     ``fd`` is a file that has `host_bytes` from ``offset`` on, a multiple of the page size. Without
     it, the memory is private to this process. Must be called before anything is written there: the
-    first `STAGING_BYTES` are touched.
+    first `STAGING_BYTES` are overwritten. A thread touches the rest without changing it.
     """
     if not num_slots:
         return None
@@ -51,7 +59,32 @@ def map_host_blocks(
         memory.madvise(mmap.MADV_HUGEPAGE)
     bytes_all = np.frombuffer(memory, np.uint8)
     bytes_all[: STAGING_BYTES : mmap.PAGESIZE] = 0
+    if size > STAGING_BYTES:
+        rest = threading.Thread(
+            target=_touch,
+            args=(weakref.ref(memory), bytes_all.ctypes.data, size),
+            name="quire-kv-touch",
+            daemon=True,
+        )
+        rest.start()
     return bytes_all[: num_slots * format.block_bytes].reshape(num_slots, format.block_bytes)
+
+
+def _touch(memory: "weakref.ref[mmap.mmap]", address: int, size: int) -> None:
+    """Touches all pages from `STAGING_BYTES` on, until ``memory`` is unmapped. Runs in a thread, at
+    a low priority and without the GIL."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for begin in range(STAGING_BYTES, size, _TOUCHED_BYTES):
+        mapped = memory()  # Kept for this part only.
+        if mapped is None:
+            return
+        num_bytes = min(_TOUCHED_BYTES, size - begin)
+        if advise(address + begin, num_bytes, _MADV_POPULATE_WRITE):
+            return  # An older kernel; or no memory is left, which only its use may report.
+        del mapped
 
 
 def host_offset(shared_bytes: int) -> int:
