@@ -113,6 +113,16 @@ def check_room(
     )
 
 
+def check_host_memory(config: EngineConfig) -> None:
+    """Raises ConfigError: more host memory is asked for than is free. It is all touched soon."""
+    gib = config.kv_offloading_size
+    if gib and gib * 2**30 > (free := available_ram_bytes()):
+        raise ConfigError(
+            f"kv_offloading_size={gib:g}: only {free / 2**30:.1f} GiB of memory are free here: "
+            "set less, or keep blocks on disk (kv_disk_dir)"
+        )
+
+
 def cpu_share_bytes(config: EngineConfig) -> int:
     """Bytes of the free RAM that one rank may use for KV."""
     share = config.gpu_memory_utilization

@@ -104,6 +104,7 @@ class ModelRunner:
         """Whether queries of all layers attend to all tokens before them (no sliding window)."""
         self._layout = kv_cache.kv_layout(config, loaded.attentions, dtype=dtype)
         self.kv_format = kv_cache.kv_format(self._layout, loaded.attentions[0])
+        kv_cache.check_host_memory(config)
         self.num_host_blocks = 0 if spec.is_encoder else num_host_blocks(config, self.kv_format)
         """Slots of host memory that `allocate` needs."""
         self._is_head_major = loaded.is_head_major
