@@ -1,4 +1,4 @@
-"""`tests/run` ends with 0 when all tests pass, and leaves no process behind."""
+"""`tests/run` ends with 0 when all tests pass, repeats failed ones, and leaves no process behind."""
 
 import os
 import select
@@ -37,8 +37,40 @@ def test_the_exit_status_says_if_a_part_failed(
 
 
 def test_a_selection_may_leave_out_the_interpreted_kernels(stand_in: Path) -> None:
-    stand_in.write_text('#!/bin/sh\n[ "$*" != "-m slow tests/kernels/interpreted" ] || exit 5\n')
+    stand_in.write_text('#!/bin/sh\ncase "$*" in *"tests/kernels/interpreted") exit 5;; esac\n')
     assert run(stand_in, "-m", "slow").returncode == 0
+
+
+FAILS_ONCE = """#!/bin/sh
+case "$*" in *cache_dir=*/{part}*) ;; *) exit 0;; esac
+case "$*" in
+*--last-failed*) echo "PASSED tests/test_it.py::test[a b]"; exit {again};;
+esac
+folder="${{2#cache_dir=}}/v/cache"
+mkdir -p "$folder"
+[ -z "{listed}" ] || echo '{{"tests/test_it.py::test[a b]": true}}' >"$folder/lastfailed"
+exit {first}
+"""
+
+
+@pytest.mark.parametrize("part", ["waiting", "cluster", "compiled", "interpreted"])
+def test_a_test_that_passes_at_its_second_run_is_called_flaky(stand_in: Path, part: str) -> None:
+    stand_in.write_text(FAILS_ONCE.format(part=part, first=1, again=0, listed="yes"))
+    outcome = run(stand_in, "-m", "slow")
+    assert outcome.returncode == 0
+    assert outcome.stdout.decode().splitlines()[-1] == "flaky: tests/test_it.py::test[a b]"
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "listed"),
+    [(1, 1, "yes"), (1, 0, ""), (2, 0, "yes"), (139, 0, "yes")],
+    ids=["fails again", "no list", "not collected", "crashed"],
+)
+def test_what_does_not_pass_at_its_second_run_fails(
+    stand_in: Path, first: int, again: int, listed: str
+) -> None:
+    stand_in.write_text(FAILS_ONCE.format(part="cluster", first=first, again=again, listed=listed))
+    assert run(stand_in).returncode == 1
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
