@@ -5,6 +5,7 @@
 # make test-python PYTHON=python3.13  install the wheel for another Python; generate, serve, stop
 # make test-without-torch PYTHON=python3.13  run the tests that need no torch on another Python
 # make test-lowest  run the tests that use dependencies most with the lowest version of each: minutes
+# make prove  run the long tests whose sources have changed, and note in tests/proofs.json that they passed
 # make sanitize  run the tests of our C++ under the address and undefined behaviour sanitizers
 # make check  lint, types, and that the committed gRPC stubs are fresh
 # make format  lay out Python and C++ as `make check` wants them
@@ -32,6 +33,14 @@ serve: .venv/ready
 test: OPTIONS := -m 'not slow' --hypothesis-profile=quick
 test test-all: .venv/dev
 	tests/run $(OPTIONS)
+
+# `.ci/run` skips what this has proven. A file with a failed test is not written: nothing is then.
+PROOFS := $(wildcard tests/kernels/test_*.py tests/kernels/interpreted/test_*.py)
+prove: .venv/dev
+	tests/run computing -m 'slow and proof' --skip-proven
+	.venv/bin/python -m tests.proofs write $(PROOFS)
+	$(MAKE) sanitize
+	.venv/bin/python -m tests.proofs write -fsanitize=$(SANITIZE) $(SANITIZED)
 
 test-python:
 	tests/on_python wheel $(PYTHON)
@@ -131,4 +140,4 @@ lock: .venv/ready
 clean:
 	rm -rf .venv .venv-stubs
 
-.PHONY: demo serve test test-all test-python test-without-torch test-lowest sanitize check format wheel sbom bench-peers ui docs stubs lock clean
+.PHONY: demo serve test test-all prove test-python test-without-torch test-lowest sanitize check format wheel sbom bench-peers ui docs stubs lock clean

@@ -77,6 +77,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--skip-proven",
+        action="store_true",
+        help="skip slow tests that passed and on whose sources nothing has changed since",
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips a slow test that needs no second run (`tests.proofs`). Under sanitizers all are slow."""
+    from tests import proofs
+
+    if not item.config.getoption("--skip-proven") or item.get_closest_marker("proof") is None:
+        return
+    sanitizers = os.environ.get("QUIRE_NATIVE_SANITIZE", "")
+    if not sanitizers and item.get_closest_marker("slow") is None:
+        return
+    flag = f"-fsanitize={sanitizers}" if sanitizers else ""
+    if proofs.holds(item.path, flag) and not proofs.is_drawn(item.nodeid):
+        pytest.skip("passed before, and nothing on which it depends has changed")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _late_grpc_events() -> Generator[None]:
     """Drops gRPC's late events of a call whose event loop was closed with its test.

@@ -2,16 +2,20 @@
 
 ``QUIRE_NATIVE_ISA`` restricts tests to one of them. Under a sanitizer (`make sanitize`) each packed
 weight and each buffer ends at the end of its allocation, so that reads beyond it are detected.
+
+All tests of this folder are proofs (`tests.proofs`): they depend on kernels and tools alone.
 """
 
 import ctypes
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from quire.kernels import native, native_linear
 
+FOLDER = Path(__file__).parent
 ISAS = [
     pytest.param(isa, marks=[pytest.mark.slow] if number else [])
     for number, isa in enumerate(native.available_isas())
@@ -27,6 +31,9 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(FOLDER):
+            item.add_marker(pytest.mark.proof)
     chosen = os.environ.get("QUIRE_NATIVE_ISA")
     if chosen:
         others = native.ISA_FLAGS.keys() - {chosen}

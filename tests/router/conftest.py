@@ -1,17 +1,11 @@
 """Fixture ``blocks``, which derives block hashes from short names."""
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterable
 
 import pytest
 
 from quire.worker.api.hashing import BlockHash
-
-# Importing Ray 2.60 raises one DeprecationWarning of pydantic's.
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
-    import ray.serve  # noqa: F401
 
 
 @pytest.fixture(scope="session")
