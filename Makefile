@@ -34,8 +34,8 @@ test: OPTIONS := -m 'not slow' --hypothesis-profile=quick
 test test-all: .venv/dev
 	tests/run $(OPTIONS)
 
-# `.ci/run` skips what this has proven. A file with a failed test is not written: nothing is then.
-PROOFS := $(wildcard tests/kernels/test_*.py tests/kernels/interpreted/test_*.py)
+# `.ci/run` skips what this has proven. Nothing is written if a test fails.
+PROOFS := $(wildcard $(addsuffix /test_*.py,tests/golden tests/kernels tests/kernels/interpreted))
 prove: .venv/dev
 	tests/run computing -m 'slow and proof' --skip-proven
 	.venv/bin/python -m tests.proofs write $(PROOFS)

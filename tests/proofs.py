@@ -79,6 +79,9 @@ def dependencies(file: Path) -> tuple[list[Path], set[str]]:
     return sorted(found), packages - {"quire", "tests", "tools", "bench"}
 
 
+_IMPORTERS = ("pytest.importorskip", "importlib.import_module")
+
+
 def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -86,6 +89,8 @@ def _imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in _IMPORTERS:
+            yield from (str(each.value) for each in node.args if isinstance(each, ast.Constant))
 
 
 @functools.cache

@@ -1,4 +1,9 @@
-"""Runs every golden test twice: with the native CPU library, and with PyTorch alone."""
+"""Runs every golden test twice: with the native CPU library, and with PyTorch alone.
+
+All tests of this folder are proofs (`tests.proofs`): they depend on worker and kernels alone.
+"""
+
+from pathlib import Path
 
 import pytest
 
@@ -12,3 +17,9 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(native, "library", lambda: None)
     elif native.library() is None:
         pytest.skip("no native library on this machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.proof)
