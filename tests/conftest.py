@@ -86,7 +86,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips a slow test that needs no second run (`tests.proofs`). Under sanitizers all are slow."""
+    """Skips a slow test that needs no second run (`tests.proofs`). All are under sanitizers."""
     from tests import proofs
 
     if not item.config.getoption("--skip-proven") or item.get_closest_marker("proof") is None:

@@ -1,4 +1,4 @@
-"""`tests/run` ends with 0 when all tests pass, repeats failed ones, and leaves no process behind."""
+"""`tests/run` ends with 0 if all tests pass, repeats failed ones, and leaves no process behind."""
 
 import os
 import select
