@@ -16,7 +16,9 @@ from safetensors.numpy import save_file
 
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.keys_file import EVERYONE, Caller
+from quire.cluster.serving import adapters as serving_adapters
 from quire.cluster.serving.adapters import Adapters, Word
+from quire.cluster.serving.models import Models
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import admin_pb2, admin_pb2_grpc, group_pb2
 from quire.v1 import inference_pb2 as pb
@@ -399,3 +401,14 @@ async def test_late_words_do_not_undo_later_ones(start: Any, write: Write) -> No
             assert not list(other)
             other.hear([Word(4, "red", "hash", "x", "a")])
             assert [each.digest for each in other] == ["a"]
+
+
+async def test_as_many_unloaded_names_are_remembered_as_may_be_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving_adapters, "MAX_ADAPTERS", 40)
+    adapters = Adapters(Models())
+    for number in range(60):
+        adapters.hear([Word(number + 1, f"name{number}", "hash", "x", "")])
+        assert len(adapters.words()) == min(number + 1, 40)
+    assert adapters.words()[0].name == "name20"

@@ -157,8 +157,17 @@ class Adapters:
             elif known is None or known.said_at < word.said_at:
                 self._take(word)
         gone = sorted(word for word in self._words.values() if not word.digest)
-        for word in gone[: len(gone) - MAX_ADAPTERS]:
+        for word in gone[: max(0, len(gone) - MAX_ADAPTERS)]:
             del self._words[word.name]
+
+    def give_up(self, names: Iterable[str]) -> None:
+        """Unloads adapters with the names of models, which a new list of models may have brought:
+        they must not answer again once the model of that name is removed."""
+        for name in names:
+            adapter = self._adapters.get(name)
+            if adapter is not None:
+                _log.error("the adapter %r is unloaded: a model has its name now", name)
+                self.hear([Word(self._now(name), name, adapter.model, adapter.source, "")])
 
     def close(self) -> None:
         """Stops telling other gateways."""
@@ -201,7 +210,8 @@ class Adapters:
                 "that can be printed",
                 param="lora_name",
             )
-        if name in self._models.by_name or name in self._models.aliases:
+        models = self._models
+        if name in models.by_name or name in models.aliases or name in models.troubles:
             raise InvalidRequest(
                 f"lora_name={name!r} is the name of a model: take another", param="lora_name"
             )
