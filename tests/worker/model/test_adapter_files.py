@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -320,11 +322,64 @@ def test_a_store_refuses_what_it_cannot_serve_and_leaves_nothing_behind(tmp_path
     store = AdapterStore(tmp_path / "store", max_bytes=600)
     with pytest.raises(AdapterError, match="DoRA"):
         store.put(write(tmp_path / "a", use_dora=True))
-    with pytest.raises(AdapterError, match="an adapter's may have 600 at most"):
+    with pytest.raises(AdapterError, match="such a file may have 600"):
         store.put(write(tmp_path / "a"))
     with pytest.raises(AdapterError, match="have the digest"):
         AdapterStore(tmp_path / "store").put(tmp_path / "a", expected="0" * 64)
     assert list((tmp_path / "store").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (os.mkfifo, "is no regular file"),
+        (lambda file: file.symlink_to("/dev/zero"), "is no regular file"),
+        (Path.mkdir, "is no regular file"),
+        (lambda file: os.truncate(os.open(file, os.O_CREAT | os.O_RDWR), 1 << 35), "may have"),
+    ],
+    ids=["fifo", "device", "folder", "large"],
+)
+def test_a_file_without_an_end_is_refused_before_it_is_read(
+    tmp_path: Path, name: str, make: Callable[[Path], object], words: str
+) -> None:
+    folder, store = write(tmp_path / "a"), AdapterStore(tmp_path / "store")
+    (folder / name).unlink()
+    make(folder / name)
+    with pytest.raises(AdapterError, match=f"{name}: .*{words}"):
+        store.put(folder)
+    assert not (tmp_path / "store").exists()
+
+
+def test_weights_with_a_long_header_are_refused_unparsed(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    header = json.dumps({"__metadata__": {"x": "y" * (4 << 20)}}).encode()
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(AdapterError, match=r"header has .* bytes; it may have 4194304"):
+        read(folder)
+
+
+def test_an_adapter_that_does_not_fit_the_model_is_not_kept(tmp_path: Path) -> None:
+    folder, store = write(tmp_path / "a"), AdapterStore(tmp_path / "store")
+
+    def check(copy: Path) -> None:
+        raise AdapterError(f"{copy / 'adapter_model.safetensors'}: not for this model")
+
+    with pytest.raises(AdapterError, match=f"^{folder}/adapter_model.safetensors: not for"):
+        store.put(folder, check=check)
+    assert list(store.root.iterdir()) == []
+    digest = store.put(folder)
+    with pytest.raises(AdapterError, match=f"^{folder}/adapter_model.safetensors: not for"):
+        store.put(folder, check=check)
+    assert store.folder(digest) is not None  # Another model may use it.
+
+
+def test_weights_of_another_format_are_named_by_the_store(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(AdapterError, match=r"adapter_model\.bin is of a format that is not read"):
+        AdapterStore(tmp_path / "store").put(folder)
 
 
 def test_a_store_removes_what_was_used_longest_ago_but_nothing_held(tmp_path: Path) -> None:

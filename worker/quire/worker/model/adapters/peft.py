@@ -32,6 +32,9 @@ from quire.worker.model.patterns import Pattern
 from quire.worker.model.spec import ModelSpec
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_HEADER_BYTES = 4 << 20
+"""Of the weights' header: 12,000 modules. Gateways and groups stand still while JSON is parsed."""
 
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -92,7 +95,7 @@ def read_config(folder: Path) -> PeftConfig:
     """
     file = folder / CONFIG_NAME
     try:
-        raw = read_json(file)
+        raw = read_json(file, max_bytes=MAX_CONFIG_BYTES)
     except CheckpointError as error:
         raise AdapterError(str(error)) from error
 
@@ -196,17 +199,23 @@ def check_adapter(folder: Path, spec: ModelSpec, *, max_rank: int, dtype: str) -
             )
 
 
-def _tensors(folder: Path) -> dict[str, TensorInfo]:
+def check_files(folder: Path) -> None:
+    """Raises AdapterError if there are no weights in ``folder``."""
     file = folder / WEIGHTS_NAME
-    if not file.is_file():
+    if not file.exists():
         others = sorted(each.name for each in folder.glob("adapter_model.*"))
         found = f"; {', '.join(others)} is of a format that is not read" if others else ""
         raise AdapterError(
             f"{file}: there is no such file{found}; save the adapter by save_pretrained"
         )
+
+
+def _tensors(folder: Path) -> dict[str, TensorInfo]:
+    check_files(folder)
+    file = folder / WEIGHTS_NAME
     try:
-        tensors = read_tensors(file)
-        header = json.loads(read_header(file))
+        tensors = read_tensors(file, max_header_bytes=MAX_HEADER_BYTES)
+        header = json.loads(read_header(file, max_bytes=MAX_HEADER_BYTES))
     except CheckpointError as error:
         raise AdapterError(str(error)) from error
     for name, info in tensors.items():
