@@ -77,6 +77,9 @@ def read(folder: Path, spec: ModelSpec | None = None, *, max_rank: int = 64) -> 
         ({"bias": "all"}, "bias='all': biases are not served; train with bias='none'"),
         ({"lora_bias": True}, "lora_bias=True: biases are not served"),
         ({"trainable_token_indices": [1]}, r"trainable_token_indices=\[1\]: trained tokens"),
+        ({"kasa_config": {"beta": 1e-4}}, "kasa_config=.*KaSA changes the model's own weights"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora=.*block-diagonal LoRA is not served"),
+        ({"monteclora_config": {"num_samples": 8}}, "monteclora_config=.*MonteCLoRA is not"),
         ({"layer_replication": [[0, 1]]}, "layer_replication=.*another model"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'.*save it"),
         ({"init_lora_weights": 1}, "init_lora_weights=1"),
@@ -112,7 +115,8 @@ def test_a_configuration_that_is_not_served_is_refused_by_name(
             {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 100)},
             "embeddings and of the LM head",
         ),
-        ({"base_model.model.lm_head.weight": torch.zeros(100, C)}, "without modules_to_save"),
+        ({"base_model.model.lm_head.weight": torch.zeros(100, C)}, "save_embedding_layers=False"),
+        ({f"{PREFIX}mlp.up_proj.weight": torch.zeros(4, C)}, "without modules_to_save"),
         ({f"{PREFIX}mlp.up_proj.lora_magnitude_vector": torch.zeros(4)}, "DoRA is not served"),
         ({f"{PREFIX}mlp.up_proj.lora_B.bias": torch.zeros(4)}, "biases are not served"),
         (
@@ -162,6 +166,12 @@ def test_of_a_mixture_only_the_shared_expert_may_change(
     shared = halves(f"{PREFIX}mlp.shared_experts.up_proj", SIZE, C)
     (part,) = read(write(tmp_path / "good", shared), spec_of(experts))
     assert (part.module.layer, part.module.roles) == ("layers.0.shared.gate_up", ("up",))
+
+
+def test_what_velora_keeps_for_training_is_passed_over(tmp_path: Path) -> None:
+    embed = {f"{PREFIX}self_attn.q_proj.lora_velora_embed": torch.zeros(1)}
+    (part,) = read(write(tmp_path, Q | embed, velora_config={"num_groups": 64}))
+    assert part.module.roles == ("q",)
 
 
 def test_a_rank_above_the_limit_says_what_to_set(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ MAX_HEADER_BYTES = 4 << 20
 """Of the weights' header: 12,000 modules. Gateways and groups stand still while JSON is parsed."""
 
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
+_ONLY_TRAINS = re.compile(r".+\.lora_velora_embed(?:\.default)?", re.DOTALL)
+"""VeLoRA compresses activations for the backward pass with it; its outputs are LoRA's."""
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of ``init_lora_weights`` that do not change the base model's weights."""
@@ -48,6 +50,9 @@ _REFUSED = {
     "layer_replication": "a model with repeated layers is another model; train without it",
     "alora_invocation_tokens": "an adapter that begins within a prompt is not served",
     "use_qalora": "QALoRA is not served; train without use_qalora",
+    "kasa_config": "KaSA changes the model's own weights; merge it into the model, and serve that",
+    "use_bdlora": "block-diagonal LoRA is not served; train without use_bdlora",
+    "monteclora_config": "MonteCLoRA is not served; train without monteclora_config",
     "arrow_config": "a mixture of adapters is not served; serve one of them",
 }
 _MAX_PATTERNS = 2000  # PEFT writes one for each module where ranks differ.
@@ -150,6 +155,8 @@ def read_parts(folder: Path, spec: ModelSpec, *, max_rank: int) -> tuple[Part, .
     modules = modules_of(spec)
     halves: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, info in tensors.items():
+        if _ONLY_TRAINS.fullmatch(name):
+            continue
         match = _TENSOR.fullmatch(name)
         path = match[1] if match else name.removeprefix("base_model.model.")
         path = path.removesuffix(".weight")
@@ -272,6 +279,11 @@ def _why(spec: ModelSpec, name: str, path: str) -> str:
         return _REFUSED["use_dora"]
     if "lora_embedding_" in name:
         return why_refused(spec, spec.names.embedding)
+    if name.endswith((f"{spec.names.lm_head}.weight", f"{spec.names.embedding}.weight")):
+        return (
+            "the vocabulary's weights are the model's; if the training did not change them, save "
+            "with save_embedding_layers=False"
+        )
     if ".lora_" not in name:
         return "not a part of a LoRA adapter; train without modules_to_save"
     if name.endswith(".bias"):
