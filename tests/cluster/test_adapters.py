@@ -3,6 +3,7 @@ files to groups."""
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from quire.cluster.serving.models import Models
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import admin_pb2, admin_pb2_grpc, group_pb2
 from quire.v1 import inference_pb2 as pb
+from quire.worker.api.errors import AdapterError
 from quire.worker.model.adapters.store import AdapterStore
 
 pytestmark = pytest.mark.anyio
@@ -226,6 +228,22 @@ async def test_a_bad_adapter_changes_nothing(start: Any, write: Write, tmp_path:
         assert [each.name for each in cluster.models.adapters] == ["red"]
         assert digest_of(cluster, "red") == before
         assert await tokens(cluster, "red") == said(cluster, before)
+
+
+async def test_an_adapter_that_cannot_be_read_in_time_does_not_hold_up_others(
+    start: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    async with start(num_groups=1) as cluster:
+        adapters, keeper = cluster.models.adapters, cluster.models.named(None).keeper
+        with monkeypatch.context() as patched:
+            patched.setattr(serving_adapters, "_KEEP_TIMEOUT_S", 0.01)
+            patched.setattr(keeper, "keep", lambda source: may_end.wait())
+            with pytest.raises(AdapterError, match=r"^slow: was not read within 0\.01 s"):
+                await adapters.load("red", "slow")
+        await adapters.load("blue", str(write("blue", seed=1)))
+        assert [each.name for each in adapters] == ["blue"]
+        may_end.set()
 
 
 async def test_without_the_setting_no_adapter_is_taken(

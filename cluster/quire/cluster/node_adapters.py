@@ -5,16 +5,20 @@ from pathlib import Path
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import AdapterError, CheckpointError
 from quire.worker.model.adapters.store import AdapterStore, Held
-from quire.worker.model.hub import fetch_adapter
+from quire.worker.model.adapters.texts import check_texts
+from quire.worker.model.hub import fetch_adapter, fetch_text_files
 from quire.worker.schedule.reading import checker
 
 
 class NodeAdapters:
     """A `quire.cluster.serving.keeper.Keeper` over the node's adapter store."""
 
-    def __init__(self, engine: EngineConfig) -> None:
-        """``engine``: the settings of the model that the adapters are for."""
+    def __init__(self, engine: EngineConfig, *, chat_template: str | None = None) -> None:
+        """``engine``: the settings of the model that the adapters are for. ``chat_template``: the
+        template that is used instead of its own."""
         self._store = AdapterStore()
+        self._model = engine.model
+        self._chat_template = chat_template
         self._check = checker(engine)
 
     def keep(self, source: str) -> str:
@@ -27,6 +31,8 @@ class NodeAdapters:
         """
         try:
             folder = fetch_adapter(Path(source))
+            model = fetch_text_files(self._model)
+            check_texts(folder, model, chat_template=self._chat_template)
         except CheckpointError as error:
             raise AdapterError(str(error)) from error
         return self._store.put(folder, check=self._check)
