@@ -39,7 +39,10 @@ OPEN = {
     *("/health", "/ping", "/docs", "/openapi.json"),
     *("/", "/ui", "/ui/", "/ui/licenses.txt", "/ui/assets/{name}"),
 }
-OPERATORS = {"/metrics", "/ui/events", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+OPERATORS = {
+    *("/metrics", "/load", "/ui/events"),
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),
+}
 KEYS = {
     "nobody's": "",
     "unknown": "Authorization: Bearer secret-c\r\n",

@@ -4,7 +4,7 @@
     POST /detokenize   token ids as text
     POST /v1/messages/count_tokens   number of tokens of a prompt of Anthropic's API
     GET  /version      ``{"version": …}`` of this software
-    GET  /load         ``{"server_load": N}``: running completions in this gateway
+    GET  /load         ``{"server_load": N}``: running completions in this gateway, of all tenants
 
 Names and shapes are vLLM's, except Anthropic's ``count_tokens``.
 """
@@ -105,5 +105,5 @@ def text_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
         ApiRoute("/detokenize", detokenize, methods=["POST"], access=Access.KEY),
         ApiRoute("/v1/messages/count_tokens", count_tokens, methods=["POST"], access=Access.KEY),
         ApiRoute("/version", show_version, methods=["GET"], access=Access.KEY),
-        ApiRoute("/load", load, methods=["GET"], access=Access.KEY),
+        ApiRoute("/load", load, methods=["GET"], access=Access.OPERATOR),
     ]
