@@ -23,6 +23,7 @@ class App:
     def __init__(self) -> None:
         self.may_end = asyncio.Event()
         self.bodies: list[bytes] = []
+        self.scopes: list[Scope] = []
         self.num_lost = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,6 +37,7 @@ class App:
             if not message["more_body"]:
                 break
         self.bodies.append(body)
+        self.scopes.append(scope)
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] == "/stream":
             await send({"type": "http.response.body", "body": b"begun", "more_body": True})

@@ -16,7 +16,7 @@ import pytest
 from quire.cluster.deploy.logs import LogWriter
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.telemetry import timeline
-from quire.cluster.telemetry.access_log import _line, log_access
+from quire.cluster.telemetry.access_log import _line, fields_of, log_access
 from quire.cluster.telemetry.timeline import Timeline
 from quire.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import inference_pb2 as pb
@@ -245,6 +245,12 @@ async def test_a_failover_names_both_groups(start_cluster: Any, lines: Lines) ->
     assert second["resumed_tokens"] > 0
     assert first["sent_s"] <= first["first_token_s"] <= first["end_s"] <= second["sent_s"]
     assert second["end_s"] <= timing["total_s"]
+
+
+def test_no_part_that_a_client_chose_makes_a_line_long() -> None:
+    long = "x" * 50_000
+    call = Timeline(method=long, path=long, client=long, client_id=long, model=long)
+    assert len(_line(fields_of(call))) < 5 * 300
 
 
 @pytest.mark.parametrize("keys", [None, ApiKeys.of_token("right key for all")])

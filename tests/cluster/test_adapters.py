@@ -3,6 +3,7 @@ files to groups."""
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,13 @@ from safetensors.numpy import save_file
 
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.keys_file import EVERYONE, Caller
+from quire.cluster.serving import adapters as serving_adapters
 from quire.cluster.serving.adapters import Adapters, Word
+from quire.cluster.serving.models import Models
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import admin_pb2, admin_pb2_grpc, group_pb2
 from quire.v1 import inference_pb2 as pb
+from quire.worker.api.errors import AdapterError
 from quire.worker.model.adapters.store import AdapterStore
 
 pytestmark = pytest.mark.anyio
@@ -226,6 +230,22 @@ async def test_a_bad_adapter_changes_nothing(start: Any, write: Write, tmp_path:
         assert await tokens(cluster, "red") == said(cluster, before)
 
 
+async def test_an_adapter_that_cannot_be_read_in_time_does_not_hold_up_others(
+    start: Any, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end = threading.Event()
+    async with start(num_groups=1) as cluster:
+        adapters, keeper = cluster.models.adapters, cluster.models.named(None).keeper
+        with monkeypatch.context() as patched:
+            patched.setattr(serving_adapters, "_KEEP_TIMEOUT_S", 0.01)
+            patched.setattr(keeper, "keep", lambda source: may_end.wait())
+            with pytest.raises(AdapterError, match=r"^slow: was not read within 0\.01 s"):
+                await adapters.load("red", "slow")
+        await adapters.load("blue", str(write("blue", seed=1)))
+        assert [each.name for each in adapters] == ["blue"]
+        may_end.set()
+
+
 async def test_without_the_setting_no_adapter_is_taken(
     start_cluster: Any, write: Write, tmp_path: Path
 ) -> None:
@@ -399,3 +419,14 @@ async def test_late_words_do_not_undo_later_ones(start: Any, write: Write) -> No
             assert not list(other)
             other.hear([Word(4, "red", "hash", "x", "a")])
             assert [each.digest for each in other] == ["a"]
+
+
+async def test_as_many_unloaded_names_are_remembered_as_may_be_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(serving_adapters, "MAX_ADAPTERS", 40)
+    adapters = Adapters(Models())
+    for number in range(60):
+        adapters.hear([Word(number + 1, f"name{number}", "hash", "x", "")])
+        assert len(adapters.words()) == min(number + 1, 40)
+    assert adapters.words()[0].name == "name20"

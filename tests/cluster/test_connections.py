@@ -48,6 +48,18 @@ async def test_connections_of_one_address_are_bounded() -> None:
         assert server.cuts == ["address"]
 
 
+async def test_a_client_cannot_choose_the_address_that_is_logged() -> None:
+    """Although it comes from this machine, as a proxy beside the gateway would."""
+    head = HEAD + b"X-Forwarded-For: 192.0.2.1\r\nX-Forwarded-Proto: https\r\n"
+    async with serving() as server:
+        assert b"done" in await server.answer(
+            b"GET / HTTP/1.1\r\n" + head + b"Connection: close\r\n\r\n"
+        )
+        (scope,) = server.app.scopes
+    assert scope["client"][0] == "127.0.0.1"
+    assert scope["scheme"] == "http"
+
+
 async def test_connections_that_say_nothing_make_room_for_new_ones() -> None:
     async with serving(max_connections=3) as server:
         stream = await server.client(STREAM, sees=b"begun")

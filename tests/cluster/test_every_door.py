@@ -18,7 +18,6 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 from smg_grpc_proto import vllm_engine_pb2
 from starlette.applications import Starlette
-from starlette.routing import Route
 from tests.cluster.test_security import Certificates
 
 from quire import demo_model
@@ -26,6 +25,7 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.edge.listener import HttpListener
 from quire.cluster.edge.reflection import V1
+from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.tls import own_tls
@@ -108,17 +108,21 @@ async def code_of(channel: grpc.aio.Channel, call: str, shown: dict[str, str]) -
     return code
 
 
-def routes_of(listener: HttpListener) -> list[Route]:
+def routes_of(listener: HttpListener) -> list[ApiRoute]:
     app: Any = listener._server.config.app
     while not isinstance(app, Starlette):
         app = app._app
-    routes = [route for route in app.routes if isinstance(route, Route)]
-    assert len(routes) == len(app.routes)
+    routes = [route for route in app.routes if isinstance(route, ApiRoute)]
+    assert len(routes) == len(app.routes) - 1  # The last one is for unknown paths.
     return routes
 
 
 async def answered(
-    client: httpx.AsyncClient, routes: list[Route], shown: dict[str, str], *, refusal: httpx.codes
+    client: httpx.AsyncClient,
+    routes: list[ApiRoute],
+    shown: dict[str, str],
+    *,
+    refusal: httpx.codes,
 ) -> set[str]:
     """Paths that do not answer with ``refusal``."""
     found = set()

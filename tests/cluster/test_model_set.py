@@ -21,6 +21,7 @@ from quire.cluster.deploy.model_set import ModelSet
 from quire.cluster.deploy.served_model import ServedModel, new_table
 from quire.cluster.group.server import GroupServer
 from quire.cluster.scaling.settings import AutoscalingSettings
+from quire.cluster.serving.adapters import Word
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import CheckpointError
 
@@ -137,6 +138,19 @@ async def test_models_come_and_go(serving: Serving) -> None:
     assert (await serving.ask("gpt-4")).status_code == 200
     await until(lambda: not serving.followed["other"])
     assert set(await serving.samples("quire_output_tokens_total")) == {"chat"}
+
+
+async def test_an_adapter_does_not_come_back_once_a_model_has_had_its_name(
+    serving: Serving,
+) -> None:
+    adapters = serving.server.models.adapters
+    await serving.models.set([listed("chat")])
+    adapters.hear([Word(1, "sql", "chat", "x", "a"), Word(1, "gpt-4", "chat", "x", "b")])
+    assert [*await serving.states()] == ["chat", "gpt-4", "sql"]
+    await serving.models.set([listed("chat"), listed("sql", aliases=("gpt-4",))])
+    assert [*await serving.states()] == ["chat", "sql", "gpt-4"]
+    await serving.models.set([listed("chat")])
+    assert [*await serving.states()] == ["chat"]
 
 
 async def test_a_stream_ends_on_the_model_that_was_removed_or_is_told(

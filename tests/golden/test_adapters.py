@@ -176,8 +176,8 @@ def _llm(path: Path, **settings: Any) -> LLM:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # A warning of PEFT's.
-@pytest.mark.parametrize("use_rslora", [False, True])
-def test_what_peft_writes_says_what_peft_says(tmp_path: Path, use_rslora: bool) -> None:
+@pytest.mark.parametrize("kind", ["plain", "rslora", "velora"])
+def test_what_peft_writes_says_what_peft_says(tmp_path: Path, kind: str) -> None:
     peft = pytest.importorskip("peft", reason="PEFT is not installed")
     save(tmp_path / "model", "Qwen3", {"head_dim": 16})
     config = peft.LoraConfig(
@@ -186,7 +186,8 @@ def test_what_peft_writes_says_what_peft_says(tmp_path: Path, use_rslora: bool) 
         target_modules=r".*\.(q_proj|v_proj|o_proj|up_proj|down_proj)",
         rank_pattern={"layers.0.self_attn.q_proj": 3, r"layers\.\d+\.mlp.up_proj": 5},
         alpha_pattern={"v_proj": 20, "^model.layers.1.mlp.down_proj": 2},
-        use_rslora=use_rslora,
+        use_rslora=kind == "rslora",
+        **({"velora_config": peft.VeloraConfig()} if kind == "velora" else {}),
         init_lora_weights=False,
     )
     torch.manual_seed(1)

@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,9 @@ def read(folder: Path, spec: ModelSpec | None = None, *, max_rank: int = 64) -> 
         ({"bias": "all"}, "bias='all': biases are not served; train with bias='none'"),
         ({"lora_bias": True}, "lora_bias=True: biases are not served"),
         ({"trainable_token_indices": [1]}, r"trainable_token_indices=\[1\]: trained tokens"),
+        ({"kasa_config": {"beta": 1e-4}}, "kasa_config=.*KaSA changes the model's own weights"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora=.*block-diagonal LoRA is not served"),
+        ({"monteclora_config": {"num_samples": 8}}, "monteclora_config=.*MonteCLoRA is not"),
         ({"layer_replication": [[0, 1]]}, "layer_replication=.*another model"),
         ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'.*save it"),
         ({"init_lora_weights": 1}, "init_lora_weights=1"),
@@ -84,9 +89,13 @@ def read(folder: Path, spec: ModelSpec | None = None, *, max_rank: int = 64) -> 
         ({"lora_alpha": math.inf}, "lora_alpha=inf: must be a number"),
         ({"rank_pattern": [1]}, "rank_pattern: must be an object"),
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern: 0 of 'q_proj' must be a number above 0"),
-        ({"alpha_pattern": {"(": 1}}, r"alpha_pattern: '\(' is no regular expression"),
-        ({"alpha_pattern": {"(a*)*b": 1}}, "alpha_pattern: .* is no simple pattern"),
-        ({"alpha_pattern": {"a" * 201: 1}}, "is no simple pattern: 200 characters"),
+        (
+            {"alpha_pattern": {"(": 1}},
+            r"alpha_pattern: '\(' is no regular expression that RE2 takes \(missing \): ",
+        ),
+        ({"alpha_pattern": {"(?!a)b": 1}}, r"alpha_pattern: .*\(invalid perl operator: \(\?!"),
+        ({"alpha_pattern": {"a" * 1001: 1}}, "1011 characters: at most 1000.*name the modules"),
+        ({"rank_pattern": dict.fromkeys(map(str, range(2001)), 1)}, "2000 names at most"),
     ],
 )
 def test_a_configuration_that_is_not_served_is_refused_by_name(
@@ -106,7 +115,8 @@ def test_a_configuration_that_is_not_served_is_refused_by_name(
             {"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 100)},
             "embeddings and of the LM head",
         ),
-        ({"base_model.model.lm_head.weight": torch.zeros(100, C)}, "without modules_to_save"),
+        ({"base_model.model.lm_head.weight": torch.zeros(100, C)}, "save_embedding_layers=False"),
+        ({f"{PREFIX}mlp.up_proj.weight": torch.zeros(4, C)}, "without modules_to_save"),
         ({f"{PREFIX}mlp.up_proj.lora_magnitude_vector": torch.zeros(4)}, "DoRA is not served"),
         ({f"{PREFIX}mlp.up_proj.lora_B.bias": torch.zeros(4)}, "biases are not served"),
         (
@@ -156,6 +166,12 @@ def test_of_a_mixture_only_the_shared_expert_may_change(
     shared = halves(f"{PREFIX}mlp.shared_experts.up_proj", SIZE, C)
     (part,) = read(write(tmp_path / "good", shared), spec_of(experts))
     assert (part.module.layer, part.module.roles) == ("layers.0.shared.gate_up", ("up",))
+
+
+def test_what_velora_keeps_for_training_is_passed_over(tmp_path: Path) -> None:
+    embed = {f"{PREFIX}self_attn.q_proj.lora_velora_embed": torch.zeros(1)}
+    (part,) = read(write(tmp_path, Q | embed, velora_config={"num_groups": 64}))
+    assert part.module.roles == ("q",)
 
 
 def test_a_rank_above_the_limit_says_what_to_set(tmp_path: Path) -> None:
@@ -217,6 +233,16 @@ def test_patterns_say_the_rank_and_the_scale_of_each_module(tmp_path: Path) -> N
     assert [part.scale for part in plain] == [8 / 2, 8 / 4, 8 / 6, 3 / 4]
     roots = [8 / 2**0.5, 8 / 2, 8 / 6**0.5, 3 / 2]
     assert [part.scale for part in rooted] == pytest.approx(roots)
+
+
+def test_a_pattern_that_backtracks_without_end_is_matched_as_fast_as_others(
+    tmp_path: Path,
+) -> None:
+    """Python's `re` would take 2^60 steps for each name, and let no other thread run."""
+    pattern = "(.|.)" * 60 + "!|v_proj"
+    adapter = halves(f"{PREFIX}self_attn.v_proj", C // 2, C, 8)
+    (part,) = read(write(tmp_path, adapter, rank_pattern={pattern: 8}))
+    assert part.scale == 1
 
 
 @pytest.mark.parametrize(
@@ -306,11 +332,64 @@ def test_a_store_refuses_what_it_cannot_serve_and_leaves_nothing_behind(tmp_path
     store = AdapterStore(tmp_path / "store", max_bytes=600)
     with pytest.raises(AdapterError, match="DoRA"):
         store.put(write(tmp_path / "a", use_dora=True))
-    with pytest.raises(AdapterError, match="an adapter's may have 600 at most"):
+    with pytest.raises(AdapterError, match="such a file may have 600"):
         store.put(write(tmp_path / "a"))
     with pytest.raises(AdapterError, match="have the digest"):
         AdapterStore(tmp_path / "store").put(tmp_path / "a", expected="0" * 64)
     assert list((tmp_path / "store").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (os.mkfifo, "is no regular file"),
+        (lambda file: file.symlink_to("/dev/zero"), "is no regular file"),
+        (Path.mkdir, "is no regular file"),
+        (lambda file: os.truncate(os.open(file, os.O_CREAT | os.O_RDWR), 1 << 35), "may have"),
+    ],
+    ids=["fifo", "device", "folder", "large"],
+)
+def test_a_file_without_an_end_is_refused_before_it_is_read(
+    tmp_path: Path, name: str, make: Callable[[Path], object], words: str
+) -> None:
+    folder, store = write(tmp_path / "a"), AdapterStore(tmp_path / "store")
+    (folder / name).unlink()
+    make(folder / name)
+    with pytest.raises(AdapterError, match=f"{name}: .*{words}"):
+        store.put(folder)
+    assert not (tmp_path / "store").exists()
+
+
+def test_weights_with_a_long_header_are_refused_unparsed(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    header = json.dumps({"__metadata__": {"x": "y" * (4 << 20)}}).encode()
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(AdapterError, match=r"header has .* bytes; it may have 4194304"):
+        read(folder)
+
+
+def test_an_adapter_that_does_not_fit_the_model_is_not_kept(tmp_path: Path) -> None:
+    folder, store = write(tmp_path / "a"), AdapterStore(tmp_path / "store")
+
+    def check(copy: Path) -> None:
+        raise AdapterError(f"{copy / 'adapter_model.safetensors'}: not for this model")
+
+    with pytest.raises(AdapterError, match=f"^{folder}/adapter_model.safetensors: not for"):
+        store.put(folder, check=check)
+    assert list(store.root.iterdir()) == []
+    digest = store.put(folder)
+    with pytest.raises(AdapterError, match=f"^{folder}/adapter_model.safetensors: not for"):
+        store.put(folder, check=check)
+    assert store.folder(digest) is not None  # Another model may use it.
+
+
+def test_weights_of_another_format_are_named_by_the_store(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(AdapterError, match=r"adapter_model\.bin is of a format that is not read"):
+        AdapterStore(tmp_path / "store").put(folder)
 
 
 def test_a_store_removes_what_was_used_longest_ago_but_nothing_held(tmp_path: Path) -> None:

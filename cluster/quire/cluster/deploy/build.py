@@ -169,7 +169,7 @@ def _check(config: ClusterConfig) -> None:
         open_checkpoint(engine.model)
     for module in config.lora_modules:
         try:
-            NodeAdapters(engine).keep(module.path)
+            NodeAdapters(engine, chat_template=config.chat_template).keep(module.path)
         except (AdapterError, InvalidRequest) as error:
             raise ConfigError(f"lora_modules: {module.name}={module.path}: {error}") from error
 

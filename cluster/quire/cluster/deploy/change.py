@@ -7,7 +7,7 @@ gateway has released them. If a step fails, the steps before it are undone.
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,23 +76,34 @@ def add_model(
     _check_changeable(name)
     with only_change(name):
         cluster = ask_gateways(name)
-        called = {
-            each: of.name for of in cluster.models for each in (of.name, *of.settings.aliases)
-        }
-        for each in (model.model_name, *model.aliases):
-            if each in called:
-                of = called[each]
-                raise ConfigError(
-                    f"{each!r}: a model of {name} is called that already; give another "
-                    f"--served-model-name, or `quire model replace {of} PATH` or "
-                    f"`quire model remove {of}`"
-                )
+        check_names(cluster, model, loaded=_asked(name, "adapters"))
         if is_only_node() and model.engine.num_threads is None:
             all_models = [*(each.settings for each in cluster.models), model]
             threads = num_threads_for(all_models)
             model = replace(model, engine=replace(model.engine, num_threads=threads))
         (new,) = _listed(cluster, model)
         _begin(cluster, new, [*cluster.models, new], group=group, progress=progress)
+
+
+def check_names(cluster: Cluster, new: ModelConfig, *, loaded: Iterable[str]) -> None:
+    """Raises ConfigError if a name of the model ``new``, of an alias or of one of its adapters is
+    used in ``cluster``. ``loaded``: the names of the adapters that gateways serve."""
+    models = {each: of.name for of in cluster.models for each in (of.name, *of.settings.aliases)}
+    configured = (module for of in cluster.models for module in of.settings.modules)
+    adapters = {*loaded, *configured}
+    for each in (new.model_name, *new.aliases, *new.modules):
+        flag = "--lora-modules" if each in new.modules else "--served-model-name"
+        if each in models:
+            of = models[each]
+            raise ConfigError(
+                f"{each!r}: a model of {cluster.name} is called that already; give another "
+                f"name in {flag}, or `quire model replace {of} PATH` or `quire model remove {of}`"
+            )
+        if each in adapters:
+            raise ConfigError(
+                f"{each!r}: a LoRA adapter of {cluster.name} is called that already; give another "
+                f"name in {flag}, or `quire adapter unload {each}`"
+            )
 
 
 def replace_model(

@@ -366,6 +366,10 @@ class Gateway:
             )
         return found
 
+    async def adapters(self) -> list[str]:
+        """The names of the loaded adapters, also of models that are not served now."""
+        return [each.name for each in self._server.models.adapters.words() if each.digest]
+
     async def wait_for_groups(self, names: Sequence[str], timeout_s: float = inf) -> list[str]:
         """Waits until each of these models has ``min_groups`` groups that can be routed to; returns
         an empty list then, or after ``timeout_s`` the reasons why it has not."""

@@ -83,6 +83,8 @@ class ModelSet:
             self._models.aliases = {
                 alias: each.name for each in listed for alias in each.settings.aliases
             }
+            names = [each for of in listed for each in (of.name, *of.settings.aliases)]
+            self._models.adapters.give_up(names)
             self._places = {each.name: self._places[each.name] for each in listed}
             self._models.arrange(list(self._places))
 

@@ -55,7 +55,9 @@ class ServedModel:
 
     def __init__(self, read: ReadModel, *, table: RoutingTable) -> None:
         config = read.config
-        keeper = NodeAdapters(config.engine) if config.engine.enable_lora else None
+        keeper = None
+        if config.engine.enable_lora:
+            keeper = NodeAdapters(config.engine, chat_template=config.chat_template)
         self._contacts: dict[str, GroupContact] = {}  # By address.
         groups = Groups(
             table=table,

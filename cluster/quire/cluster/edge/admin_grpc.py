@@ -9,10 +9,8 @@ from collections.abc import Iterator
 import grpc
 from google.protobuf.json_format import ParseDict
 
-from quire.cluster.edge.auth import ApiKeys, check_operator
-from quire.cluster.edge.error_kinds import kind_of
+from quire.cluster.edge.access import Access, allows
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
-from quire.cluster.errors import NotAnOperator, Unauthenticated
 from quire.cluster.links.group_client import GroupClient
 from quire.cluster.links.groups import Groups
 from quire.cluster.serving.keeper import Adapter
@@ -28,20 +26,19 @@ _UNDRAIN_TIMEOUT_S = 5.0
 class AdminService(admin_pb2_grpc.AdminServicer):
     """The groups of all models of a gateway, over gRPC."""
 
-    def __init__(self, models: Models, *, keys: ApiKeys | None = None) -> None:
+    def __init__(self, models: Models) -> None:
         self._models = models
-        self._keys = keys
 
+    @allows(Access.OPERATOR)
     async def ListGroups(
         self, request: pb.ListGroupsRequest, context: Context
     ) -> pb.ListGroupsResponse:
-        await self._check_operator(context)
         return overview_of(self._models)
 
+    @allows(Access.OPERATOR)
     async def Drain(  # type: ignore[override]
         self, request: pb.DrainRequest, context: Context
     ) -> None:
-        await self._check_operator(context)
         _, client, epoch = await self._client(request.group, context)
         shown = None
         while shown != 0:
@@ -56,8 +53,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 continue
             await self._pause(client, epoch, context)
 
+    @allows(Access.OPERATOR)
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainResponse:
-        await self._check_operator(context)
         groups, client, epoch = await self._client(request.group, context)
         client.drain(is_wanted=False)
         try:
@@ -73,17 +70,17 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             )
         return pb.UndrainResponse()
 
+    @allows(Access.OPERATOR)
     async def ListAdapters(
         self, request: pb.ListAdaptersRequest, context: Context
     ) -> pb.ListAdaptersResponse:
-        await self._check_operator(context)
         return pb.ListAdaptersResponse(adapters=map(_adapter, self._models.adapters))
 
+    @allows(Access.OPERATOR)
     async def LoadAdapter(
         self, request: pb.LoadAdapterRequest, context: Context
     ) -> pb.LoadAdapterResponse:
         response = pb.LoadAdapterResponse()
-        await self._check_operator(context)
         async with statuses(context, request):
             adapter, incomplete = await self._models.adapters.load(
                 request.name, request.source, model=request.model
@@ -91,28 +88,21 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             response = pb.LoadAdapterResponse(adapter=_adapter(adapter), incomplete=incomplete)
         return response
 
+    @allows(Access.OPERATOR)
     async def UnloadAdapter(
         self, request: pb.UnloadAdapterRequest, context: Context
     ) -> pb.UnloadAdapterResponse:
         response = pb.UnloadAdapterResponse()
-        await self._check_operator(context)
         async with statuses(context, request):
             response.incomplete = await self._models.adapters.unload(request.name)
         return response
 
+    @allows(Access.OPERATOR)
     async def Usage(self, request: pb.UsageRequest, context: Context) -> pb.UsageResponse:
-        await self._check_operator(context)
         answer = await self._models.usage.answer(request.tenant or None)
         response = pb.UsageResponse()
         await asyncio.to_thread(ParseDict, answer, response, ignore_unknown_fields=True)
         return response
-
-    async def _check_operator(self, context: Context) -> None:
-        try:
-            check_operator(context, self._keys)
-        except (NotAnOperator, Unauthenticated) as error:
-            kind = kind_of(error)
-            await refuse(context, kind.grpc_code, kind.reason, str(error))
 
     def _known(self) -> Iterator[tuple[Groups, GroupClient]]:
         return _known(self._models)

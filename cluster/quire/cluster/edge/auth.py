@@ -1,17 +1,20 @@
 """API keys: clients show one to a gateway, and gateways show a group its token. Both travel as
 ``Authorization: Bearer …`` or ``X-API-Key: …``.
 
-A gateway's health checks, API reference, live-page files and gRPC reflection need no key: they
-reveal nothing of what clients ask. Every key belongs to a tenant. Tenants share no cached prefix
-and see none of each other's routing decisions. Metrics, loads and the live page's events cover all
-tenants together and need an operator's key: with little traffic, they reveal the lengths of single
-requests. Changes of what is served need one too.
+Each route and each gRPC method declares who may call it (`access`). A gateway's health checks, API
+reference, live-page files and gRPC reflection need no key: they reveal nothing of what clients ask.
+Every key belongs to a tenant. Tenants share no cached prefix and see none of each other's routing
+decisions. Metrics, loads and the live page's events cover all tenants together and need an
+operator's key: with little traffic, they reveal the lengths of single requests. Changes of what is
+served need one too.
 """
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,11 +22,12 @@ import grpc
 import grpc.aio
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.cluster.edge.grpc_errors import refuse
-from quire.cluster.edge.http_errors import error_body, worded_for
+from quire.cluster.edge.access import REFUSAL, Access, check_access
+from quire.cluster.edge.error_kinds import kind_of
+from quire.cluster.edge.grpc_errors import Context, refuse
+from quire.cluster.edge.http_errors import error_response
 from quire.cluster.edge.keys_file import (
     EVERYONE,
     Caller,
@@ -34,21 +38,12 @@ from quire.cluster.edge.keys_file import (
 )
 from quire.cluster.errors import NotAnOperator, Unauthenticated
 from quire.cluster.serving.tenants import TenantPolicy
-from quire.cluster.telemetry import timeline
-from quire.worker.api.errors import ConfigError, QuireError
+from quire.worker.api.errors import ConfigError, InvalidRequest
 
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 3.0
-_OPEN_PATHS = ("/health", "/ping", "/docs", "/openapi.json")
-_PAGE_PATHS = ("/ui", "/ui/", "/ui/licenses.txt")
-_PAGE_FILES = "/ui/assets/"
-_OPERATORS_PATHS = ("/metrics", "/ui/events", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_NO_OPERATOR = (
-    "the API key is no operator's: in the file of keys, its line is 'KEY *', or its tenant has "
-    "'operator: true'"
-)
-_REFUSAL = "no API key, or one that is not known here: send 'Authorization: Bearer KEY'"
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 _Signature = tuple[int, int, int, int]
 Handler = Any  # A grpc.RpcMethodHandler; only type checkers see it as generic.
@@ -136,129 +131,120 @@ class ApiKeys:
         return known.caller if known is not None and time.time() < known.expires_s else None
 
 
-class GrpcAuth(grpc.aio.ServerInterceptor):
-    """Refuses calls without a key as UNAUTHENTICATED with ``why``, except those of
-    ``open_services``.
+_CALLER: ContextVar[Caller] = ContextVar("caller", default=EVERYONE)
 
-    ``refused`` receives the peer of each refused call, as gRPC writes it.
+
+class GrpcAuth(grpc.aio.ServerInterceptor):
+    """Refuses calls without a key as UNAUTHENTICATED with ``why``, and those that the caller may
+    not make as PERMISSION_DENIED.
+
+    ``access``: who may make each call, by its path; other calls are for operators. ``keys``: the
+    accepted keys; without them, every caller is `EVERYONE`. ``refused`` receives the peer of each
+    call without a key, as gRPC writes it.
     """
 
     def __init__(
         self,
-        keys: ApiKeys,
+        keys: ApiKeys | None,
         *,
-        open_services: Iterable[str] = (),
-        why: str = _REFUSAL,
+        access: Mapping[str, Access] | None = None,
+        why: str = REFUSAL,
         refused: Callable[[str], object] = lambda peer: None,
     ) -> None:
         self._keys = keys
+        self._access = access or {}
         self._why = why
         self._refused = refused
-        self._open = tuple(f"/{service}/" for service in open_services)
-        # A handler of this kind refuses before the client has sent a message.
-        self._refusal: Handler = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     async def intercept_service(
         self, continuation: Continuation, details: grpc.HandlerCallDetails
     ) -> Handler:
-        is_open = details.method.startswith(self._open)
-        if is_open or _shown(self._keys, details.invocation_metadata) is not None:
-            return await continuation(details)
-        return self._refusal
+        handler = await continuation(details)
+        caller = self._caller(details.invocation_metadata)
+        if caller is not None:
+            _CALLER.set(caller)
+        access = self._access.get(details.method, Access.OPERATOR)
+        if handler is None:  # There is no such method, as gRPC tells those with a key.
+            access = Access.KEY
+        try:
+            check_access(access, caller)
+        except (Unauthenticated, NotAnOperator) as error:
+            return self._refusal(error)
+        return handler
 
-    async def _refuse(
-        self, requests: object, context: grpc.aio.ServicerContext[object, object]
-    ) -> None:
-        self._refused(context.peer())
-        await refuse(context, grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", self._why)
+    def _caller(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:
+        if self._keys is None:
+            return EVERYONE
+        given = dict(metadata or ())
+        return self._keys.caller(str(given.get("authorization")), str(given.get("x-api-key", "")))
+
+    def _refusal(self, error: Unauthenticated | NotAnOperator) -> Handler:
+        is_stranger = isinstance(error, Unauthenticated)
+        code = kind_of(error).grpc_code
+        why, reason = str(error), kind_of(error).reason
+        if is_stranger:
+            why, reason = self._why, code.name
+
+        async def answer(requests: object, context: Context) -> None:
+            if is_stranger:
+                self._refused(context.peer())
+            await refuse(context, code, reason, why)
+
+        # A handler of this kind refuses before the client has sent a message.
+        return grpc.stream_stream_rpc_method_handler(answer)
 
 
 class HttpAuth:
-    """Answers 401 to requests without a key, whether or not the path exists, and 403 to tenants
-    that ask for data of all tenants."""
+    """Finds the caller of each request, for the routes that check it (`routes.ApiRoute`). A path
+    with a control character is refused here: it has no use but to look like another path."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        keys: ApiKeys,
+        keys: ApiKeys | None,
         headers: Callable[[str], Mapping[str, str]] = lambda tenant: {},
     ) -> None:
-        """``headers``: extra headers for each answer to the given tenant."""
+        """``keys``: the accepted keys; without them, every caller is `EVERYONE`. ``headers``: extra
+        headers for each answer to the given tenant."""
         self._app = app
         self._keys = keys
         self._headers = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or _is_open(scope)
-        caller = None if is_open else self._caller(Headers(scope=scope))
-        if caller is None and not is_open:
-            await _refusal(scope, Unauthenticated(_REFUSAL), status=401)(scope, receive, send)
-        elif caller is not None and not caller.is_operator and scope["path"] in _OPERATORS_PATHS:
-            await _refusal(scope, NotAnOperator(_NO_OPERATOR), status=403)(scope, receive, send)
-        else:
-            scope.setdefault("state", {})["caller"] = caller
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if _CONTROL.search(scope["path"]):
+            error = InvalidRequest("the path has a control character: no path here has one")
+            await error_response(error)(scope, receive, send)
+            return
+        caller = EVERYONE if self._keys is None else _shown(self._keys, Headers(scope=scope))
+        scope.setdefault("state", {})["caller"] = caller
 
-            async def send_with_headers(message: Message) -> None:
-                if caller is not None and message["type"] == "http.response.start":
-                    # By now the request itself is counted.
-                    MutableHeaders(scope=message).update(self._headers(caller.tenant))
-                await send(message)
+        async def send_with_headers(message: Message) -> None:
+            if caller is not None and message["type"] == "http.response.start":
+                # By now the request itself is counted.
+                MutableHeaders(scope=message).update(self._headers(caller.tenant))
+            await send(message)
 
-            await self._app(scope, receive, send_with_headers)
-
-    def _caller(self, headers: Headers) -> Caller | None:
-        return self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
-
-
-def asks_for_a_page(headers: Headers) -> bool:
-    """Whether a browser asks, to show the answer as a page."""
-    return "text/html" in headers.get("accept", "")
-
-
-def _is_open(scope: Scope) -> bool:
-    path = scope["path"]
-    if path == "/":  # Redirects browsers to the page; other clients need a key.
-        return asks_for_a_page(Headers(scope=scope))
-    return path in (*_OPEN_PATHS, *_PAGE_PATHS) or path.startswith(_PAGE_FILES)
+        await self._app(scope, receive, send_with_headers)
 
 
 def http_caller(request: Request) -> Caller:
-    """The caller of a request that `HttpAuth` let in; `EVERYONE` where no keys are checked."""
-    caller: Caller | None = getattr(request.state, "caller", EVERYONE)
-    assert caller is not None, "an open path tells nothing of what clients ask"
+    """The caller of a request, at a route that needs a key."""
+    caller: Caller | None = request.state.caller
+    assert caller is not None, "an open route tells nothing of what clients ask"
     return caller
 
 
-def grpc_caller(context: grpc.aio.ServicerContext[object, object], keys: ApiKeys | None) -> Caller:
-    """The caller of a call that `GrpcAuth` let in. Raises Unauthenticated if its key has been
-    revoked since."""
-    if keys is None:
-        return EVERYONE
-    caller = _shown(keys, context.invocation_metadata())
-    if caller is None:
-        raise Unauthenticated(_REFUSAL)
-    call = timeline.current()
-    call.tenant, call.key_name = caller.tenant, caller.key_name
-    return caller
+def grpc_caller() -> Caller:
+    """The caller of the running gRPC call, found by `GrpcAuth`; `EVERYONE` without a known key."""
+    return _CALLER.get()
 
 
-def check_operator(context: grpc.aio.ServicerContext[object, object], keys: ApiKeys | None) -> None:
-    """Raises NotAnOperator if a call that `GrpcAuth` let in is not an operator's, and
-    Unauthenticated as `grpc_caller` does."""
-    if not grpc_caller(context, keys).is_operator:
-        raise NotAnOperator(_NO_OPERATOR)
-
-
-def _refusal(scope: Scope, error: QuireError, *, status: int) -> JSONResponse:
-    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
-    body = worded_for(scope["path"], error_body(error), status=status)
-    return JSONResponse(body, status_code=status, headers=headers)
-
-
-def _shown(keys: ApiKeys, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:
-    given = dict(metadata or ())
-    return keys.caller(str(given.get("authorization")), str(given.get("x-api-key", "")))
+def _shown(keys: ApiKeys, headers: Headers) -> Caller | None:
+    return keys.caller(headers.get("authorization"), headers.get("x-api-key"))
 
 
 def _signature(path: Path) -> _Signature | None:

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.cluster.edge import grpc_calls
+from quire.cluster.edge.auth import grpc_caller
 from quire.cluster.edge.grpc_errors import Context
 from quire.cluster.edge.streams import client_id
 from quire.cluster.telemetry import timeline
@@ -143,6 +144,8 @@ class GrpcCalls(grpc.aio.ServerInterceptor):
             grpc_calls.header(context, "traceparent"),
             grpc_calls.header(context, "tracestate"),
         )
+        caller = grpc_caller()
+        call.tenant, call.key_name = caller.tenant, caller.key_name
         with ended(call, self._finish):
             try:
                 yield

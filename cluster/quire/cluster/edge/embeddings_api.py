@@ -19,11 +19,12 @@ from uuid import uuid4
 from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
+from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.openai_schema import Texts, TokenIds
+from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
 from quire.cluster.edge.streams import client_id, unless_disconnected
 from quire.cluster.serving.embeddings import Ask, Cost, best, embed, rank, score
@@ -122,7 +123,7 @@ class ScoreBody(_AskBody):
         return list(zip(first * (len(second) // len(first)), second, strict=True))
 
 
-def embedding_routes(models: Models, bodies: BodyReader) -> list[Route]:
+def embedding_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
     async def embeddings(request: Request) -> Response:
         body, hold = await bodies.read(request, EmbeddingsBody)
         with hold:
@@ -210,7 +211,7 @@ def embedding_routes(models: Models, bodies: BodyReader) -> list[Route]:
         score_pairs: ("/v1/score", "/score"),
     }
     return [
-        Route(path, handler, methods=["POST"])
+        ApiRoute(path, handler, methods=["POST"], access=Access.KEY)
         for handler, paths in handlers.items()
         for path in paths
     ]

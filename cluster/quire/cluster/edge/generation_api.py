@@ -13,9 +13,9 @@ from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from quire.cluster.dialects.tools import ToolUse
+from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.http_errors import error_body, error_headers
@@ -32,6 +32,7 @@ from quire.cluster.edge.openai_schema import (
 )
 from quire.cluster.edge.responses_format import ResponsesFormat
 from quire.cluster.edge.responses_schema import ResponsesBody
+from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.streams import EventStream, Write, client_id, event, unless_disconnected
 from quire.cluster.edge.structured import told_of
 from quire.cluster.errors import DeadlineExceeded
@@ -65,10 +66,12 @@ _KINDS: Mapping[str, tuple[type[GenerationBody], type[Format], str]] = {
 """By path: the body's type, the answer's format, and the prefix of its id."""
 
 
-def generation_routes(models: Models, bodies: BodyReader) -> list[Route]:
+def generation_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
     """The calls that generate text."""
     return [
-        Route(path, partial(_generate, models, bodies, *kind), methods=["POST"])
+        ApiRoute(
+            path, partial(_generate, models, bodies, *kind), methods=["POST"], access=Access.KEY
+        )
         for path, kind in _KINDS.items()
     ]
 

@@ -38,6 +38,7 @@ from quire.cluster.edge.own_sockets import (
     listening_port,
     shut_out,
 )
+from quire.cluster.seldom import SeldomWarning
 
 _log = logging.getLogger(__name__)
 
@@ -160,6 +161,8 @@ class GrpcGuard:
         self._floods: dict[str, tuple[float, int]] = {}  # By host: time and count of floods.
         self._flooded_s = -inf  # Time of the last flood.
         self._let_in: dict[str, float] = {}  # By host: when an admitted client was last seen.
+        self._warn_of_flood = SeldomWarning(_log)
+        self._warn_of_kernel = SeldomWarning(_log)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="grpc-guard", daemon=True)
 
@@ -315,7 +318,7 @@ class GrpcGuard:
 
     def _shut_out_host(self, host: str, *, until_s: float) -> None:
         if host not in self._shut_out:
-            _log.warning("%s floods gRPC: shut out for %g s", host, self._limits.shut_out_s)
+            self._warn_of_flood("%s floods gRPC: shut out for %g s", host, self._limits.shut_out_s)
         self._shut_out[host] = until_s
         while len(self._shut_out) > _MAX_SHUT_OUT:
             del self._shut_out[min(self._shut_out, key=self._shut_out.__getitem__)]
@@ -343,7 +346,7 @@ class GrpcGuard:
                 with borrowed(fd, cookie) as listener:
                     shut_out(listener, self._shut_out)
             except OSError as error:
-                _log.warning("the kernel shuts out no address: %s", error)
+                self._warn_of_kernel("the kernel shuts out no address: %s", error)
                 self._is_to_be_told = True  # At the next check.
 
     def _bound(self) -> None:

@@ -5,15 +5,18 @@ Errors carry the status codes documented in ``inference.proto``, and the details
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from quire.cluster.dialects.tools import check_tools
+from quire.cluster.edge.access import Access, allows, rpc_access
 from quire.cluster.edge.admin_grpc import AdminService
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth, grpc_caller
 from quire.cluster.edge.call_records import GrpcCalls
@@ -38,27 +41,34 @@ _MAX_JSON_CHARS = 2**16
 """Longest JSON text of a chat template's variables, or of a message's other fields."""
 _MAX_TOOLS_CHARS = 2**20
 
-SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-_OPEN = (health.SERVICE_NAME, V1, V1ALPHA)
-"""Services that need no key."""
+_INFERENCE = pb.DESCRIPTOR.services_by_name["Inference"]
+_ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+SERVICE = _INFERENCE.full_name
+_REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+_OPEN: Mapping[str, ServiceDescriptor] = {
+    health.SERVICE_NAME: health_pb2.DESCRIPTOR.services_by_name["Health"],
+    V1: _REFLECTION,
+    V1ALPHA: _REFLECTION,
+}
+"""Services of libraries, by name. They need no key."""
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
     """The models of a gateway, over gRPC."""
 
-    def __init__(self, models: Models, *, keys: ApiKeys | None = None) -> None:
+    def __init__(self, models: Models) -> None:
         self._models = models
-        self._keys = keys
 
     # Handlers write instead of yielding: a cancelled call then raises inside the handler at once,
     # while a suspended generator would wait for the garbage collector.
+    @allows(Access.KEY)
     async def Generate(  # type: ignore[override]
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         async with statuses(context, request):
             with held(request, self._models):
                 check_lists(request.sampling)
-                model, caller = self._models.named(request.model), grpc_caller(context, self._keys)
+                model, caller = self._models.named(request.model), grpc_caller()
                 prepared = await model.prepare(
                     Request(
                         prompt=_prompt(request),
@@ -77,6 +87,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             request.Clear()  # Frees the prompt: it is token ids now.
             await model.run([prepared], lambda chunk: context.write(response_of(chunk)))
 
+    @allows(Access.KEY)
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         response = pb.EmbedResponse()
         async with statuses(context, request):
@@ -94,6 +105,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 embedding.values.extend(each.vector_C.tolist())
         return response
 
+    @allows(Access.KEY)
     async def Rank(self, request: pb.RankRequest, context: Context) -> pb.RankResponse:
         response = pb.RankResponse()
         async with statuses(context, request):
@@ -109,7 +121,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     def _ask(self, request: pb.EmbedRequest | pb.RankRequest, context: Context) -> Ask:
         is_cut = request.HasField("truncate_prompt_tokens")
-        caller = grpc_caller(context, self._keys)
+        caller = grpc_caller()
         return Ask(
             truncate_prompt_tokens=request.truncate_prompt_tokens if is_cut else None,
             tenant=caller.tenant,
@@ -120,6 +132,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             client_id=client_id(context),
         )
 
+    @allows(Access.KEY)
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         response = pb.TokenizeResponse()
         async with statuses(context, request):
@@ -133,6 +146,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             response.max_model_len = card.max_model_len
         return response
 
+    @allows(Access.KEY)
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: Context
     ) -> pb.DetokenizeResponse:
@@ -145,12 +159,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                 )
         return response
 
+    @allows(Access.KEY)
     async def ExplainRouting(
         self, request: pb.ExplainRoutingRequest, context: Context
     ) -> pb.ExplainRoutingResponse:
         response = pb.ExplainRoutingResponse()
         async with statuses(context, request):
-            caller = grpc_caller(context, self._keys)
+            caller = grpc_caller()
             response = await self._models.explanations.answer(request, tenant=caller.sees)
         return response
 
@@ -171,32 +186,38 @@ def build_grpc_server(
     on its connections. ``guard``: guards the port that the caller will add.
     """
     limits = limits or ConnectionLimits()
-    account_of: Callable[[str], Account] = guard.account if guard else lambda peer: Account()
-    interceptors: list[grpc.aio.ServerInterceptor] = [
-        GrpcMessages(account_of=account_of, open_services=_OPEN, timeout_s=limits.body_timeout_s)
-    ]
-    if keys is not None:  # First, so that clients without a key learn nothing else.
-        auth = GrpcAuth(
-            keys, open_services=_OPEN, refused=lambda peer: account_of(peer).not_let_in()
-        )
-        interceptors.insert(0, auth)
-    calls = GrpcCalls(begin=models.began, finish=models.finished, untold_services=_OPEN)
-    interceptors.insert(0, calls)
-    server = grpc.aio.server(
-        interceptors=interceptors,
-        options=_options(limits, models.max_inflight),
-    )
-    service = InferenceService(models, keys=keys)
-    inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
-    admin_pb2_grpc.add_AdminServicer_to_server(AdminService(models, keys=keys), server)
+    inference, admin = InferenceService(models), AdminService(models)
+    access = {
+        **{f"/{name}/{each.name}": Access.OPEN for name in _OPEN for each in _OPEN[name].methods},
+        **rpc_access(_INFERENCE, inference),
+        **rpc_access(_ADMIN, admin),
+    }
     files = [pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR]
     services = [SERVICE]
+    engine = None
     if find_spec("smg_grpc_proto") is not None:
-        from quire.cluster.edge.vllm_grpc import VLLM_FILE, VLLM_SERVICE, add_vllm_engine
+        from quire.cluster.edge import vllm_grpc
 
-        add_vllm_engine(models, server, keys=keys)
-        files.append(VLLM_FILE)
-        services.append(VLLM_SERVICE)
+        engine = vllm_grpc.VllmEngineService(models)
+        access |= rpc_access(vllm_grpc.VLLM_SERVICE, engine)
+        files.append(vllm_grpc.VLLM_FILE)
+        services.append(vllm_grpc.VLLM_SERVICE.full_name)
+    account_of: Callable[[str], Account] = guard.account if guard else lambda peer: Account()
+    server = grpc.aio.server(
+        interceptors=[
+            GrpcCalls(begin=models.began, finish=models.finished, untold_services=_OPEN),
+            # Before all that reads messages, so that clients without a key learn nothing else.
+            GrpcAuth(keys, access=access, refused=lambda peer: account_of(peer).not_let_in()),
+            GrpcMessages(
+                account_of=account_of, open_services=_OPEN, timeout_s=limits.body_timeout_s
+            ),
+        ],
+        options=_options(limits, models.max_inflight),
+    )
+    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
+    admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
+    if engine is not None:
+        vllm_grpc.add_to_server(engine, server)
     health_pb2_grpc.add_HealthServicer_to_server(_GatewayHealth(models, services), server)
     add_reflection(files, server)
     return server

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from quire.cluster.edge.error_kinds import INTERNAL, INVALID, Kind, kind_of
 from quire.cluster.edge.streams import UnreadResponse
+from quire.cluster.errors import Unauthenticated
 from quire.cluster.telemetry import timeline
 from quire.worker.api.errors import ContextExceeded, InvalidRequest, QuireError
 
@@ -88,6 +89,8 @@ def error_headers(error: Exception) -> dict[str, str]:
     not to."""
     if not isinstance(error, QuireError):
         return {}
+    if isinstance(error, Unauthenticated):
+        return {"WWW-Authenticate": "Bearer"}
     if error.retry_after_s is not None:
         return {"Retry-After": str(ceil(error.retry_after_s))}
     return {"x-should-retry": "false"} if kind_of(error).status >= 500 else {}

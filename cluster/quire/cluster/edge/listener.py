@@ -23,6 +23,7 @@ from quire.cluster.edge.leaving import stop_listening
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.edge.uvicorn_private import check_uvicorn
 from quire.cluster.errors import Unavailable
+from quire.cluster.seldom import SeldomWarning
 
 _log = logging.getLogger(__name__)
 
@@ -58,12 +59,15 @@ class HttpListener:
                 app,
                 lifespan="off",
                 log_config=None,
+                access_log=False,
+                proxy_headers=False,  # Any client can send X-Forwarded-For.
                 ws="none",
                 timeout_graceful_shutdown=_CUT_WITHIN_S,
             )
         )
         self._drain_timeout_s = drain_timeout_s
         self._listener: socket.socket | None = None
+        self._warn = SeldomWarning(_log)
         self._server.config.load()
         self._tasks: list[asyncio.Task[None]] = []
         self._opening: set[asyncio.Task[object]] = set()
@@ -116,7 +120,7 @@ class HttpListener:
                     if error.errno == errno.EINVAL:  # The listening socket was shut down.
                         return
                     # The client is gone, or this process has no file descriptor left.
-                    _log.warning("a connection cannot be accepted: %s", error)
+                    self._warn("a connection cannot be accepted: %s", error)
                     await asyncio.sleep(_ACCEPT_PAUSE_S)
                     continue
                 task = asyncio.create_task(self._open(client, host=address[0]))

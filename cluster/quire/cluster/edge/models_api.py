@@ -11,9 +11,10 @@ import time
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
 
+from quire.cluster.edge.access import Access
 from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
@@ -40,7 +41,7 @@ class UnloadAdapterBody(Body):
     lora_name: str
 
 
-def model_routes(models: Models, bodies: BodyReader) -> list[Route]:
+def model_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
     created = int(time.time())
 
     async def listed(request: Request) -> Response:
@@ -73,10 +74,10 @@ def model_routes(models: Models, bodies: BodyReader) -> list[Route]:
         return _done(f"LoRA adapter '{body.lora_name}' removed successfully.", incomplete)
 
     return [
-        Route("/v1/models", listed, methods=["GET"]),
-        Route("/v1/models/{model:path}", one, methods=["GET"]),
-        Route(LOAD_PATH, load, methods=["POST"]),
-        Route(UNLOAD_PATH, unload, methods=["POST"]),
+        ApiRoute("/v1/models", listed, methods=["GET"], access=Access.KEY),
+        ApiRoute("/v1/models/{model:path}", one, methods=["GET"], access=Access.KEY),
+        ApiRoute(LOAD_PATH, load, methods=["POST"], access=Access.OPERATOR),
+        ApiRoute(UNLOAD_PATH, unload, methods=["POST"], access=Access.OPERATOR),
     ]
 
 

@@ -6,21 +6,20 @@ Errors are OpenAI's: a status code and ``{"error": {message, type, param, code}}
 from collections.abc import Sequence
 
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import ApiKeys, HttpAuth
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.call_records import HttpCalls
 from quire.cluster.edge.embeddings_api import embedding_routes
 from quire.cluster.edge.generation_api import generation_routes
-from quire.cluster.edge.http_errors import error_handlers
 from quire.cluster.edge.models_api import model_routes
 from quire.cluster.edge.reference import reference_routes
+from quire.cluster.edge.routes import ApiRoute, application
 from quire.cluster.edge.routing_api import routing_route
 from quire.cluster.edge.streams import RequestIds
 from quire.cluster.edge.text_api import text_routes
@@ -57,12 +56,11 @@ def build_http_app(
         *embedding_routes(models, bodies),
         *_own_routes(models),
     ]
-    app: ASGIApp = Starlette(
-        routes=[*routes, *reference_routes(routes), *ui_routes(models.live)],
-        exception_handlers=error_handlers(),
+    app: ASGIApp = HttpAuth(
+        application([*routes, *reference_routes(routes), *ui_routes(models.live)]),
+        keys=keys,
+        headers=models.tenants.headers,
     )
-    if keys is not None:
-        app = HttpAuth(app, keys=keys, headers=models.tenants.headers)
     if allow_origins:  # Around the keys: a CORS preflight request shows no key.
         app = CORSMiddleware(
             app,
@@ -86,11 +84,10 @@ def build_http_app(
 def build_metrics_app(models: Models, *, keys: ApiKeys | None) -> ASGIApp:
     """The part of `build_http_app` that reports on the gateway itself. With ``keys``, metrics need
     an operator's key."""
-    app = Starlette(routes=_own_routes(models), exception_handlers=error_handlers())
-    return app if keys is None else HttpAuth(app, keys=keys)
+    return HttpAuth(application(_own_routes(models)), keys=keys)
 
 
-def _own_routes(models: Models) -> list[Route]:
+def _own_routes(models: Models) -> list[ApiRoute]:
     """Health checks and metrics. ``/ping`` is the name of ``/health`` that some load balancers
     use."""
 
@@ -106,7 +103,7 @@ def _own_routes(models: Models) -> list[Route]:
         return Response(metrics, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return [
-        Route("/health", health, methods=["GET"]),
-        Route("/ping", health, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
+        ApiRoute("/health", health, methods=["GET"], access=Access.OPEN),
+        ApiRoute("/ping", health, methods=["GET"], access=Access.OPEN),
+        ApiRoute("/metrics", metrics, methods=["GET"], access=Access.OPERATOR),
     ]

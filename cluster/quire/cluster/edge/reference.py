@@ -15,10 +15,12 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from quire import __version__
+from quire.cluster.edge.access import Access
 from quire.cluster.edge.error_kinds import STATUSES
 from quire.cluster.edge.field_texts import described
 from quire.cluster.edge.reference_calls import CALLS, Call, Json
 from quire.cluster.edge.reference_page import BASE, HEADERS, page_of
+from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
 
 _TEXT: Json = {"type": "string"}
@@ -41,7 +43,7 @@ _NULL = type(None)
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", _NULL: "null"}
 
 
-def reference_routes(routes: Iterable[Route]) -> list[Route]:
+def reference_routes(routes: Iterable[Route]) -> list[ApiRoute]:
     """Two routes that describe ``routes`` and themselves."""
 
     async def openapi(request: Request) -> Response:
@@ -52,8 +54,8 @@ def reference_routes(routes: Iterable[Route]) -> list[Route]:
         return HTMLResponse(page.replace(BASE, here), headers=HEADERS)
 
     own = [
-        Route("/openapi.json", openapi, methods=["GET"]),
-        Route("/docs", docs, methods=["GET"]),
+        ApiRoute("/openapi.json", openapi, methods=["GET"], access=Access.OPEN),
+        ApiRoute("/docs", docs, methods=["GET"], access=Access.OPEN),
     ]
     reference = reference_of([*routes, *own])
     page = page_of(reference)

@@ -16,9 +16,10 @@ from google.protobuf.json_format import MessageToDict
 from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
+from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import http_caller
+from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.telemetry.explanations import MAX_LIMIT, Explanations
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
@@ -27,14 +28,14 @@ PATH = "/v1/routing/decisions"
 _PARAMETERS = ("request_id", "limit")
 
 
-def routing_route(explanations: Explanations) -> Route:
+def routing_route(explanations: Explanations) -> ApiRoute:
     async def decisions(request: Request) -> Response:
         question = _parse(request.query_params)
         answer = await explanations.answer(question, tenant=http_caller(request).sees)
         # In a thread: thousands of candidates take a second, which would stall all streams.
         return await asyncio.to_thread(_response, answer)
 
-    return Route(PATH, decisions, methods=["GET"])
+    return ApiRoute(PATH, decisions, methods=["GET"], access=Access.KEY)
 
 
 def _response(answer: pb.ExplainRoutingResponse) -> Response:

@@ -4,19 +4,20 @@
     POST /detokenize   token ids as text
     POST /v1/messages/count_tokens   number of tokens of a prompt of Anthropic's API
     GET  /version      ``{"version": …}`` of this software
-    GET  /load         ``{"server_load": N}``: running completions in this gateway
+    GET  /load         ``{"server_load": N}``: running completions in this gateway, of all tenants
 
 Names and shapes are vLLM's, except Anthropic's ``count_tokens``.
 """
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
 from quire import __version__
+from quire.cluster.edge.access import Access
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.messages_schema import CountTokensBody
 from quire.cluster.edge.openai_schema import ChatFields, ChatTurns, TokenIds
+from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.prompts import off_loop
@@ -53,7 +54,7 @@ class DetokenizeBody(Body):
     skip_special_tokens: bool | None = None
 
 
-def text_routes(models: Models, bodies: BodyReader) -> list[Route]:
+def text_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
     async def tokenize(request: Request) -> Response:
         body, hold = await bodies.read(request, TokenizeBody)
         with hold:
@@ -100,9 +101,9 @@ def text_routes(models: Models, bodies: BodyReader) -> list[Route]:
         return JSONResponse({"server_load": models.num_inflight})
 
     return [
-        Route("/tokenize", tokenize, methods=["POST"]),
-        Route("/detokenize", detokenize, methods=["POST"]),
-        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
-        Route("/version", show_version, methods=["GET"]),
-        Route("/load", load, methods=["GET"]),
+        ApiRoute("/tokenize", tokenize, methods=["POST"], access=Access.KEY),
+        ApiRoute("/detokenize", detokenize, methods=["POST"], access=Access.KEY),
+        ApiRoute("/v1/messages/count_tokens", count_tokens, methods=["POST"], access=Access.KEY),
+        ApiRoute("/version", show_version, methods=["GET"], access=Access.KEY),
+        ApiRoute("/load", load, methods=["GET"], access=Access.OPERATOR),
     ]

@@ -15,9 +15,9 @@ from starlette.datastructures import QueryParams
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
-from starlette.routing import Route
 
-from quire.cluster.edge.auth import asks_for_a_page
+from quire.cluster.edge.access import Access, check_access
+from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.streams import EventStream
 from quire.cluster.telemetry.live import MAX_EVERY_S, Live
 from quire.worker.api.errors import InvalidRequest
@@ -38,7 +38,7 @@ _SAFETY: Mapping[str, str] = {
 }
 
 
-def ui_routes(live: Live) -> list[Route]:
+def ui_routes(live: Live) -> list[ApiRoute]:
     """The routes of the page, its files and its events, and of ``/``, which redirects browsers to
     it."""
 
@@ -60,7 +60,8 @@ def ui_routes(live: Live) -> list[Route]:
         return EventStream(partial(live.watch, every=every))
 
     async def root(request: Request) -> Response:
-        if not asks_for_a_page(request.headers):
+        if "text/html" not in request.headers.get("accept", ""):
+            check_access(Access.KEY, request.state.caller)
             raise HTTPException(404)
         return RedirectResponse("ui")
 
@@ -69,12 +70,12 @@ def ui_routes(live: Live) -> list[Route]:
 
     pages, assets = _read(_FOLDER), _read(_FOLDER.joinpath("assets"))
     return [
-        Route("/", root, methods=["GET"]),
-        Route("/ui", page, methods=["GET"]),
-        Route("/ui/", slash, methods=["GET"]),
-        Route("/ui/licenses.txt", licences, methods=["GET"]),
-        Route("/ui/assets/{name}", asset, methods=["GET"]),
-        Route("/ui/events", events, methods=["GET"]),
+        ApiRoute("/", root, methods=["GET"], access=Access.OPEN),
+        ApiRoute("/ui", page, methods=["GET"], access=Access.OPEN),
+        ApiRoute("/ui/", slash, methods=["GET"], access=Access.OPEN),
+        ApiRoute("/ui/licenses.txt", licences, methods=["GET"], access=Access.OPEN),
+        ApiRoute("/ui/assets/{name}", asset, methods=["GET"], access=Access.OPEN),
+        ApiRoute("/ui/events", events, methods=["GET"], access=Access.OPERATOR),
     ]
 
 

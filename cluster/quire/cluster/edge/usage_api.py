@@ -11,9 +11,10 @@ import asyncio
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
+from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import http_caller
+from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.errors import NotAnOperator
 from quire.cluster.telemetry.usage import UsageLedger
 from quire.worker.api.errors import InvalidRequest
@@ -21,11 +22,11 @@ from quire.worker.api.errors import InvalidRequest
 PATH = "/v1/usage"
 
 
-def usage_route(usage: UsageLedger) -> Route:
+def usage_route(usage: UsageLedger) -> ApiRoute:
     async def answer(request: Request) -> Response:
         return await asyncio.to_thread(JSONResponse, await usage.answer(_tenant(request)))
 
-    return Route(PATH, answer, methods=["GET"])
+    return ApiRoute(PATH, answer, methods=["GET"], access=Access.KEY)
 
 
 def _tenant(request: Request) -> str | None:

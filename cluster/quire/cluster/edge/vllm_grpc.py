@@ -21,7 +21,8 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from quire import __version__
-from quire.cluster.edge.auth import ApiKeys, check_operator, grpc_caller
+from quire.cluster.edge.access import Access, allows
+from quire.cluster.edge.auth import grpc_caller
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
 from quire.cluster.edge.keys_file import Caller
@@ -38,14 +39,9 @@ from quire.worker.api.errors import InvalidRequest, QueueFull
 from quire.worker.api.request import Request, Tokens
 
 VLLM_FILE = vllm.DESCRIPTOR
-VLLM_SERVICE = VLLM_FILE.services_by_name["VllmEngine"].full_name
+VLLM_SERVICE = VLLM_FILE.services_by_name["VllmEngine"]
+add_to_server = vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server
 _PIECE_BYTES = 2**16
-
-
-def add_vllm_engine(models: Models, server: grpc.aio.Server, *, keys: ApiKeys | None) -> None:
-    """Adds the vLLM engine service to ``server``."""
-    service = VllmEngineService(models, keys=keys)
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server)
 
 
 class _Run:
@@ -99,25 +95,24 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self,
         models: Models,
         *,
-        keys: ApiKeys | None = None,
         kv_events: KvEventsConfig | None = None,
     ) -> None:
         self._models = models
         self._kv_events = kv_events or KvEventsConfig()
         self._ranks = Ranks()
         self._num_subscribers = 0
-        self._keys = keys
         self._runs: dict[tuple[str, str], set[_Run]] = defaultdict(set)
         """Running calls by tenant and client's id, so that no tenant can abort another's."""
         self._began_s = time.monotonic()
         self._last_request_s = 0.0  # In seconds since 1970.
         self._bundle: bytes | None = None
 
+    @allows(Access.KEY)
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:
         aliases = aliases_of(request)
         async with statuses(context, request, aliases=aliases):
             self._last_request_s = time.time()
-            caller = grpc_caller(context, self._keys)
+            caller = grpc_caller()
             name, run = (caller.tenant, request.request_id), _Run()
             self._runs[name].add(run)
             try:
@@ -154,14 +149,16 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             for message in answers.aborted():
                 await context.write(message)
 
+    @allows(Access.KEY)
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         async with statuses(context, request):
-            tenant = grpc_caller(context, self._keys).tenant
+            tenant = grpc_caller().tenant
             for name in request.request_ids:
                 for run in self._runs.get((tenant, name), ()):
                     run.abort()
         return vllm.AbortResponse()
 
+    @allows(Access.KEY)
     async def HealthCheck(
         self, request: vllm.HealthCheckRequest, context: Context
     ) -> vllm.HealthCheckResponse:
@@ -174,6 +171,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         )
         return vllm.HealthCheckResponse(healthy=False, message=why)
 
+    @allows(Access.KEY)
     async def GetModelInfo(
         self, request: vllm.GetModelInfoRequest, context: Context
     ) -> vllm.GetModelInfoResponse:
@@ -193,6 +191,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             )
         return response
 
+    @allows(Access.KEY)
     async def GetServerInfo(
         self, request: vllm.GetServerInfoRequest, context: Context
     ) -> vllm.GetServerInfoResponse:
@@ -213,12 +212,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             )
         return response
 
+    @allows(Access.OPERATOR)
     async def GetLoads(
         self, request: vllm.GetLoadsRequest, context: Context
     ) -> vllm.GetLoadsResponse:
         response = vllm.GetLoadsResponse()
         async with statuses(context, request):
-            check_operator(context, self._keys)
             if request.dp_rank:
                 raise InvalidRequest(
                     f"dp_rank={request.dp_rank} is out of range: rank 0 is all replica groups",
@@ -232,6 +231,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             )
         return response
 
+    @allows(Access.KEY)
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest, context: Context) -> None:
         async with statuses(context, request):
             if self._bundle is None:
@@ -244,12 +244,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                     chunk.sha256 = hashlib.sha256(bundle).hexdigest()
                 await context.write(chunk)
 
+    @allows(Access.KEY)
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
         response = vllm.EmbedResponse()
         async with statuses(context, request):
             self._last_request_s = time.time()
             with held(request, self._models):
-                caller = grpc_caller(context, self._keys)
+                caller = grpc_caller()
                 ask = Ask(
                     tenant=caller.tenant,
                     key_name=caller.key_name,
@@ -263,24 +264,27 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             response.prompt_tokens = made.num_prompt_tokens
         return response
 
+    @allows(Access.KEY)
     async def FlushCache(self, request: common_pb2.FlushCacheRequest, context: Context) -> NoReturn:
         await _refuse(context, "FlushCache: answers do not depend on what is cached")
 
+    @allows(Access.KEY)
     async def StartProfile(
         self, request: common_pb2.StartProfileRequest, context: Context
     ) -> NoReturn:
         await _refuse(context, "StartProfile: a gateway has no engine to profile")
 
+    @allows(Access.KEY)
     async def StopProfile(
         self, request: common_pb2.StopProfileRequest, context: Context
     ) -> NoReturn:
         await _refuse(context, "StopProfile: a gateway has no engine to profile")
 
+    @allows(Access.OPERATOR)  # The events reveal all tenants' prompts.
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> None:
         async with statuses(context, request):
-            check_operator(context, self._keys)  # The events reveal all tenants' prompts.
             await self._model.card()
             model = self._model
             if not any(group.kv_events for group in self._groups()):

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.cluster.group.kv_frames import TICKET_BYTES
+from quire.cluster.seldom import SeldomWarning
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class KvListener:
     def __init__(self, host: str, *, tls: ssl.SSLContext | None, take: Take) -> None:
         self._tls = tls
         self._take = take
+        self._warn = SeldomWarning(_log)
+        self._warn_of_accept = SeldomWarning(_log)
         self._is_closed = threading.Event()
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         self._listening = socket.create_server((host, 0), family=family, backlog=_MAX_VISITORS)
@@ -94,7 +97,7 @@ class KvListener:
         except BlockingIOError:
             return  # It has disconnected already.
         except OSError as error:
-            _log.warning("no borrower can connect: %s", error)
+            self._warn_of_accept("no borrower can connect: %s", error)
             self._is_closed.wait(_PAUSE_S)
             return
         if len(self._visitors) >= _MAX_VISITORS:
@@ -136,7 +139,7 @@ class KvListener:
             return
         self._forget(visitor)
         if not self._take(bytes(visitor.ticket), connection):
-            _log.warning("a connection from %s showed no valid ticket", _name_of(connection))
+            self._warn("a connection from %s showed no valid ticket", _name_of(connection))
             connection.close()
 
     def _forget(self, visitor: _Visitor) -> None:

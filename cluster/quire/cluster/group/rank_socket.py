@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
+from quire.cluster.seldom import SeldomWarning
 from quire.worker.ranks.lockstep import Rank, bound_waits
 
 _log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ class Reception:
     def __init__(self, host: str) -> None:
         self.key = secrets.token_bytes(32)
         self._listener = listen(host)
+        self._warn = SeldomWarning(_log)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
 
     def accept(self, *, wait_s: float) -> RemoteRank | None:
@@ -97,7 +99,7 @@ class Reception:
             hello = connection.recv()
             assert isinstance(hello, Hello)
         except (AuthenticationError, AssertionError, EOFError, OSError) as error:
-            _log.warning("turned away %s: %s: %s", peer[0], type(error).__name__, error)
+            self._warn("turned away %s: %s: %s", peer[0], type(error).__name__, error)
             connection.close()
             return None
         return RemoteRank(

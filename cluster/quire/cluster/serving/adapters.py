@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from quire.cluster.errors import ModelNotFound
-from quire.cluster.serving.keeper import Adapter
+from quire.cluster.serving.keeper import Adapter, Keeper
 from quire.cluster.serving.service import ModelService
-from quire.worker.api.errors import InvalidRequest, QuireError
+from quire.worker.api.errors import AdapterError, InvalidRequest, QuireError
 
 if TYPE_CHECKING:
     from quire.cluster.serving.models import Models
@@ -26,6 +26,8 @@ _log = logging.getLogger(__name__)
 MAX_ADAPTERS = 4096
 """Most names in use; as many unloaded ones are remembered."""
 MAX_NAME_CHARS = 256
+_KEEP_TIMEOUT_S = 600.0
+"""Time to fetch and check an adapter. No other adapter of the gateway can change meanwhile."""
 _GROUPS_TIMEOUT_S = 60.0
 """Time for the groups to receive an adapter that is loaded; late groups get it later."""
 _TELL_AGAIN_S = 2.0
@@ -95,7 +97,7 @@ class Adapters:
             service = self._model(model)
             self._check(name, source)
             assert service.keeper is not None, "the model takes adapters"
-            digest = await asyncio.to_thread(service.keeper.keep, source)
+            digest = await _kept(service.keeper, source)
             await service.groups.hold_everywhere(digest, timeout_s=_GROUPS_TIMEOUT_S)
             word = Word(self._now(name), name, service.model, source, digest)
             self.hear([word])
@@ -137,7 +139,7 @@ class Adapters:
                     word = other
                 else:
                     try:
-                        digest = await asyncio.to_thread(keeper.keep, source)
+                        digest = await _kept(keeper, source)
                     except QuireError as error:
                         _log.error("the adapter %r of %s is not served: %s", name, model, error)
                         continue
@@ -157,8 +159,17 @@ class Adapters:
             elif known is None or known.said_at < word.said_at:
                 self._take(word)
         gone = sorted(word for word in self._words.values() if not word.digest)
-        for word in gone[: len(gone) - MAX_ADAPTERS]:
+        for word in gone[: max(0, len(gone) - MAX_ADAPTERS)]:
             del self._words[word.name]
+
+    def give_up(self, names: Iterable[str]) -> None:
+        """Unloads adapters with the names of models, which a new list of models may have brought:
+        they must not answer again once the model of that name is removed."""
+        for name in names:
+            adapter = self._adapters.get(name)
+            if adapter is not None:
+                _log.error("the adapter %r is unloaded: a model has its name now", name)
+                self.hear([Word(self._now(name), name, adapter.model, adapter.source, "")])
 
     def close(self) -> None:
         """Stops telling other gateways."""
@@ -201,7 +212,8 @@ class Adapters:
                 "that can be printed",
                 param="lora_name",
             )
-        if name in self._models.by_name or name in self._models.aliases:
+        models = self._models
+        if name in models.by_name or name in models.aliases or name in models.troubles:
             raise InvalidRequest(
                 f"lora_name={name!r} is the name of a model: take another", param="lora_name"
             )
@@ -237,6 +249,19 @@ class Adapters:
             if not (is_news and await self.tell_others([word])):
                 return
         _log.warning("other gateways have not heard of the adapter %r", word.name)
+
+
+async def _kept(keeper: Keeper, source: str) -> str:
+    """The digest of the adapter at ``source``, which is kept. A thread that does not end in time is
+    left behind. Raises as `Keeper.keep`."""
+    try:
+        async with asyncio.timeout(_KEEP_TIMEOUT_S):
+            return await asyncio.to_thread(keeper.keep, source)
+    except TimeoutError:
+        raise AdapterError(
+            f"{source}: was not read within {_KEEP_TIMEOUT_S:g} s: try again once its storage or "
+            "the hub answers"
+        ) from None
 
 
 async def nobody_knows() -> Iterable[Word]:

@@ -36,12 +36,12 @@ def fields_of(call: Timeline) -> dict[str, Any]:
     """The parts of a line; empty ones are left out. Times are in milliseconds."""
     first_s, outcomes = call.first_token_s, call.outcomes
     fields = {
-        "method": call.method,
+        "method": _bounded(call.method),
         "path": _bounded(call.path),
         "status": call.status,
         "request_id": call.request_id,
-        "client_request_id": call.client_id,
-        "client": call.client,
+        "client_request_id": _bounded(call.client_id),
+        "client": _bounded(call.client),
         "tenant": call.tenant,
         "key": call.key_name,
         "model": _bounded(call.model),

@@ -5,12 +5,14 @@ that the index names must exist and be as long as its header says. Does not impo
 """
 
 import json
+import os
 import reprlib
+import stat
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, BinaryIO, TypeGuard
 
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.gguf.container import find_gguf
@@ -20,6 +22,7 @@ SINGLE_NAME = "model.safetensors"
 
 _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format itself."""
+_MAX_JSON_BYTES = 256 << 20
 _TEXT_PARTS = (
     ("language_model.model.", "language_model.lm_head"),
     ("model.language_model.", "lm_head"),
@@ -130,14 +133,32 @@ def bare_decoder(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors, prefixes=(("model.", ""),))
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def open_file(file: Path, *, max_bytes: int | None = None) -> BinaryIO:
+    """Opens a regular file for reading. A FIFO or a device has no end, or never opens.
+
+    Raises:
+        CheckpointError: It is no regular file or has more than ``max_bytes``.
+        OSError: It cannot be opened.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and (max_bytes is None or found.st_size <= max_bytes):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{file}: is no regular file")
+    raise CheckpointError(f"{file}: {found.st_size} bytes; such a file may have {max_bytes}")
+
+
+def read_json(file: Path, *, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, Any]:
     """The JSON object in ``file``.
 
     Raises:
-        CheckpointError: It cannot be read, or is not a JSON object.
+        CheckpointError: It cannot be read, has more than ``max_bytes``, or is not a JSON object.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
+        with open_file(file, max_bytes=max_bytes) as stream:
+            value = json.loads(stream.read(max_bytes).decode())
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -147,20 +168,25 @@ def read_json(file: Path) -> dict[str, Any]:
     return value
 
 
-def read_header(file: Path) -> bytes:
+def read_header(file: Path, *, max_bytes: int = _MAX_HEADER_BYTES) -> bytes:
     """The JSON header of a safetensors file, undecoded.
 
     Raises:
-        CheckpointError: The file cannot be read or ends before its header does.
+        CheckpointError: The file cannot be read or ends before its header does, or the header has
+            more than ``max_bytes``.
     """
     try:
-        with file.open("rb") as stream:
-            size = file.stat().st_size
+        with open_file(file) as stream:
+            size = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
             if not 0 < length <= _MAX_HEADER_BYTES or size < 8 + length:
                 raise CheckpointError(
                     f"{file}: truncated or not safetensors ({size} bytes, header of {length})"
+                )
+            if length > max_bytes:
+                raise CheckpointError(
+                    f"{file}: its safetensors header has {length} bytes; it may have {max_bytes}"
                 )
             return stream.read(length)
     except OSError as error:
@@ -199,8 +225,9 @@ def _file_names(weight_map: dict[str, Any], path: Path) -> Iterator[str]:
         yield name
 
 
-def read_tensors(file: Path) -> dict[str, TensorInfo]:
-    header = read_header(file)
+def read_tensors(file: Path, *, max_header_bytes: int = _MAX_HEADER_BYTES) -> dict[str, TensorInfo]:
+    """The tensors of a safetensors file by name. Raises CheckpointError."""
+    header = read_header(file, max_bytes=max_header_bytes)
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError) as error:

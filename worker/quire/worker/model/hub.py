@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quire.worker.api.errors import CheckpointError, ConfigError
+from quire.worker.model.adapters.texts import FILE_NAMES as TEXT_NAMES
 from quire.worker.model.config import WEIGHT_SUFFIXES, read_model_spec
 from quire.worker.model.gguf.container import SUFFIX, choose
 from quire.worker.model.stored_weights import MODELOPT_NAME
@@ -32,7 +33,7 @@ _SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[^/]+(?:/.*\.ggu
 _CONFIG = ("config.json", "generation_config.json", MODELOPT_NAME)
 _TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHTS = ("*.safetensors",)
-_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", *TEXT_NAMES)
 _IGNORED = ("*/*", ".*", "consolidated*")
 """Files not downloaded, such as weights in another format; each node makes its own digests."""
 

@@ -5,8 +5,6 @@ file of its own. Does not import torch.
 The libraries of those names define the fields. Fields and values that are not read are refused.
 """
 
-import fnmatch
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -14,6 +12,7 @@ from typing import Any, Literal
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.checkpoint import read_json
 from quire.worker.model.fields import Fields
+from quire.worker.model.patterns import of_wildcards, pattern
 
 _INSTEAD = "; serve a checkpoint that is not quantized (quantization='w4' or 'int8' rounds it)"
 _LM_HEAD = "lm_head"
@@ -171,8 +170,8 @@ def _compressed_tensors(fields: Fields) -> StoredWeights:
     has_order = _one_of(weights, "actorder", orders) in (True, "group", "dynamic")
     for each in fields.names("ignore"):
         try:
-            re.compile(each.removeprefix("re:"))
-        except re.error as error:
+            pattern(each.removeprefix("re:"))
+        except ValueError as error:
             raise fields.wrong("ignore", each, f"a regular expression ({error})") from error
     return StoredWeights(
         layout=layout,
@@ -188,7 +187,7 @@ def _modelopt(fields: Fields) -> StoredWeights:
     """ModelOpt's format: one algorithm for all layers; module names may have ``*``."""
     algorithm = _one_of(fields, "quant_algo", ("FP8", "NVFP4"))
     patterns = (*fields.names("exclude_modules"), *fields.names("ignore"))
-    ignored = (f"re:{fnmatch.translate(each)}" if "*" in each else each for each in patterns)
+    ignored = (f"re:{of_wildcards(each)}" if "*" in each else each for each in patterns)
     is_fp8 = algorithm == "FP8"
     return StoredWeights(
         layout="float8" if is_fp8 else "nvfp4",
@@ -244,5 +243,5 @@ def _refused(fields: Fields, name: str, value: object, instead: str = "") -> Che
 
 def _matches(module: str, ignored: str) -> bool:
     if ignored.startswith("re:"):
-        return re.match(ignored[3:], module) is not None
+        return pattern(ignored[3:]).matches(module)
     return f".{ignored}." in f".{module}."

@@ -85,6 +85,17 @@ def named_token_id(folder: Path, name: str) -> int | None:
     return listed[0] if listed else None
 
 
+def added_tokens(config: Mapping[str, Any]) -> set[str]:
+    """The texts of ``added_tokens_decoder``. Raises CheckpointError."""
+    return {token["content"] for _, token in _listed(config)}
+
+
+def vocabulary(folder: Path) -> set[str]:
+    """All tokens of the ``tokenizer.json`` in ``folder``; none if there is no such file."""
+    file = folder / "tokenizer.json"
+    return {token for token, _ in _vocabulary(file)} if file.is_file() else set()
+
+
 def gives_types(config: Mapping[str, Any]) -> bool:
     """Whether transformers' tokenizer returns token type ids (which of two texts a token is in)."""
     names = config.get("model_input_names")

@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import AdapterError, InvalidRequest, QueueFull
@@ -149,9 +150,21 @@ class Reading:
             ) from error
 
 
+def checker(config: EngineConfig) -> Callable[[Path], None]:
+    """Returns a function that checks whether ``config.model`` can run the adapter in a folder. It
+    raises AdapterError."""
+
+    def check(folder: Path) -> None:
+        spec = read_model_spec(fetch_text_files(config.model), model_impl=config.model_impl)
+        dtype = resolve_dtype(config, spec)
+        check_adapter(folder, spec, max_rank=config.max_lora_rank, dtype=dtype)
+
+    return check
+
+
 def reader(config: EngineConfig) -> Read:
     """Returns a function that reads adapters of ``config.model`` from this node's store."""
-    store = AdapterStore()
+    store, check = AdapterStore(), checker(config)
 
     def read(digest: str) -> Held:
         held = store.hold(digest)
@@ -161,9 +174,7 @@ def reader(config: EngineConfig) -> Read:
                 param="adapter",
             )
         try:
-            spec = read_model_spec(fetch_text_files(config.model), model_impl=config.model_impl)
-            dtype = resolve_dtype(config, spec)
-            check_adapter(held.folder, spec, max_rank=config.max_lora_rank, dtype=dtype)
+            check(held.folder)
         except AdapterError as error:
             held.release()
             raise InvalidRequest(f"adapter: {error}", param="adapter") from error

@@ -10,6 +10,7 @@ Does not import torch.
 import json
 import math
 import re
+import reprlib
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,11 +28,17 @@ from quire.worker.model.adapters.modules import (
     why_refused,
 )
 from quire.worker.model.checkpoint import TensorInfo, read_header, read_json, read_tensors
+from quire.worker.model.patterns import Pattern
 from quire.worker.model.spec import ModelSpec
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+MAX_HEADER_BYTES = 4 << 20
+"""Of the weights' header: 12,000 modules. Gateways and groups stand still while JSON is parsed."""
 
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
+_ONLY_TRAINS = re.compile(r".+\.lora_velora_embed(?:\.default)?", re.DOTALL)
+"""VeLoRA compresses activations for the backward pass with it; its outputs are LoRA's."""
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _PLAIN_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 """Values of ``init_lora_weights`` that do not change the base model's weights."""
@@ -43,9 +50,12 @@ _REFUSED = {
     "layer_replication": "a model with repeated layers is another model; train without it",
     "alora_invocation_tokens": "an adapter that begins within a prompt is not served",
     "use_qalora": "QALoRA is not served; train without use_qalora",
+    "kasa_config": "KaSA changes the model's own weights; merge it into the model, and serve that",
+    "use_bdlora": "block-diagonal LoRA is not served; train without use_bdlora",
+    "monteclora_config": "MonteCLoRA is not served; train without monteclora_config",
     "arrow_config": "a mixture of adapters is not served; serve one of them",
 }
-_MAX_PATTERNS, _MAX_PATTERN_CHARS, _MAX_REPEATS = 10_000, 200, 3
+_MAX_PATTERNS = 2000  # PEFT writes one for each module where ranks differ.
 _MOST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
 """The largest magnitude of a value for each type of computation."""
 
@@ -57,9 +67,9 @@ class PeftConfig:
     rank: int
     alpha: float
     use_rslora: bool = False
-    ranks: tuple[tuple[re.Pattern[str], float], ...] = ()
+    ranks: tuple[tuple[Pattern, float], ...] = ()
     """Ranks of particular modules; the first pattern that matches counts."""
-    alphas: tuple[tuple[re.Pattern[str], float], ...] = ()
+    alphas: tuple[tuple[Pattern, float], ...] = ()
 
     def rank_of(self, path: str) -> float:
         return _first(self.ranks, path, self.rank)
@@ -90,7 +100,7 @@ def read_config(folder: Path) -> PeftConfig:
     """
     file = folder / CONFIG_NAME
     try:
-        raw = read_json(file)
+        raw = read_json(file, max_bytes=MAX_CONFIG_BYTES)
     except CheckpointError as error:
         raise AdapterError(str(error)) from error
 
@@ -145,6 +155,8 @@ def read_parts(folder: Path, spec: ModelSpec, *, max_rank: int) -> tuple[Part, .
     modules = modules_of(spec)
     halves: dict[str, dict[str, TensorInfo]] = defaultdict(dict)
     for name, info in tensors.items():
+        if _ONLY_TRAINS.fullmatch(name):
+            continue
         match = _TENSOR.fullmatch(name)
         path = match[1] if match else name.removeprefix("base_model.model.")
         path = path.removesuffix(".weight")
@@ -194,17 +206,23 @@ def check_adapter(folder: Path, spec: ModelSpec, *, max_rank: int, dtype: str) -
             )
 
 
-def _tensors(folder: Path) -> dict[str, TensorInfo]:
+def check_files(folder: Path) -> None:
+    """Raises AdapterError if there are no weights in ``folder``."""
     file = folder / WEIGHTS_NAME
-    if not file.is_file():
+    if not file.exists():
         others = sorted(each.name for each in folder.glob("adapter_model.*"))
         found = f"; {', '.join(others)} is of a format that is not read" if others else ""
         raise AdapterError(
             f"{file}: there is no such file{found}; save the adapter by save_pretrained"
         )
+
+
+def _tensors(folder: Path) -> dict[str, TensorInfo]:
+    check_files(folder)
+    file = folder / WEIGHTS_NAME
     try:
-        tensors = read_tensors(file)
-        header = json.loads(read_header(file))
+        tensors = read_tensors(file, max_header_bytes=MAX_HEADER_BYTES)
+        header = json.loads(read_header(file, max_bytes=MAX_HEADER_BYTES))
     except CheckpointError as error:
         raise AdapterError(str(error)) from error
     for name, info in tensors.items():
@@ -261,6 +279,11 @@ def _why(spec: ModelSpec, name: str, path: str) -> str:
         return _REFUSED["use_dora"]
     if "lora_embedding_" in name:
         return why_refused(spec, spec.names.embedding)
+    if name.endswith((f"{spec.names.lm_head}.weight", f"{spec.names.embedding}.weight")):
+        return (
+            "the vocabulary's weights are the model's; if the training did not change them, save "
+            "with save_embedding_layers=False"
+        )
     if ".lora_" not in name:
         return "not a part of a LoRA adapter; train without modules_to_save"
     if name.endswith(".bias"):
@@ -268,10 +291,8 @@ def _why(spec: ModelSpec, name: str, path: str) -> str:
     return why_refused(spec, path)
 
 
-def _patterns(raw: Any, *, is_rank: bool) -> tuple[tuple[re.Pattern[str], float], ...]:
-    """A table of module patterns. PEFT matches names by regular expressions, which may take
-    unbounded time. So long patterns, and those with a repeated group or many repetitions, are
-    refused.
+def _patterns(raw: Any, *, is_rank: bool) -> tuple[tuple[Pattern, float], ...]:
+    """A table of module patterns. PEFT matches names by regular expressions.
 
     Raises:
         ValueError: It is not such a table.
@@ -283,25 +304,18 @@ def _patterns(raw: Any, *, is_rank: bool) -> tuple[tuple[re.Pattern[str], float]
         is_good = type(value) is int and value >= 1 if is_rank else _is_number(value)
         if not is_good:
             raise ValueError(f"{value!r} of {pattern!r} must be a number above 0")
-        repeats = len(re.findall(r"(?<!\\)[*+?{]", pattern))
-        if (
-            len(pattern) > _MAX_PATTERN_CHARS
-            or repeats > _MAX_REPEATS
-            or re.search(r"\)[*+?{]", pattern)
-        ):
-            raise ValueError(
-                f"{pattern!r} is no simple pattern: {_MAX_PATTERN_CHARS} characters and "
-                f"{_MAX_REPEATS} repetitions at most, and none of a group; name the modules"
-            )
         try:
-            found.append((re.compile(rf"(.*\.)?({pattern})$"), value))
-        except re.error as error:
-            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+            found.append((Pattern(rf"(.*\.)?({pattern})$"), value))
+        except ValueError as error:
+            raise ValueError(
+                f"{reprlib.repr(pattern)} is no regular expression that RE2 takes ({error}): name "
+                "the modules"
+            ) from None
     return tuple(found)
 
 
-def _first(table: tuple[tuple[re.Pattern[str], float], ...], path: str, default: float) -> float:
-    return next((value for pattern, value in table if pattern.match(path)), default)
+def _first(table: tuple[tuple[Pattern, float], ...], path: str, default: float) -> float:
+    return next((value for pattern, value in table if pattern.matches(path)), default)
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

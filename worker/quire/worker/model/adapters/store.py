@@ -21,17 +21,24 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from quire import native_build
-from quire.worker.api.errors import AdapterError
-from quire.worker.model.adapters.peft import CONFIG_NAME, WEIGHTS_NAME, read_config
+from quire.worker.api.errors import AdapterError, CheckpointError
+from quire.worker.model.adapters.peft import (
+    CONFIG_NAME,
+    MAX_CONFIG_BYTES,
+    WEIGHTS_NAME,
+    check_files,
+    read_config,
+)
+from quire.worker.model.checkpoint import open_file
 
 FILE_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
 MAX_BYTES = 16 << 30
 """The limit for a node: 1,600 adapters of rank 16 on all linear modules of a 3B model."""
-MAX_CONFIG_BYTES = 1 << 20
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _UNFINISHED = "unfinished-"
@@ -50,6 +57,8 @@ class Held:
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
+
+    close = release
 
     def __del__(self) -> None:
         self.release()
@@ -78,20 +87,33 @@ class AdapterStore:
             ) from error
         return self._root
 
-    def put(self, folder: Path, *, expected: str | None = None) -> str:
-        """Copies the adapter in ``folder``; returns its digest.
+    def put(
+        self,
+        folder: Path,
+        *,
+        expected: str | None = None,
+        check: Callable[[Path], object] = lambda folder: None,
+    ) -> str:
+        """Copies the adapter in ``folder``; returns its digest. ``check`` gets the folder of the
+        copy, or that of the same adapter in the store, and raises AdapterError to refuse it. After
+        an error the store is as it was.
 
         Raises:
             AdapterError: A file is missing or cannot be stored, the adapter is of an unsupported
-                kind, or the digest is not ``expected``.
+                kind or refused, or the digest is not ``expected``.
         """
         read_config(folder)
-        digest = digest_of(folder)
-        if self.folder(digest) is not None and expected in (None, digest):
+        check_files(folder)
+        digest = digest_of(folder, max_bytes=self._max_bytes)
+        if expected in (None, digest) and (held := self.hold(digest)) is not None:
+            with contextlib.closing(held), _named_as_in(folder, held.folder):
+                check(held.folder)
             return digest
         with self.receiving() as unfinished:
             for name in FILE_NAMES:
                 _copy(folder / name, unfinished / name, max_bytes=self._max_bytes)
+            with _named_as_in(folder, unfinished):
+                check(unfinished)
             return self.keep(unfinished, expected=expected)
 
     @contextlib.contextmanager
@@ -186,29 +208,50 @@ class AdapterStore:
         return False
 
 
-def digest_of(folder: Path) -> str:
+def digest_of(folder: Path, *, max_bytes: int = MAX_BYTES) -> str:
     """The digest of the two files in ``folder``, which identifies an adapter.
 
     Raises:
-        AdapterError: A file cannot be read.
+        AdapterError: A file cannot be read, or has more than ``max_bytes``.
     """
     state = hashlib.sha256()
     for name in FILE_NAMES:
-        with _explained(folder / name), (folder / name).open("rb") as stream:
+        with _explained(folder / name), _opened(folder / name, max_bytes=max_bytes) as stream:
             size = os.fstat(stream.fileno()).st_size
             state.update(f"{name}\0{size}\0".encode())
-            while piece := stream.read(_PIECE_BYTES):
+            for piece in _pieces(stream, size):
                 state.update(piece)
     return state.hexdigest()
 
 
 def _copy(source: Path, target: Path, *, max_bytes: int) -> None:
-    with _explained(source):
-        size = source.stat().st_size
-        most = MAX_CONFIG_BYTES if source.name == CONFIG_NAME else max_bytes
-        if size > most:
-            raise AdapterError(f"{source}: {size} bytes; an adapter's may have {most} at most")
-        shutil.copyfile(source, target)
+    with (
+        _explained(source),
+        _opened(source, max_bytes=max_bytes) as stream,
+        target.open("wb") as copy,
+    ):
+        for piece in _pieces(stream, os.fstat(stream.fileno()).st_size):
+            copy.write(piece)
+
+
+def _opened(file: Path, *, max_bytes: int) -> BinaryIO:
+    return open_file(file, max_bytes=MAX_CONFIG_BYTES if file.name == CONFIG_NAME else max_bytes)
+
+
+def _pieces(stream: BinaryIO, size: int) -> Iterator[bytes]:
+    """The first ``size`` bytes: another process may be writing to the file without end."""
+    while size > 0 and (piece := stream.read(min(size, _PIECE_BYTES))):
+        size -= len(piece)
+        yield piece
+
+
+@contextlib.contextmanager
+def _named_as_in(folder: Path, copy: Path) -> Iterator[None]:
+    """Errors name the files of ``folder`` instead of those of its copy."""
+    try:
+        yield
+    except AdapterError as error:
+        raise AdapterError(str(error).replace(str(copy), str(folder))) from error
 
 
 def _rename(source: Path, target: Path) -> None:
@@ -239,5 +282,7 @@ def _locked(folder: Path, kind: int) -> Iterator[None]:
 def _explained(path: Path) -> Iterator[None]:
     try:
         yield
+    except CheckpointError as error:
+        raise AdapterError(str(error)) from error
     except OSError as error:
         raise AdapterError(f"{error.filename or path}: {error.strerror}") from error
