@@ -17,6 +17,7 @@ from quire.cluster.cli.chat import add_chat_parser
 from quire.cluster.cli.cluster import add_cluster_flags, add_serve_flags, cluster_config
 from quire.cluster.cli.doctor import add_doctor_parser
 from quire.cluster.cli.explain import add_explain_parser
+from quire.cluster.cli.fields import with_flags
 from quire.cluster.cli.help import (
     SHORT_USAGE,
     DefaultsFormatter,
@@ -69,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuireError as error:
         for note in getattr(error, "__notes__", ()):  # Remote tracebacks, places of logs.
             print(note, file=sys.stderr)
-        print(f"quire: {error}", file=sys.stderr)
+        message = str(error)
+        if isinstance(error, _BAD_USAGE) and getattr(arguments, "config", "") is None:
+            message = with_flags(message, arguments.flags)
+        print(f"quire: {message}", file=sys.stderr)
         return 2 if isinstance(error, _BAD_USAGE) else 1
     # The reader of the pipe, such as `head`, has closed it.
     except BrokenPipeError:
