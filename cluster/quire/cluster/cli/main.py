@@ -37,6 +37,7 @@ from quire.cluster.cli.stop import add_stop_parser
 from quire.cluster.cli.top import add_top_parser
 from quire.cluster.cli.upgrade import add_upgrade_parser
 from quire.cluster.cli.vllm_flags import translated
+from quire.cluster.deploy.kept_keys import kept_keys
 from quire.cluster.deploy.progress import on_stdout
 from quire.cluster.deploy.signals import ended_by_signal
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
@@ -178,7 +179,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
         print(printed(arguments, config, everything=arguments.print_config == "all"), end="")
         return 0
-    with ended_by_signal(), on_stdout() as progress:  # The imports alone take seconds.
+    # The imports alone take seconds.
+    with ended_by_signal(), kept_keys(arguments.api_keys), on_stdout() as progress:
         with progress.step("imports"):
             from quire.cluster.deploy.app import serve_until_signal
 
@@ -193,7 +195,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    with ended_by_signal(), on_stdout() as progress:
+    with ended_by_signal(), kept_keys(arguments.api_keys), on_stdout() as progress:
         with progress.step("imports"):
             from quire.cluster.cli.demo import run_demo
 
