@@ -20,7 +20,13 @@ from quire.cluster.deploy.build import (
 )
 from quire.cluster.deploy.change import drop_unlisted, only_change
 from quire.cluster.deploy.listed import listed_in
-from quire.cluster.deploy.local import check_ports, is_only_node, ray_session, resources_here
+from quire.cluster.deploy.local import (
+    check_ports,
+    found_address,
+    is_only_node,
+    ray_session,
+    resources_here,
+)
 from quire.cluster.deploy.names import (
     check_free,
     check_known,
@@ -77,9 +83,9 @@ def running_cluster(
     progress: Progress = SILENT,
 ) -> Iterator[Endpoints]:
     """Serves the models of ``config`` while the block runs, on the Ray cluster at ``ray_address``
-    or on a new one on this machine. At the end, running requests are drained and everything
-    started here is stopped. ``name`` is the application's, by default made from the model's.
-    ``progress`` reports each step of the start.
+    (see `found_address`) or on a new one on this machine. At the end, running requests are drained
+    and everything started here is stopped. ``name`` is the application's, by default made from the
+    model's. ``progress`` reports each step of the start.
 
     Raises:
         ConfigError: A setting cannot work on this cluster.
@@ -88,6 +94,8 @@ def running_cluster(
         ClusterLost: Ray died meanwhile, or did not stop the application in time.
     """
     name = name_of_application(config.model_name, name)
+    if ray_address is not None:
+        ray_address = found_address(ray_address)
     progress.say(f"Starting {_in_words(config)} …")
     with progress.step("model files", has_bars=is_hub_name(config.engine.model)):
         machine = resources_here() if ray_address is None else None

@@ -281,13 +281,16 @@ def _on_the_loopback() -> Iterator[None]:
 def found_address(given: str) -> str:
     """The address of the Ray cluster that ``given`` stands for. "auto" is the cluster of
     ``RAY_ADDRESS``, else of the newest `quire serve` on this machine, else the one of which this
-    machine is a node.
+    machine is a node. Ray's own search for "auto" may wait for minutes.
 
     Raises:
         ConfigError: There is none.
     """
-    if given != "auto" or os.environ.get("RAY_ADDRESS"):
+    if given != "auto":
         return given
+    named = os.environ.get("RAY_ADDRESS", "auto")
+    if named not in ("", "auto"):
+        return named
     if here := addresses_here():
         return here[0]
     noted = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"
