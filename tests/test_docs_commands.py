@@ -100,10 +100,17 @@ def test_a_block_of_a_page_does_what_it_says(
 def here(text: str, served: Served) -> str:
     """A block with this machine's values in place of the reader's."""
     text = text.replace("127.0.0.1:8000", served.http).replace("127.0.0.1:50051", served.grpc)
-    text = text.replace("Qwen/Qwen3-0.6B", str(demo_model.PATH))
+    text = text.replace('"Qwen/Qwen3-0.6B", max_model_len=8192', f'"{demo_model.PATH}"')
     text = re.sub(r"block_size=16", f"block_size=16, {SMALL}", text)
     text = text.replace("quire generate", f"quire generate --address {served.grpc}")
     return text.replace(".venv/bin/quire", "quire")
+
+
+@pytest.mark.parametrize("page", ["README.md", *HERE])
+def test_a_page_asks_for_the_models_that_it_serves(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    served = set(re.findall(r"quire serve ([^\s`-]\S*)", text))
+    assert set(re.findall(r'model="([^"]+)"', text)) <= served
 
 
 def test_each_reason_is_for_a_block_and_names_what_runs_it() -> None:

@@ -24,15 +24,17 @@ import itertools
 import logging
 import os
 import platform
+import select
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +210,7 @@ def _folder_of_this_process() -> Path:
 
 
 def _compile(compiler: list[str], flags: Sequence[str], units: list[Path], scratch: Path) -> Path:
-    """All units at once, each in a process of its own, then the link."""
+    """Each unit in a process of its own, then the link."""
     objects = [scratch / f"{unit.stem}.o" for unit in units]
     commands = [
         [*compiler, *flags, "-c", str(unit), "-o", str(out)]
@@ -220,22 +222,46 @@ def _compile(compiler: list[str], flags: Sequence[str], units: list[Path], scrat
     return out
 
 
-def _run_all(commands: list[list[str]]) -> None:
+def _run_all(commands: Sequence[list[str]]) -> None:
+    """Runs as many commands at once as there are cores. None of their processes is left, whatever
+    ends this.
+
+    Raises:
+        BuildError: A command failed.
+    """
+    waiting, running = list(reversed(commands)), dict[IO[str], subprocess.Popen[str]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                process = _started(waiting.pop())
+                assert process.stderr is not None
+                running[process.stderr] = process
+            # A compiler closes its output at its end, and has little to say before.
+            for ended in select.select(list(running), [], [])[0]:
+                process = running[ended]
+                output = process.communicate()[1]
+                del running[ended]
+                if process.returncode:
+                    lines = output.splitlines()
+                    first = next((line for line in lines if "error" in line), output[:300])
+                    command = shlex.join(map(str, process.args))
+                    raise BuildError(f"{command} failed: {first.strip()}")
+    finally:
+        for process in running.values():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def _started(command: list[str]) -> subprocess.Popen[str]:
+    """A process in a group of its own: the compiler's driver would leave its children behind."""
     # A sanitizer's runtime is for what is compiled; the compiler would take it up too.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    processes = [
-        subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env=environment,
-        )
-        for command in commands
-    ]
-    outputs = [process.communicate()[1] for process in processes]
-    for command, process, output in zip(commands, processes, outputs, strict=True):
-        if process.returncode:
-            first = next((line for line in output.splitlines() if "error" in line), output[:300])
-            raise BuildError(f"{shlex.join(command)} failed: {first.strip()}")
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=environment,
+        process_group=0,
+    )

@@ -29,6 +29,15 @@ async def test_a_conversation_goes_on_and_can_begin_again(
         assert "a second" in stats
 
 
+async def test_an_answer_may_fill_what_is_left_of_a_short_context(
+    start_cluster: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with start_cluster(num_groups=1, max_model_len=64) as cluster:
+        monkeypatch.setattr("sys.stdin", io.StringIO("a\n"))
+        command = ["chat", "--address", cluster.grpc_address, "--seed", "1"]
+        assert await asyncio.to_thread(main, command) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["generate", "a"], ["chat"]])
 async def test_a_model_is_named_where_there_are_several(
     start_cluster: Any,

@@ -229,6 +229,24 @@ def test_the_newest_cluster_that_runs_here_is_found(
         local.found_address("auto")
 
 
+@pytest.mark.parametrize("command", [["serve"], ["demo"], ["run-batch"]])
+def test_auto_finds_the_same_cluster_for_commands_that_start_one(
+    state: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: list[str],
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(state))
+    if command == ["run-batch"]:
+        line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}
+        (state / "in").write_text(json.dumps(line | {"body": {"prompt": "a"}}))
+        command = [*command, "-i", str(state / "in"), "-o", str(state / "out")]
+    for named, said in (("", "no `quire serve` runs on this machine"), ("127.0.0.1:1", "there (")):
+        monkeypatch.setenv("RAY_ADDRESS", named)
+        assert main([*command, "--ray-address", "auto"]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_nothing_runs_is_told_with_a_status_of_its_own(
     state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,5 @@
 """Settings come from flags, the environment, a file and defaults, and are printed."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,8 @@ from quire.cluster.cli.cluster import cluster_config
 from quire.cluster.cli.environment import OTHERS, variable_of
 from quire.cluster.cli.main import _parser, main
 from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.kept_keys import kept_keys
+from quire.cluster.edge.auth import ApiKeys
 from quire.worker.api.errors import ConfigError
 
 
@@ -216,7 +217,8 @@ def test_a_key_on_the_command_line_holds_beside_a_file(
     monkeypatch.setenv("QUIRE_STATE_DIR", str(tmp_path))
     config = config_of("--config", str(file), "--api-key", "secret")
     assert config.api_keys_file is not None
-    assert config.api_keys_file.read_text() == "secret\n"
+    with kept_keys(["secret"]):
+        assert ApiKeys.load(config.api_keys_file).caller("Bearer secret")
 
 
 def test_no_key_is_printed(
@@ -227,5 +229,14 @@ def test_no_key_is_printed(
     main(["serve", "--print-config=all"])
     printed = capsys.readouterr().out
     assert "very-secret" not in printed
-    assert Path(yaml.safe_load(printed)["api_keys_file"]).read_text() == "very-secret\n"
-    assert json.dumps(str(tmp_path))[1:-1] in printed
+    assert "# API keys are left out" in printed
+    assert "api_keys_file" not in yaml.safe_load(printed)
+    assert not list(tmp_path.iterdir())
+
+
+def test_each_origin_is_a_flag_that_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["serve", "org/m", "--allow-origin", "*", "--no-directory", "--print-config"])
+    lines = capsys.readouterr().out.splitlines()
+    assert 'allow_origins: ["*"]  # --allow-origin' in lines
+    assert "  use_directory: false  # --no-directory" in lines
+    assert 'served_model_name: "org/m"  # follows from the others' in lines

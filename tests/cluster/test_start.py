@@ -1,15 +1,21 @@
 """Messages to a user during a slow or impossible start of a cluster."""
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger
 from ray.serve.schema import DeploymentStatusOverview
 
+from quire import demo_model
 from quire.cluster.config import ClusterConfig
+from quire.cluster.deploy.build import checked
 from quire.cluster.deploy.start import check_nodes, check_room, is_hopeless, obstacles
 from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
+from quire.worker.api.errors import CheckpointError, ConfigError
 
 TRACEBACK = """The replica failed to start.
 ray::ServeReplica:quire:ReplicaGroup.initialize() (pid=1)
@@ -52,10 +58,12 @@ def test_of_a_traceback_what_was_raised_is_told() -> None:
 
 
 def test_what_failed_and_is_tried_again_is_told_without_what_is_told_at_the_end() -> None:
-    failed = {"ReplicaGroup": overview("UPDATING", TRACEBACK)}
+    lost = TRACEBACK.replace("ConfigError", "RankFailure")
+    failed = {"ReplicaGroup": overview("UPDATING", lost)}
     assert obstacles(failed, is_over=False) == (
         "ReplicaGroup: failed as it started, and is started again"
     )
+    assert not obstacles({"ReplicaGroup": overview("UPDATING", TRACEBACK)}, is_over=False)
 
 
 @pytest.mark.parametrize(
@@ -89,5 +97,41 @@ def test_groups_that_one_machine_has_no_room_for_are_refused() -> None:
         check_room(config(num_groups=1, cpus_per_group=1), on_gpu=False, machine={})
     with pytest.raises(ConfigError, match=r"reserve 6 CPUs, and this machine has 4; .*cpus_per"):
         check_room(config(num_groups=2, cpus_per_group=3), on_gpu=False, machine=machine)
+    with pytest.raises(ConfigError, match=r"device='cuda': this machine has no GPU"):
+        check_room(config(num_groups=1), on_gpu=True, machine={"CPU": 4.0})
     with pytest.raises(ConfigError, match=r"nodes_per_group=2: .* has one node"):
         check_nodes(config(nodes_per_group=2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8': only the kernels for GPUs"),
+        ({"kv_cache_memory_bytes": 1000}, "set kv_cache_memory_bytes=2621440 or more"),
+        ({"kv_offloading_size": 1e6}, r"kv_offloading_size=1e\+06: only .* are free here"),
+        ({"kv_disk_dir": "/proc/none"}, "kv_disk_dir='/proc/none': .*; name a folder"),
+        ({"max_model_len": 10**6}, "max_model_len=1000000: the checkpoint was trained for 1024"),
+    ],
+)
+def test_what_every_group_here_would_refuse_is_refused_before_any_starts(
+    settings: dict[str, Any], message: str
+) -> None:
+    engine = EngineConfig(model=demo_model.PATH, **settings)
+    with pytest.raises(ConfigError, match=message):
+        checked(ClusterConfig(engine=engine), machine={"CPU": 2.0})
+
+
+def test_on_another_machine_its_own_device_and_memory_count() -> None:
+    engine = EngineConfig(model=demo_model.PATH, kv_cache_dtype="fp8", dtype="bfloat16")
+    assert not checked(ClusterConfig(engine=replace(engine, kv_offloading_size=1e6)))[1]
+
+
+def test_a_model_that_nothing_here_can_compute_is_refused_before_a_group_starts(
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(demo_model.PATH, tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    fields = {"architectures": ["OwnForCausalLM"], "model_type": "own"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    with pytest.raises(CheckpointError, match="neither Quire nor the installed transformers has"):
+        checked(ClusterConfig(engine=EngineConfig(model=tmp_path / "model")))

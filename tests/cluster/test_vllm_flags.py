@@ -9,6 +9,8 @@ import pytest
 from quire.cluster.cli.cluster import cluster_config
 from quire.cluster.cli.main import _parser, main
 from quire.cluster.cli.vllm_flags import translated
+from quire.cluster.deploy.kept_keys import kept_keys
+from quire.cluster.edge.auth import ApiKeys
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.vllm_names import ALWAYS, REFUSED, SPELLED
 
@@ -82,15 +84,39 @@ def test_no_flag_is_guessed_that_is_not_nearly_the_same(capsys: pytest.CaptureFi
         assert ("meant?" in capsys.readouterr().err) is guess
 
 
-def test_keys_of_the_command_line_lie_where_their_owner_alone_can_read_them(
+def test_keys_of_the_command_line_are_kept_hashed_while_they_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_STATE_DIR", str(tmp_path))
-    config = cluster_config(_parser().parse_args(["serve", "m", "--api-key", "a", "b"]))
+    given = ["first-key", "second-key"]
+    config = cluster_config(_parser().parse_args(["serve", "m", "--api-key", *given]))
     file = config.api_keys_file
     assert file is not None
-    assert file.read_text() == "a\nb\n"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert not file.parent.exists()
+    left = file.with_name("4194305")  # Above the greatest id of a process.
+    file.parent.mkdir()
+    left.touch()
+    with kept_keys(given):
+        assert list(file.parent.iterdir()) == [file]
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        assert not [key for key in given if key in file.read_text()]
+        keys = ApiKeys.load(file)
+        callers = [keys.caller(f"Bearer {key}") for key in given]
+        assert None not in callers
+        assert len({caller.tenant for caller in callers if caller}) == 2
+    assert not list(file.parent.iterdir())
+
+
+def test_a_state_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QUIRE_STATE_DIR", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="QUIRE_STATE_DIR names another"), kept_keys(["a"]):
+        pass
+
+
+def test_keys_of_the_command_line_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(ConfigError, match="is empty, has a space"):
         cluster_config(_parser().parse_args(["serve", "m", "--api-key", "a b"]))
     elsewhere = _parser().parse_args(["serve", "m", "--api-key", "a", "--ray-address", "auto"])

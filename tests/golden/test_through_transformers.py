@@ -18,10 +18,12 @@ from tests.golden.oracle import (
     with_answers,
 )
 from transformers import AutoModelForCausalLM
+from transformers.models.auto import modeling_auto
 
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.config import read_model_spec
+from quire.worker.model.families.other import may_have
 from quire.worker.model.through.dry_run import dry_run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=1)
@@ -242,12 +244,25 @@ def test_what_a_dry_run_shows_is_refused_before_weights_are_read(
         )
 
 
+def test_every_model_in_the_lists_of_transformers_may_be_served() -> None:
+    """The lists are read as text where a start checks an architecture."""
+    listed = (
+        modeling_auto.MODEL_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    )
+    for names in listed:
+        kinds = [*names, *(each for each in names.values() if isinstance(each, str))]
+        assert all(map(may_have, kinds))
+    assert not may_have("OwnForCausalLM")
+
+
 def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         '{"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}, "vocab_size": 320,'
         '"hidden_size": 64, "max_position_embeddings": 256}'
     )
-    with pytest.raises(CheckpointError, match=r"trust_remote_code\) is not supported"):
+    with pytest.raises(CheckpointError, match=r"trust_remote_code\) is not run"):
         dry_run(
             *(tmp_path, read_model_spec(tmp_path, model_impl="transformers")),
             dtype=torch.float32,

@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import select
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -66,6 +67,38 @@ def test_a_compiler_that_fails_is_quoted(
     assert native.library() is None
     assert "it is not to be" in caplog.text
     assert not list((small_source.parent / "cache").iterdir()), "nothing half-built is left"
+
+
+def test_there_are_as_many_compilers_as_cores_and_none_outlives_an_interruption(
+    small_source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a real one, this compiler works in a child of its own, which says that it runs."""
+    compiler, begun, lives = (tmp_path / name for name in ("c++", "begun", "lives"))
+    os.mkfifo(begun)
+    os.mkfifo(lives)
+    compiler.write_text(
+        f"#!/bin/sh\n[ $1 = --version ] || (echo >{begun}; sleep 20; echo >&0) <>{lives}\n"
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    for number in range(5):
+        (small_source / f"{number}.cpp").touch()
+    num_begun = 0
+
+    def interrupted(*_: object) -> None:
+        nonlocal num_begun
+        while num_begun < 2:
+            num_begun += len(begun.read_bytes())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(select, "select", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        native.build("avx2")
+    assert num_begun == 2
+    with os.fdopen(os.open(lives, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        os.set_blocking(reader.fileno(), True)
+        assert not reader.read(), "the child was ended, and wrote nothing"
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(

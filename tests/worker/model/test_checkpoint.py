@@ -62,7 +62,7 @@ def test_damaged_config_is_named(config_of: ConfigOf, copy: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["Qwen9ForCausalLM"]}, "'Qwen9ForCausalLM' is not supported; supported"),
+        ({"architectures": ["Qwen9ForCausalLM"]}, "'Qwen9ForCausalLM' is not supported: neither"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quant_method='hqq' is not supported"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config says F8_E4M3"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
@@ -191,8 +191,10 @@ def test_facts_name_every_end_token(config_of: ConfigOf, tiny_llama_9_3: Path, c
         (copy / "tokenizer_config.json").write_text(json.dumps(listed))
         assert read_model_spec(copy).eos_token_ids == ends
     assert (facts.name, facts.max_model_len, facts.kv_dtype) == ("copy", 100, "bfloat16")
-    on_gpu = config_of(copy, kv_cache_dtype="fp8", device="cuda")
-    assert model_facts(on_gpu).kv_dtype == "fp8 of float32"
+    on_gpu = config_of(copy, kv_cache_dtype="fp8", device="cuda", dtype="float16")
+    assert model_facts(on_gpu).kv_dtype == "fp8 of float16"
+    with pytest.raises(ConfigError, match="with 16-bit queries"):
+        model_facts(config_of(copy, kv_cache_dtype="fp8", device="cuda"))
 
 
 def test_kv_of_other_numbers_has_another_name(config_of: ConfigOf, tiny_llama: Path) -> None:

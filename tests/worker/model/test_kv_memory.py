@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 def layout(config: Any) -> kv_cache.KvLayout:
-    return kv_cache.kv_layout(config, read_model_spec(config.model).attentions, dtype=torch.float32)
+    return kv_cache.kv_layout(config, read_model_spec(config.model).attentions, dtype="float32")
 
 
 def meminfo(tmp_path: Path, available_kib: int) -> Path:

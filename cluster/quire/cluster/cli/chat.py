@@ -34,7 +34,11 @@ def add_chat_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
     add_server_flags(chat)
     add_model_flag(chat)
     chat.add_argument("--system", help="a system message")
-    chat.add_argument("--max-tokens", type=int, default=1024, help="most tokens of an answer")
+    chat.add_argument(
+        "--max-tokens",
+        type=int,
+        help="most tokens of an answer; if absent, what the conversation leaves of the context",
+    )
     chat.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token")
     chat.add_argument("--seed", type=int, help="seed that repeats a conversation")
     chat.set_defaults(run=_run)

@@ -13,7 +13,7 @@ from quire.cluster.cli.fields import add_fields, chat_template, given_fields
 from quire.cluster.cli.help import finite
 from quire.cluster.cli.lora import lora_modules
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
-from quire.cluster.deploy.kept_keys import kept_keys
+from quire.cluster.deploy.kept_keys import kept_keys_file
 from quire.cluster.dialects.formats import TOOL_FORMATS
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.config import POLICY_NAMES, RoutingConfig
@@ -310,7 +310,7 @@ def _keys(arguments: argparse.Namespace) -> dict[str, Any]:
             "--api-key: put the keys into a file that each gateway's node has, and name it with "
             "--api-keys-file"
         )
-    return {"api_keys_file": kept_keys(arguments.api_keys)}
+    return {"api_keys_file": kept_keys_file(arguments.api_keys)}
 
 
 def model_config(arguments: argparse.Namespace) -> ModelConfig:

@@ -1,6 +1,7 @@
 """Flags for a configuration's fields. Types and defaults come from its dataclass alone."""
 
 import argparse
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -37,6 +38,24 @@ def chat_template(given: str | None) -> str | None:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"--chat-template {given}: cannot be read as text: {error}") from error
+
+
+def with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """``message`` with settings written as flags, such as ``--device cpu`` for ``device='cpu'``.
+    ``flags`` has the flag of each setting."""
+
+    def written(found: re.Match[str]) -> str:
+        name, value = found["name"], found["value"]
+        if value is None and "_" not in name:
+            return found[0]  # The word, not the setting.
+        if value == "False":
+            return f"--no-{flags[name].removeprefix('--')}"
+        shown = "" if value in (None, "True") else " " + value.strip("'")
+        return f"{flags[name]}{shown}"
+
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    setting = rf"(?<![\w./'-])(?:engine\.)?(?P<name>{names})\b(?:=(?P<value>'[^']*'|[^\s:;,)]+))?"
+    return re.sub(r"(--[\w-]+) \(\1\)", r"\1", re.sub(setting, written, message))
 
 
 def _options(type_: Any, default: object) -> dict[str, Any]:

@@ -65,6 +65,11 @@ class Parser(argparse.ArgumentParser):
             self.error(self._unrecognized(unknown))
         if any(action.dest == "config" for action in self._actions):
             known.given = self._given(args)
+            known.flags = {
+                action.dest: action.option_strings[0]
+                for action in self._actions
+                if action.option_strings and action.option_strings[0].startswith("--")
+            }
             known.variables = {}
             if self.reads_environment:
                 self._take_environment(known)

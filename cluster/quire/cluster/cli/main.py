@@ -17,6 +17,7 @@ from quire.cluster.cli.chat import add_chat_parser
 from quire.cluster.cli.cluster import add_cluster_flags, add_serve_flags, cluster_config
 from quire.cluster.cli.doctor import add_doctor_parser
 from quire.cluster.cli.explain import add_explain_parser
+from quire.cluster.cli.fields import with_flags
 from quire.cluster.cli.help import (
     SHORT_USAGE,
     DefaultsFormatter,
@@ -36,6 +37,7 @@ from quire.cluster.cli.stop import add_stop_parser
 from quire.cluster.cli.top import add_top_parser
 from quire.cluster.cli.upgrade import add_upgrade_parser
 from quire.cluster.cli.vllm_flags import translated
+from quire.cluster.deploy.kept_keys import kept_keys
 from quire.cluster.deploy.progress import on_stdout
 from quire.cluster.deploy.signals import ended_by_signal
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
@@ -69,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except QuireError as error:
         for note in getattr(error, "__notes__", ()):  # Remote tracebacks, places of logs.
             print(note, file=sys.stderr)
-        print(f"quire: {error}", file=sys.stderr)
+        message = str(error)
+        if isinstance(error, _BAD_USAGE) and getattr(arguments, "config", "") is None:
+            message = with_flags(message, arguments.flags)
+        print(f"quire: {message}", file=sys.stderr)
         return 2 if isinstance(error, _BAD_USAGE) else 1
     # The reader of the pipe, such as `head`, has closed it.
     except BrokenPipeError:
@@ -174,7 +179,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
         print(printed(arguments, config, everything=arguments.print_config == "all"), end="")
         return 0
-    with ended_by_signal(), on_stdout() as progress:  # The imports alone take seconds.
+    # The imports alone take seconds.
+    with ended_by_signal(), kept_keys(arguments.api_keys), on_stdout() as progress:
         with progress.step("imports"):
             from quire.cluster.deploy.app import serve_until_signal
 
@@ -189,7 +195,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    with ended_by_signal(), on_stdout() as progress:
+    with ended_by_signal(), kept_keys(arguments.api_keys), on_stdout() as progress:
         with progress.step("imports"):
             from quire.cluster.cli.demo import run_demo
 

@@ -6,7 +6,7 @@ A comment after each setting says where it comes from.
 import argparse
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from quire.cluster.cli.config_file import OF_COMMAND, ROUTING, SettingsFile, merged, read_file
@@ -17,14 +17,15 @@ _DEFAULT = "default"
 _NOTHING = "# All settings are at their defaults; --print-config=all prints those too."
 _OF_MODELS = [field.name for field in fields(ModelConfig)]
 _FLAG_OF = {field: dest for dest, field in ROUTING.items()}
-_OTHERWISE = {"model": "model", "api_keys_file": "api_keys"}
-"""Flags that set a field with another name."""
+_KEYS = "# API keys are left out: put them into a file, and name it as api_keys_file."
 
 
 def printed(arguments: argparse.Namespace, config: ClusterConfig, *, everything: bool) -> str:
     """The file's text. ``config`` results from ``arguments``. ``everything``: includes defaults."""
     file = None if arguments.config is None else read_file(arguments.config)
     names = list(config.models)
+    if config.served_model_name is None:
+        config = replace(config, served_model_name=names[0])
     origins = _Origins(arguments, file, names[0])
     settings = settings_of_cluster(config)
     defaults = settings_of_cluster(config_from({}))
@@ -35,6 +36,9 @@ def printed(arguments: argparse.Namespace, config: ClusterConfig, *, everything:
     ]
     more = settings.pop("more_models")
     first = {name: settings.pop(name) for name in _OF_MODELS} if more else {}
+    if arguments.api_keys:
+        del settings["api_keys_file"]  # It is there only while they are served.
+        lines.append(_KEYS)
     lines += _lines(settings, defaults, origins, everything=everything)
     if more:
         lines.append("models:")
@@ -61,12 +65,14 @@ class _Origins:
         """The origin of a field. ``path``: the section's name, if any, and the field's."""
         name = path[-1]
         dest = _FLAG_OF.get(name, name) if path[0] == "routing" else name
-        for each in (dest, _OTHERWISE.get(name, dest)):
-            if variable := self._arguments.variables.get(each):
-                return str(variable)
-            is_named = each in self._arguments.given or (each == "model" and self._arguments.model)
-            if is_named:
-                return f"--{each.replace('_', '-')}" if each != "model" else "MODEL"
+        if variable := self._arguments.variables.get(dest):
+            return str(variable)
+        if dest == "model" and self._arguments.model:
+            return "MODEL"
+        if dest in self._arguments.given:
+            flag = str(self._arguments.flags[dest])
+            is_off = getattr(self._arguments, dest) is False
+            return f"--no-{flag.removeprefix('--')}" if is_off else flag
         found: Any = self._file
         for part in path:
             found = found.get(part, MISSING) if isinstance(found, Mapping) else MISSING

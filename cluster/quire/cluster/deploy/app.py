@@ -20,7 +20,13 @@ from quire.cluster.deploy.build import (
 )
 from quire.cluster.deploy.change import drop_unlisted, only_change
 from quire.cluster.deploy.listed import listed_in
-from quire.cluster.deploy.local import check_ports, is_only_node, ray_session
+from quire.cluster.deploy.local import (
+    check_ports,
+    found_address,
+    is_only_node,
+    ray_session,
+    resources_here,
+)
 from quire.cluster.deploy.names import (
     check_free,
     check_known,
@@ -77,9 +83,9 @@ def running_cluster(
     progress: Progress = SILENT,
 ) -> Iterator[Endpoints]:
     """Serves the models of ``config`` while the block runs, on the Ray cluster at ``ray_address``
-    or on a new one on this machine. At the end, running requests are drained and everything
-    started here is stopped. ``name`` is the application's, by default made from the model's.
-    ``progress`` reports each step of the start.
+    (see `found_address`) or on a new one on this machine. At the end, running requests are drained
+    and everything started here is stopped. ``name`` is the application's, by default made from the
+    model's. ``progress`` reports each step of the start.
 
     Raises:
         ConfigError: A setting cannot work on this cluster.
@@ -88,9 +94,14 @@ def running_cluster(
         ClusterLost: Ray died meanwhile, or did not stop the application in time.
     """
     name = name_of_application(config.model_name, name)
+    if ray_address is not None:
+        ray_address = found_address(ray_address)
     progress.say(f"Starting {_in_words(config)} …")
     with progress.step("model files", has_bars=is_hub_name(config.engine.model)):
-        config, failed = checked(config)
+        machine = resources_here() if ray_address is None else None
+        config, failed = checked(config, machine=machine)
+        if machine is not None:
+            _check_room(config, machine)
         if ray_address is None:
             check_nodes(config)
             check_ports(config)
@@ -107,10 +118,13 @@ def running_cluster(
             compile_native_code(device=config.engine.device, is_logged=False)
     with contextlib.ExitStack() as stack:
         with progress.step("Ray"):
-            ray = ray_session(address=ray_address, drain_timeout_s=config.drain_timeout_s)
-            session = stack.enter_context(ray)
+            connected = ray_session(address=ray_address, drain_timeout_s=config.drain_timeout_s)
+            session = stack.enter_context(connected)
         if ray_address is None:
-            _check_room(config)
+            if machine is None:
+                import ray
+
+                _check_room(config, ray.cluster_resources())
             config = _shared_out(config)
         app = running_app(config, name=name, failed=failed, session=session, progress=progress)
         endpoints = replace(stack.enter_context(app), session=session)
@@ -347,12 +361,11 @@ def groups(settings: dict[str, Any]) -> "serve.Application":
     return build_groups(config, part_of(config.model_name))
 
 
-def _check_room(config: ClusterConfig) -> None:
-    import ray
-
-    resources = left = ray.cluster_resources()
+def _check_room(config: ClusterConfig, machine: Mapping[str, float]) -> None:
+    """Raises ConfigError: all groups together reserve more than ``machine``, the only node, has."""
+    left = machine
     for model in config.models.values():
-        left = check_room(model, on_gpu=is_on_gpu(model, resources), machine=left)
+        left = check_room(model, on_gpu=is_on_gpu(model, machine), machine=left)
 
 
 def _with_engines(

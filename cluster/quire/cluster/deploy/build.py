@@ -27,14 +27,14 @@ from quire.worker.api.errors import (
     InvalidRequest,
     QuireError,
 )
+from quire.worker.cache.disk import check_folder
 from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.config import (
-    check_adapters,
-    check_parallel,
+    check_settings,
     read_model_spec,
-    resolve_max_model_len,
 )
 from quire.worker.model.hub import fetch_text_files, is_hub_name, pinned
+from quire.worker.runner.kv_cache import check_memory_here
 from quire.worker.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
@@ -129,13 +129,16 @@ def build_parts(
     }
 
 
-def checked(config: ClusterConfig) -> tuple[ClusterConfig, dict[str, QuireError]]:
+def checked(
+    config: ClusterConfig, *, machine: Mapping[str, float] | None = None
+) -> tuple[ClusterConfig, dict[str, QuireError]]:
     """Checks, before anything starts, for errors that would make every group of a model fail.
     Returns the settings, in which models of the hub are pinned to their current commit, and the
     errors of models that fail.
 
     All files of a model of the hub except its weights are fetched: the weights may only be needed
-    on other nodes.
+    on other nodes. ``machine`` has Ray's resources of this machine, if groups will run here: then
+    its device, memory and disk are checked too.
 
     Raises:
         ConfigError: The settings cannot work for any of the models, or spans cannot be sent as
@@ -148,7 +151,7 @@ def checked(config: ClusterConfig) -> tuple[ClusterConfig, dict[str, QuireError]
     for each in config.each_model:
         try:
             each = replace(each, engine=replace(each.engine, model=pinned(each.engine.model)))
-            _check(config.serving(each))
+            _check(config.serving(each), machine)
         except (ConfigError, CheckpointError) as error:
             failed[each.model_name] = error
         models.append(each)
@@ -157,13 +160,18 @@ def checked(config: ClusterConfig) -> tuple[ClusterConfig, dict[str, QuireError]
     return config.serving(*models), failed
 
 
-def _check(config: ClusterConfig) -> None:
+def _check(config: ClusterConfig, machine: Mapping[str, float] | None) -> None:
     engine = config.engine
+    on_gpu = machine is not None and is_on_gpu(config, machine)
+    if machine is not None:
+        engine.check_device("cuda" if on_gpu else "cpu")
+        if engine.kv_disk_dir is not None:
+            check_folder(engine.kv_disk_dir)
     folder = fetch_text_files(engine.model)
     model = read_model_spec(folder, model_impl=engine.model_impl)
-    check_parallel(model, engine.tensor_parallel_size)
-    check_adapters(engine, model)
-    resolve_max_model_len(engine, model)
+    check_settings(engine, model)
+    if machine is not None and not on_gpu:
+        check_memory_here(engine, model)
     Tokenizer.load(folder, chat_template=config.chat_template)
     if not is_hub_name(engine.model):
         open_checkpoint(engine.model)

@@ -128,7 +128,11 @@ def _remove_oldest(parent: Path) -> None:
 
 def _is_of_running(folder: Path) -> bool:
     """Whether the process whose id is in the folder's name still runs."""
-    pid = folder.name.rpartition("-")[2]
+    return is_running(folder.name.rpartition("-")[2])
+
+
+def is_running(pid: str) -> bool:
+    """Whether ``pid`` is the id of a process that runs."""
     return pid.isdigit() and Path(f"/proc/{pid}").exists()
 
 

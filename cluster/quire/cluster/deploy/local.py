@@ -15,7 +15,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,8 +67,7 @@ def ray_session(
     SIGINT, SIGTERM and SIGHUP end the block as Ctrl-C does, from before anything is started until
     all of it is gone. A started cluster survives its GCS by more than ``drain_timeout_s``.
     """
-    for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    _set_environment()
     import ray
     from ray import serve
 
@@ -120,6 +119,19 @@ def ray_session(
         pids = _pids()
         stack.callback(lambda: below.extend(descendants(pids["raylet"])))
         yield OwnNode(logs=logs / "serve", kept_logs=kept_logs, line=line, pids=pids)
+
+
+def resources_here() -> Mapping[str, float] | None:
+    """The resources of a Ray node that would start on this machine; ``None`` if they are not known
+    before it has started."""
+    _set_environment()
+    known = ray_private.RESOURCES.get()
+    return None if known is None else known().resolve(is_head=True).to_resource_dict()
+
+
+def _set_environment() -> None:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
 
 
 def _remove(folder: Path) -> None:
@@ -269,13 +281,16 @@ def _on_the_loopback() -> Iterator[None]:
 def found_address(given: str) -> str:
     """The address of the Ray cluster that ``given`` stands for. "auto" is the cluster of
     ``RAY_ADDRESS``, else of the newest `quire serve` on this machine, else the one of which this
-    machine is a node.
+    machine is a node. Ray's own search for "auto" may wait for minutes.
 
     Raises:
         ConfigError: There is none.
     """
-    if given != "auto" or os.environ.get("RAY_ADDRESS"):
+    if given != "auto":
         return given
+    named = os.environ.get("RAY_ADDRESS", "auto")
+    if named not in ("", "auto"):
+        return named
     if here := addresses_here():
         return here[0]
     noted = Path(tempfile.gettempdir()) / "ray" / "ray_current_cluster"

@@ -108,6 +108,12 @@ BINDS_LIVES = Part(
 """Whether a process can be bound to the life of another."""
 POPEN = Part("ray._private.services", "ConsolePopen", BINDS_LIVES.loss)
 """Starts Ray's processes."""
+RESOURCES = Part(
+    "ray._private.resource_and_label_spec",
+    "ResourceAndLabelSpec",
+    "settings for which this machine has no room are refused only after Ray has started",
+)
+"""What a node of this machine would have."""
 USE_TOKEN = Part(
     "ray._private.authentication.authentication_token_setup",
     "maybe_enable_token_auth_if_token_available",
@@ -138,8 +144,8 @@ ADD_PORT = Part(
 ALL = (
     *(HAS_CLUSTERS, GLOBAL_NODE, SET_SIGTERM_HANDLER),
     *(NODE, *_OF_NODES),
-    *(CONNECT, BINDS_LIVES, POPEN, USE_TOKEN, CONNECTS_BY_ITSELF, FORGET_CLIENT, GET_CLIENT),
-    ADD_PORT,
+    *(CONNECT, BINDS_LIVES, POPEN, RESOURCES, USE_TOKEN, CONNECTS_BY_ITSELF),
+    *(FORGET_CLIENT, GET_CLIENT, ADD_PORT),
 )
 
 

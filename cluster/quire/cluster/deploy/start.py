@@ -250,10 +250,11 @@ def obstacles(
 ) -> str:
     """Why deployments do not run yet, as far as Serve knows. Unless the start ``is_over``, a failed
     attempt is reported without its reason, because Serve makes another; the reason of the last
-    attempt is reported at the end."""
+    attempt is reported at the end, and so is a hopeless one."""
     return "; ".join(
         f"{name}: {_in_short(message) if is_over or not _raised(message) else _AGAIN}"
         for name, message in _messages(deployments).items()
+        if is_over or not _raised(message).startswith(_HOPELESS)
     )
 
 
@@ -280,6 +281,11 @@ def check_room(
     Raises:
         ConfigError: ``machine``, the resources of the only node, are less than the groups reserve.
     """
+    if on_gpu and not machine.get("GPU"):
+        raise ConfigError(
+            "device='cuda': this machine has no GPU that Ray finds; leave it out, or set "
+            "device='cpu'"
+        )
     wanted = {
         "GPU": config.min_groups * config.engine.tensor_parallel_size if on_gpu else 0,
         "CPU": config.min_groups * config.cpus_per_group,

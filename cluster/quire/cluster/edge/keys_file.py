@@ -14,9 +14,11 @@ Error messages never quote a line or a value: a key may stand in the wrong place
 """
 
 import hashlib
+import json
 import os
 import re
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, time
 from math import inf
@@ -120,6 +122,17 @@ def hash_of(key: str) -> str:
 def new_key() -> str:
     """A new random key of 256 bits."""
     return f"qk-{secrets.token_urlsafe(_KEY_BYTES)}"
+
+
+def hashed_file(keys: Iterable[str]) -> str:
+    """The text of a file of the second format with each of ``keys``, which is a tenant alone. The
+    tenants' names follow from the keys, so that another key never gets a tenant's cached blocks."""
+    names = {key: f"key-{_own_tenant(key).removeprefix('#')}" for key in keys}
+    entries = [{"name": name, "tenant": name, "hash": hash_of(key)} for key, name in names.items()]
+    # JSON is YAML; the format is told by the first line.
+    lines = "".join(f"- {json.dumps(each)}\n" for each in entries)
+    tenants = "".join(f"  {name}:\n" for name in names.values())
+    return f"tenants:\n{tenants}keys:\n{lines}"
 
 
 def read_keys_file(path: Path) -> KeysFile:

@@ -15,7 +15,6 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.group.native_code import compile_native_code
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
-from quire.worker.model.config import check_parallel, read_model_spec
 from quire.worker.model.facts import ModelFacts, model_facts
 from quire.worker.model.hub import fetch_checkpoint
 from quire.worker.ranks.executor import make_executor
@@ -78,8 +77,6 @@ def start_ranks(
     # Bad settings are refused before the weights are hashed.
     facts = model_facts(engine, with_fingerprint=False)
     engine = replace(engine, kv_transfer=transfers_kv(config, facts))
-    spec = read_model_spec(engine.model, model_impl=engine.model_impl)
-    check_parallel(spec, engine.tensor_parallel_size)
     on_step("native code")
     compile_native_code(device=engine.device)
     on_step("weights")

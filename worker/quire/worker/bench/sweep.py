@@ -165,9 +165,11 @@ def token_bytes(engine: EngineConfig) -> int:
     from quire.worker.runner.kv_cache import kv_layout
 
     model = read_model_spec(engine.model, model_impl=engine.model_impl)
-    dtype = getattr(torch, resolve_dtype(engine, model))
+    dtype = resolve_dtype(engine, model)
     max_model_len = resolve_max_model_len(engine, model)
-    attentions = find_attentions(engine, model, dtype=dtype, max_model_len=max_model_len)
+    attentions = find_attentions(
+        engine, model, dtype=getattr(torch, dtype), max_model_len=max_model_len
+    )
     layout = kv_layout(engine, attentions, dtype=dtype)
     return layout.block_bytes // layout.block_size * engine.tensor_parallel_size
 

@@ -20,6 +20,7 @@ import itertools
 import logging
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -116,10 +117,7 @@ class DiskStore:
             self._load()
         except OSError as error:
             self.close()
-            raise ConfigError(
-                f"kv_disk_dir={str(folder)!r}: {error}; name a folder that can be written to, or "
-                "leave it out"
-            ) from error
+            raise _unusable(folder, error) from error
         self._num_bytes += sum(num_bytes for _, num_bytes in self._foreign)
         self._delete(*self._make_room(0))
 
@@ -339,6 +337,23 @@ class DiskStore:
     def _path(self, block: BlockHash, parent: BlockHash | None) -> Path:
         name = block.hex()
         return self._folder / name[:2] / f"{name}-{'root' if parent is None else parent.hex()}"
+
+
+def check_folder(folder: Path) -> None:
+    """Makes ``folder`` if it is missing. Raises ConfigError: no store can be kept in it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"kv_disk_dir={str(folder)!r}: {error}; name a folder that can be written to, or leave it "
+        "out"
+    )
 
 
 def _take_slot(folder: Path) -> tuple[Path, int]:

@@ -140,6 +140,23 @@ def resolve_max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     return config.max_model_len or (min(trained, in_step) if spec.is_encoder else trained)
 
 
+def check_settings(config: EngineConfig, spec: ModelSpec) -> None:
+    """Checks the settings that do not fit every model, as far as no device is needed.
+
+    Raises:
+        ConfigError: One of them does not fit this model.
+    """
+    check_parallel(spec, config.tensor_parallel_size)
+    check_quantization(config, spec)
+    check_adapters(config, spec)
+    resolve_max_model_len(config, spec)
+    if config.kv_cache_dtype == "fp8" and resolve_dtype(config, spec) == "float32":
+        raise ConfigError(
+            "kv_cache_dtype='fp8' with dtype='float32': the kernels read it with 16-bit queries; "
+            "use dtype='bfloat16', or kv_cache_dtype='auto'"
+        )
+
+
 def check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError: weights that are stored in 4 bits would be quantised again."""
     if config.quantization is not None and spec.stored is not None and spec.stored.bits == 4:

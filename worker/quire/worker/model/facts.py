@@ -8,8 +8,7 @@ from quire.worker.api.config import EngineConfig
 from quire.worker.api.request import Task
 from quire.worker.model.checkpoint import Checkpoint, open_checkpoint
 from quire.worker.model.config import (
-    check_adapters,
-    check_quantization,
+    check_settings,
     read_model_spec,
     resolve_dtype,
     resolve_max_model_len,
@@ -66,11 +65,10 @@ def model_facts(config: EngineConfig, *, with_fingerprint: bool = True) -> Model
 
     Raises:
         CheckpointError: The checkpoint cannot be read.
-        ConfigError: ``max_model_len`` is more than the checkpoint was trained for.
+        ConfigError: A setting does not fit this model.
     """
     spec = read_model_spec(config.model, model_impl=config.model_impl)
-    check_quantization(config, spec)
-    check_adapters(config, spec)
+    check_settings(config, spec)
     dtype = resolve_dtype(config, spec)
     checkpoint = open_checkpoint(config.model)
     return ModelFacts(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import RankFailure
 from quire.worker.cache.host_memory import map_host_blocks
-from quire.worker.model.config import check_parallel, read_model_spec
 from quire.worker.model.facts import ModelFacts, model_facts
 from quire.worker.ranks.lockstep import LockstepExecutor
 from quire.worker.ranks.process import RankProcesses
@@ -33,8 +32,6 @@ def make_executor(config: EngineConfig) -> tuple[Executor, ModelFacts]:
         RankFailure: A rank died or raised while starting. No process is left.
     """
     facts = model_facts(config, with_fingerprint=config.kv_disk_dir is not None)
-    spec = read_model_spec(config.model, model_impl=config.model_impl)
-    check_parallel(spec, config.tensor_parallel_size)
     if config.tensor_parallel_size == 1:
         return InProcessExecutor(config), facts
     return LockstepExecutor(config, RankProcesses()), facts

@@ -2,27 +2,35 @@
 
 ``num_blocks`` is the same on every rank: each rank reports how many it has room for, and the group
 takes the least. If memory is committed on first touch (CPU), a block costs nothing until used.
+
+Only what uses a device imports torch, so that a start can check the room before any group runs.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from quire.kernels.ops import KvCache
 from quire.kernels.quantization import SCALE_BYTES
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.kv_format import KvFormat
-from quire.worker.model.spec import Attention
+from quire.worker.model.config import resolve_dtype, resolve_max_model_len
+from quire.worker.model.spec import Attention, ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire.kernels.ops import KvCache
 
 CPU_SHARE = 0.4
 CPU_MAX_BYTES = 4 << 30
 """Limit of the default share in bytes, so that a laptop stays usable."""
 GPU_SHARE = 0.9
 
-_STORED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_FP8 = "float8_e4m3fn"
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, _FP8: 1}
+"""By torch's name of the type."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,17 +42,23 @@ class KvLayout:
     num_kv_heads: int
     """KV heads of this rank."""
     head_size: int
-    dtype: torch.dtype
+    dtype: str
+    """torch's name of the type."""
 
     @property
     def width(self) -> int:
         """Elements of one token and head: its values and, for int8, the bytes of their scale."""
-        return self.head_size + (SCALE_BYTES if self.dtype == torch.int8 else 0)
+        return self.head_size + (SCALE_BYTES if self.dtype == "int8" else 0)
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of K or V of one token and head."""
+        return self.width * _ITEM_BYTES[self.dtype]
 
     @property
     def layer_token_bytes(self) -> int:
         """Bytes of K and V of one token in one layer."""
-        return 2 * self.num_kv_heads * self.width * self.dtype.itemsize
+        return 2 * self.num_kv_heads * self.head_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -52,18 +66,17 @@ class KvLayout:
         return self.num_layers * self.block_size * self.layer_token_bytes
 
 
-def kv_layout(
-    config: EngineConfig, attentions: Sequence[Attention], *, dtype: torch.dtype
-) -> KvLayout:
+def kv_layout(config: EngineConfig, attentions: Sequence[Attention], *, dtype: str) -> KvLayout:
     """The layout of a rank's KV cache. ``attentions`` are those of the layers, with equal heads.
-    ``dtype`` is the model's; the cache's may differ."""
+    ``dtype`` is torch's name of the model's type; the cache's may differ."""
     attention = attentions[0]
+    stored = {"auto": dtype, "fp8": _FP8}
     return KvLayout(
         num_layers=len(attentions),
         block_size=config.block_size,
         num_kv_heads=max(1, attention.num_kv_heads // config.tensor_parallel_size),
         head_size=attention.cached_size,
-        dtype=_STORED.get(config.kv_cache_dtype, dtype),
+        dtype=stored.get(config.kv_cache_dtype, config.kv_cache_dtype),
     )
 
 
@@ -72,7 +85,7 @@ def kv_format(layout: KvLayout, attention: Attention) -> KvFormat:
     return KvFormat(
         num_layers=layout.num_layers,
         num_kv_heads=attention.num_kv_heads,
-        head_bytes=layout.block_size * layout.width * layout.dtype.itemsize,
+        head_bytes=layout.block_size * layout.head_bytes,
         block_size=layout.block_size,
     )
 
@@ -113,6 +126,22 @@ def check_room(
     )
 
 
+def check_memory_here(config: EngineConfig, spec: ModelSpec) -> None:
+    """Checks, before any weights are read, that one rank on this machine's CPUs has memory for its
+    KV. Groups check it again, with less memory left. The layers of a model that runs through
+    transformers are not known yet.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    check_host_memory(config)
+    if spec.through_transformers is None:
+        layout = kv_layout(config, spec.attentions, dtype=resolve_dtype(config, spec))
+        num_blocks = plan_num_blocks(config, layout, share_bytes=cpu_share_bytes(config))
+        max_model_len = resolve_max_model_len(config, spec)
+        check_room(config, layout, num_blocks=num_blocks, max_model_len=max_model_len)
+
+
 def check_host_memory(config: EngineConfig) -> None:
     """Raises ConfigError: more host memory is asked for than is free. It is all touched soon."""
     gib = config.kv_offloading_size
@@ -131,9 +160,11 @@ def cpu_share_bytes(config: EngineConfig) -> int:
     return total // config.tensor_parallel_size
 
 
-def gpu_share_bytes(config: EngineConfig, device: torch.device, *, peak_bytes: int) -> int:
+def gpu_share_bytes(config: EngineConfig, device: "torch.device", *, peak_bytes: int) -> int:
     """Bytes of device memory left for KV. ``peak_bytes`` is the most that a step allocates,
     including weights; memory outside this process's allocator is subtracted too."""
+    import torch
+
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
@@ -155,13 +186,16 @@ def available_ram_bytes(
     return available
 
 
-def allocate(layout: KvLayout, *, num_blocks: int, device: torch.device) -> KvCache:
+def allocate(layout: KvLayout, *, num_blocks: int, device: "torch.device") -> "KvCache":
     """Uninitialised K and V of every layer. Slots are undefined until they are written."""
+    import torch
+
+    dtype = getattr(torch, layout.dtype)
     shape = (num_blocks, layout.block_size, layout.num_kv_heads, layout.width)
     return [
         (
-            torch.empty(shape, dtype=layout.dtype, device=device),
-            torch.empty(shape, dtype=layout.dtype, device=device),
+            torch.empty(shape, dtype=dtype, device=device),
+            torch.empty(shape, dtype=dtype, device=device),
         )
         for _ in range(layout.num_layers)
     ]

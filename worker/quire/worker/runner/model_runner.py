@@ -26,9 +26,7 @@ from quire.worker.api.errors import ConfigError
 from quire.worker.api.kv_format import Bytes
 from quire.worker.cache.host_memory import num_host_blocks
 from quire.worker.model.config import (
-    check_adapters,
-    check_parallel,
-    check_quantization,
+    check_settings,
     read_model_spec,
     resolve_dtype,
     resolve_max_model_len,
@@ -69,18 +67,11 @@ class ModelRunner:
             ConfigError: The model cannot be run with this configuration.
         """
         spec = read_model_spec(config.model, model_impl=config.model_impl)
-        check_parallel(spec, config.tensor_parallel_size)
-        check_quantization(config, spec)
-        check_adapters(config, spec)
+        check_settings(config, spec)
         self._max_model_len = resolve_max_model_len(config, spec)
         self._config = config
         self._device = device
         dtype = self._dtype = getattr(torch, resolve_dtype(config, spec))
-        if config.kv_cache_dtype == "fp8" and dtype == torch.float32:
-            raise ConfigError(
-                "kv_cache_dtype='fp8' with dtype='float32': the kernels read it with 16-bit "
-                "queries; use dtype='bfloat16', or kv_cache_dtype='auto'"
-            )
         shard = Shard(rank=tp.rank, size=tp.size)
         loaded = load_model(
             config,
@@ -102,7 +93,9 @@ class ModelRunner:
             self._adapters = RankAdapters(slots, config, spec, shard=shard, dtype=dtype)
         self._sees_all = not any(each.window for each in loaded.options)
         """Whether queries of all layers attend to all tokens before them (no sliding window)."""
-        self._layout = kv_cache.kv_layout(config, loaded.attentions, dtype=dtype)
+        self._layout = kv_cache.kv_layout(
+            config, loaded.attentions, dtype=resolve_dtype(config, spec)
+        )
         self.kv_format = kv_cache.kv_format(self._layout, loaded.attentions[0])
         kv_cache.check_host_memory(config)
         self.num_host_blocks = 0 if spec.is_encoder else num_host_blocks(config, self.kv_format)

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from quire.worker.api.errors import CheckpointError
-from quire.worker.model.families.registry import FAMILIES
+from quire.worker.model.families.other import unknown
 from quire.worker.model.families.wrappers import architecture_of
 from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec
@@ -43,11 +43,7 @@ def transformers_config(path: Path, spec: ModelSpec) -> Any:
     if (name == kind or not spec.has_head) and kind in classes:
         kinds = [kind]
     if not kinds:
-        raise CheckpointError(
-            f"{path}: architecture {name!r} is not supported; supported: {', '.join(FAMILIES)} "
-            f"and models that transformers {transformers.__version__} has, which has none of "
-            "this name; code that comes with a checkpoint (trust_remote_code) is not supported"
-        )
+        raise CheckpointError(f"{path}: {unknown(name)}")
     kind = kind if kind in kinds else kinds[0]
     try:
         config = CONFIG_MAPPING[kind].from_dict(
