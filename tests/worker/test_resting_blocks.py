@@ -76,7 +76,8 @@ def rig(
 ) -> Callable[..., Rig]:
     monkeypatch.setattr("quire.worker.cache.travel._WAIT_S", 0.0)
     if request.param == "in threads":
-        monkeypatch.setattr("quire.worker.cache.checker._AT_ONCE_BYTES", 0)
+        for limit in ("_AT_ONCE_BYTES", "_SMALL_BYTES"):
+            monkeypatch.setattr(f"quire.worker.cache.checker.{limit}", 0)
     return lambda **options: Rig(make_engine, **options)
 
 

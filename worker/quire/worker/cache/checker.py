@@ -24,6 +24,8 @@ from quire.worker.cache.shelf import Shelf
 
 _AT_ONCE_BYTES = 8 << 20
 """Most bytes that the engine's thread reads in a step: this takes about a millisecond."""
+_SMALL_BYTES = 128 << 10
+"""Blocks of at most this size it reads in any number: passing one to a thread takes longer."""
 
 
 OnCorrupt = Callable[[BlockHash, Slot, bool], None]
@@ -48,7 +50,7 @@ class Checker:
     def __init__(
         self, shelf: Shelf, *, host_blocks_XC: Bytes, on_change: Callable[[], None]
     ) -> None:
-        """``on_change`` is called in another thread when a result is known."""
+        """``on_change`` is called in another thread when the results of `begin` are known."""
         self._shelf = shelf
         self._host_XC = host_blocks_XC
         self._block_bytes = host_blocks_XC.shape[1]
@@ -80,8 +82,10 @@ class Checker:
     def filled(self, slot: Slot) -> None:
         """Called when a block has just been copied into a pinned slot that will keep it. The slot
         is filled and unpinned when its checksum is known."""
-        self._new[slot] = self.left(slot)
-        self._keep_known()
+        if self._may_read_now():
+            self._keep(slot, checksum_of(self._host_XC[slot]))
+        else:
+            self._new[slot] = self._submit(self._writer, slot)
 
     def of_kept(self, slot: Slot) -> "Future[bytes]":
         """The checksum of a pinned slot's block, for which `filled` was called."""
@@ -166,15 +170,17 @@ class Checker:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _may_read_now(self) -> bool:
+        if self._block_bytes <= _SMALL_BYTES:
+            return True
         if self._left_bytes < self._block_bytes:
             return False
         self._left_bytes -= self._block_bytes
         return True
 
     def _submit(self, thread: ThreadPoolExecutor, slot: Slot) -> "Future[bytes]":
-        checksum = thread.submit(checksum_of, self._host_XC[slot])
-        checksum.add_done_callback(lambda _: self._on_change())
-        return checksum
+        # Without a callback, which would cost as much as the checksum of a small block: an engine
+        # with nothing else to do looks every few milliseconds.
+        return thread.submit(checksum_of, self._host_XC[slot])
 
     def _keep_known(self, *, waits: bool = False) -> None:
         while self._new:
@@ -182,5 +188,8 @@ class Checker:
             if not (waits or checksum.done()):
                 return
             del self._new[slot]
-            self._shelf.filled(slot, checksum.result())
-            self._shelf.unpin(slot)
+            self._keep(slot, checksum.result())
+
+    def _keep(self, slot: Slot, checksum: bytes) -> None:
+        self._shelf.filled(slot, checksum)
+        self._shelf.unpin(slot)
