@@ -28,7 +28,7 @@ def replay_in_two_tiers(
     def spill(block_id: BlockId, name: BlockHash, parent: BlockHash | None) -> None:
         slot = shelf.keep(name, parent, num_hits=pool.num_hits(block_id))
         if slot is not None:
-            shelf.filled(slot)
+            shelf.filled(slot, b"")
             shelf.unpin(slot)
 
     pool.spill = spill

@@ -159,7 +159,7 @@ def too_long(stream: bytes) -> bytes:
     ("edit", "num_blocks", "reason"),
     [
         (swapped, 0, "block 0 of 6: its place is 1, not 0"),
-        (of_another_name, 1, "block 1 of 6: its name is 7878787878787878, not 0101010101010101"),
+        (of_another_name, 1, "block 1 of 6: its name is " + "78" * 32 + ", not " + "01" * 32),
         (too_long, 1, f"block 1 of 6: its length is {2**40}, not {FORMAT.block_bytes}"),
         (short, 1, "block 1 of 6: its bytes do not have the checksum"),
         (ended, 1, "block 1 of 6: the peer sends no more: the lease is over"),

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.prepared import prepared
 
 from quire.cluster.wire import (
     events_from_proto,
@@ -163,6 +164,15 @@ def test_a_request_survives_the_wire(
         assert_same(came.resumed_token_ids, resumed)
         assert came.source == source
         assert (came.request_id, came.client_id, came.is_checked) == ("mine", "", True)
+
+
+@pytest.mark.parametrize("max_tokens", [1, SamplingParams().max_tokens, 40])
+def test_a_group_that_hands_over_ends_after_so_many_more_tokens(max_tokens: int) -> None:
+    work = work_of(prepared("r", [1], seed=1, max_tokens=max_tokens))
+    submit = group_pb2.Submit(
+        work=work, resumed_token_ids=tokens_to_bytes([7, 8]), hand_over_after=1
+    )
+    assert prepared_of(submit, request_id="r").sampling.max_tokens == min(3, max_tokens)
 
 
 def test_formats_and_what_was_fetched_survive_the_wire() -> None:

@@ -53,7 +53,10 @@ def draw_plan(seed: int, *, length_s: float) -> Plan:
                     max_queued_requests=rng.choice([5, 1024]),
                 ),
             ),
-            routing=RoutingConfig(stale_after_s=30.0),
+            routing=RoutingConfig(
+                stale_after_s=30.0,
+                num_prefill_groups=random.Random(f"{seed} stages").choice([0, 0, 1]),
+            ),
             detect_s=rng.choice([1.0, 5.0]),
             start_s=rng.choice([1.0, 10.0]),
             news_s=rng.choice([0.1, 3.0]),

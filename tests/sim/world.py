@@ -29,11 +29,14 @@ from tests.sim.loop import SimLoop, simulate
 from tests.sim.model import HashModel, make_tokenizer
 from tests.sim.network import Network, NetworkConfig
 
+from quire.router import stages
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import group_pb2
 
 _TAIL = 60
 """Number of trace lines that a failure shows."""
+_MIN_APART_TOKENS = 8
+"""Prompts are short here, and most must go to prefill groups where there are any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +252,8 @@ def run(plan: Plan, *, seed: int, script: Script | None = None) -> Result:
         world = World(loop, plan, seed=seed)
         return await world.run(script)
 
-    with _seeded_secrets(seed):
+    is_apart = mock.patch.object(stages, "MIN_APART_TOKENS", _MIN_APART_TOKENS)
+    with _seeded_secrets(seed), is_apart:
         try:
             return simulate(main, seed=seed)
         except BaseException as error:

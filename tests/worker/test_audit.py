@@ -7,6 +7,7 @@ import pytest
 from tests.prepared import prepared
 from tests.worker.engine_requests import take_checksums
 
+from quire.worker.cache.checksum import checksum_of
 from quire.worker.engine import Engine
 from quire.worker.schedule import audit
 
@@ -51,7 +52,7 @@ def test_a_wrong_block_is_dropped_with_all_behind_it(engine: Any, caplog: Any) -
     for slot in shelf._slot_of.values():  # As a broken group would have computed them.
         tokens = engine._travel.host_blocks_XC[slot].view(np.int64)[::3]
         tokens[:] = (tokens + 1) % 50
-        shelf.set_checksum(slot, b"")
+        shelf.filled(slot, checksum_of(engine._travel.host_blocks_XC[slot]))
     for number in range(20):
         run(engine, f"b{number}", PROMPTS[number % 3])
     assert engine._audit.num_wrong > 0

@@ -24,7 +24,7 @@ def keep(shelf: Shelf, name: BlockHash, parent: BlockHash | None = None, hits: i
     """Offers a block to the shelf; returns whether it got a slot."""
     slot = shelf.keep(name, parent, num_hits=hits)
     if slot is not None:
-        shelf.filled(slot)
+        shelf.filled(slot, b"")
         shelf.unpin(slot)
     return slot is not None
 
@@ -48,7 +48,7 @@ def test_a_block_that_is_being_filled_is_not_found_yet() -> None:
     slot = shelf.keep(A, None, num_hits=0)
     assert slot is not None
     assert shelf.match([A]) == []
-    shelf.filled(slot)
+    shelf.filled(slot, b"")
     assert shelf.match([A]) == [slot]
 
 
@@ -57,7 +57,7 @@ def test_a_slot_that_is_in_use_is_not_given_to_another_block() -> None:
     slot = shelf.keep(A, None, num_hits=0)  # Its copy is under way.
     assert slot is not None
     assert not keep(shelf, B)
-    shelf.filled(slot)
+    shelf.filled(slot, b"")
     shelf.unpin(slot)
     shelf.pin(slot)  # A step reads it.
     assert not keep(shelf, B)

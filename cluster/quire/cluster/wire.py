@@ -130,11 +130,10 @@ def prepared_of(submit: group_pb.Submit, *, request_id: str) -> Prepared:
         work = group_pb.Work.FromString(submit.work)
     except DecodeError as error:
         raise InvalidRequest(f"work of {len(submit.work)} bytes is broken: {error}") from None
-    values = _values(work.sampling)
+    sampling = _DEFAULTS.changed(**_values(work.sampling))
     if submit.hand_over_after:
-        num_resumed = len(submit.resumed_token_ids) // 4
-        values["max_tokens"] = min(values["max_tokens"], num_resumed + submit.hand_over_after)
-    sampling = _DEFAULTS.changed(**values)
+        end = len(submit.resumed_token_ids) // 4 + submit.hand_over_after
+        sampling = sampling.changed(max_tokens=min(sampling.max_tokens or 0, end))
     prompt_token_ids, features = _prompt_of(work.segments)
     return Prepared(
         request_id=request_id,

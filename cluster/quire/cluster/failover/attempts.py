@@ -85,6 +85,9 @@ class Attempts:
         self._stream: GroupStream | None = None
         self._error: QuireError | None = None
         self._is_isolated = False
+        self.hands_over = False
+        """Whether the group was told to end the current attempt after its first token, so that
+        another group continues. The group's role may have changed since."""
         self._end_turn: Callable[[], None] = _do_nothing  # Ends the turn of an isolated request.
         resumes.budget.began()
 
@@ -249,11 +252,11 @@ class Attempts:
                 )
                 self.num_attempts += 1
                 attempt = self._record.attempt(self._decision, num_resumed_tokens=len(token_ids))
+                submission = self._submission(token_ids, former, attempt)
                 self._stream = self._groups.submit(
-                    self._decision.group,
-                    self._submission(token_ids, former, attempt),
-                    on_cleared=self._end_turn,
+                    self._decision.group, submission, on_cleared=self._end_turn
                 )
+                self.hands_over = submission.hand_over_after > 0
             except NoGroupAvailable as error:
                 if lacking:
                     await self._hold(self._deadline_s)
@@ -331,15 +334,14 @@ class Attempts:
             resumed_token_ids=tokens_to_bytes(token_ids),
             isolated_tokens=isolated_tokens,
             source=source,
-            hand_over_after=int(self.hands_over),
+            hand_over_after=int(self._ends_prefilled()),
             traceparent=attempt.traceparent,
             tracestate=self._record.trace_state,
         )
 
-    @property
-    def hands_over(self) -> bool:
-        """Whether the current attempt is the first one, on a prefill-only group, which ends it
-        after one token so that another group continues."""
+    def _ends_prefilled(self) -> bool:
+        """Whether the group is to end the attempt after one token, so that another group continues:
+        the attempt is the first one, on a prefill group."""
         request = self._request
         is_new = not (self._num_tokens or self._is_isolated) and request.task == "generate"
         return (

@@ -333,7 +333,7 @@ class _Borrowing:
         if header.place != index:
             raise _Ended(f"its place is {header.place}, not {index}")
         if header.name != name:
-            raise _Ended(f"its name is {header.name[:8].hex()}, not {name[:8].hex()}")
+            raise _Ended(f"its name is {header.name.hex()}, not {name.hex()}")
         if header.num_bytes != block_bytes:
             raise _Ended(f"its length is {header.num_bytes}, not {block_bytes}")
         slot = self._slot() if self._next is None else self._next

@@ -9,11 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from quire.worker.api.hashing import BlockHash
 from quire.worker.api.kv_format import Bytes
 from quire.worker.cache.blocks import BlockPool
+from quire.worker.cache.checker import Checker, OnCorrupt
 from quire.worker.cache.checksum import checksum_of
 from quire.worker.cache.copies import Copies, Slot
 from quire.worker.cache.disk import DiskStore, Put
@@ -44,20 +46,23 @@ class DiskSaver:
         pool: BlockPool,
         shelf: Shelf,
         copies: Copies,
+        checker: Checker,
         *,
         host_blocks_XC: Bytes,
-        on_corrupt: Callable[[BlockHash], None],
+        on_corrupt: OnCorrupt,
     ) -> None:
-        """`settle` calls ``on_corrupt`` with a kept block whose checksum does not match."""
+        """`settle` calls ``on_corrupt``."""
         self._disk = disk
         self._pool = pool
         self._shelf = shelf
         self._copies = copies
+        self._checker = checker
         self._host_XC = host_blocks_XC
         self._on_corrupt = on_corrupt
         self._coming: set[BlockHash] = set()  # Blocks being saved.
         self._num_slots = 0
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[tuple[_Job, Future[bytes]]] = deque()
+        """Jobs with the checksums of their blocks, which rest in their slots until then."""
         self._done: deque[tuple[_Job, Put | None]] = deque()
         """Finished jobs. ``None`` instead of a `Put` means that the block was corrupt."""
         self._changed = threading.Condition()
@@ -124,7 +129,7 @@ class DiskSaver:
                 self._shelf.give_back([job.slot])
                 self._num_slots -= 1
             if put is None:
-                self._on_corrupt(job.name)
+                self._on_corrupt(job.name, job.slot, job.is_kept)
         return stored, removed
 
     @property
@@ -168,8 +173,13 @@ class DiskSaver:
 
     def _begin(self, jobs: list[_Job]) -> None:
         """Passes jobs to the thread. Called when the bytes are in their slots."""
+        checker = self._checker
+        ready = [
+            (job, checker.of_kept(job.slot) if job.is_kept else checker.left(job.slot))
+            for job in jobs
+        ]
         with self._changed:
-            self._jobs += jobs
+            self._jobs += ready
             self._changed.notify()
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._run, name="quire-save", daemon=True)
@@ -181,11 +191,10 @@ class DiskSaver:
                 self._changed.wait_for(lambda: self._jobs or self._is_closed)
                 if not self._jobs:
                     return
-                job = self._jobs.popleft()
+                job, coming = self._jobs.popleft()
             block_C = self._host_XC[job.slot]
-            checksum = checksum_of(block_C)
-            known = self._shelf.checksum(job.slot) if job.is_kept else b""
+            checksum = coming.result()
             put = None
-            if known in (b"", checksum):
+            if checksum_of(block_C) == checksum:
                 put = self._disk.put(job.name, job.parent, block_C, checksum)
             self._done.append((job, put))

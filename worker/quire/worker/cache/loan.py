@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from quire.worker.api.hashing import BlockHash, BlockHashes
@@ -23,8 +24,9 @@ class Lent:
     """Index of the block in the loan."""
     slot: int
     checksum: bytes = b""
-    """XXH3 of its bytes, 128 bits. Before `Loan.next` returns the block: the expected checksum, or
-    empty if it is not known."""
+    """XXH3 of its bytes when they left the KV cache, 128 bits."""
+    coming: Future[bytes] | None = None
+    """The checksum while it is being computed; `Loan.next` waits for it."""
     is_kept: bool = False
     """Whether host memory kept the block already, so that no step has copied it."""
 
@@ -58,7 +60,7 @@ class Loan:
         self._ready: deque[Lent] = deque()
         self._returned: list[int] = []
         self._error = ""
-        self._corrupt: list[BlockHash] = []
+        self._corrupt: list[Lent] = []
         self._is_closed = False
 
     # For the consumer.
@@ -70,8 +72,8 @@ class Loan:
 
     def next(self, timeout_s: float) -> Lent | None:
         """The next block, in order; ``None`` after ``timeout_s`` and once there is an `error`.
-        Computes the checksum here, in parallel with the engine's steps. If it differs from the
-        expected one, the loan ends."""
+        Compares the checksum here, in parallel with the engine's steps. If it differs, the loan
+        ends."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._error, timeout_s)
             lent = self._ready.popleft() if self._ready else None
@@ -80,14 +82,14 @@ class Loan:
         block_C = self.host_blocks_XC[lent.slot]
         if lent.is_kept:
             time.sleep(self._pause_s(len(block_C)))
-        checksum = checksum_of(block_C)
-        if lent.checksum in (b"", checksum):
-            return replace(lent, checksum=checksum)
+        checksum = lent.checksum if lent.coming is None else lent.coming.result()
+        if checksum_of(block_C) == checksum:
+            return replace(lent, checksum=checksum, coming=None)
         name = self.hashes[lent.index]
         with self._changed:
             self._ready.clear()
             self._error = f"block {lent.index} ({name.hex()[:16]}) is corrupt"
-            self._corrupt.append(name)
+            self._corrupt.append(lent)
         self.give_back(lent.slot)
         return None
 
@@ -116,7 +118,7 @@ class Loan:
                 self._ready.append(lent)
                 self._changed.notify()
 
-    def take_corrupt(self) -> list[BlockHash]:
+    def take_corrupt(self) -> list[Lent]:
         """Blocks whose checksum did not match, since the last call."""
         with self._changed:
             corrupt, self._corrupt = self._corrupt, []

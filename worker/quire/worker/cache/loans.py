@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from quire.worker.api.hashing import BlockHash, BlockHashes
 from quire.worker.api.kv_format import Bytes, KvFormat
 from quire.worker.cache.blocks import BlockId, BlockPool
+from quire.worker.cache.checker import Checker, OnCorrupt
 from quire.worker.cache.copies import Copies, Slot
 from quire.worker.cache.loan import Lent, Loan
 from quire.worker.cache.pace import Pace
@@ -53,18 +54,19 @@ class Loans:
         pool: BlockPool,
         shelf: Shelf,
         copies: Copies,
+        checker: Checker,
         *,
         format: KvFormat,
         host_blocks_XC: Bytes,
         on_change: Callable[[], None],
-        on_corrupt: Callable[[BlockHash], None],
+        on_corrupt: OnCorrupt,
         clock: Callable[[], float],
     ) -> None:
-        """``on_corrupt`` is called with a kept block whose checksum does not match."""
         self.num_lent_tokens = 0
         self._pool = pool
         self._shelf = shelf
         self._copies = copies
+        self._checker = checker
         self._format = format
         self._host_XC = host_blocks_XC
         self._on_change = on_change
@@ -142,9 +144,9 @@ class Loans:
         for lending in list(self._lendings):
             loan = lending.loan
             is_closed = loan.is_closed
-            for name in loan.take_corrupt():
+            for lent in loan.take_corrupt():
                 self._fail(lending, loan.error)
-                self._on_corrupt(name)
+                self._on_corrupt(loan.hashes[lent.index], Slot(lent.slot), lent.is_kept)
             for slot in map(Slot, loan.take_returned()):
                 self._take_back(lending, slot)
             if is_closed:
@@ -249,7 +251,7 @@ class Loans:
                 self._take_back(lending, slot)
             return
         for index, slot in ready:
-            self._lend(lending, Lent(index, slot))
+            self._lend(lending, Lent(index, slot, coming=self._checker.left(slot)))
 
     def _lend(self, lending: _Lending, lent: Lent) -> None:
         lending.loan.lend(lent)

@@ -8,11 +8,13 @@ Always true: a slot of host memory is granted to a pull, or being copied, or giv
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from quire.worker.api.errors import QueueFull
 from quire.worker.api.hashing import BlockHash, BlockHashes
 from quire.worker.api.kv_format import Bytes, KvFormat, PeerSource
 from quire.worker.cache.blocks import BlockId, BlockPool
+from quire.worker.cache.checker import Checker, OnCorrupt
 from quire.worker.cache.copies import Copies, Slot
 from quire.worker.cache.pull import Fetch, Landed, Pull, Source
 from quire.worker.cache.shelf import Shelf
@@ -86,12 +88,14 @@ class Pulls:
         pool: BlockPool,
         shelf: Shelf,
         copies: Copies,
+        checker: Checker,
         *,
         format: KvFormat,
         host_blocks_XC: Bytes,
         fetch: Fetch | None,
         fetch_from_disk: Fetch | None,
         on_change: Callable[[], None],
+        on_corrupt: OnCorrupt,
         clock: Callable[[], float],
     ) -> None:
         self.num_disk_tokens = self.num_peer_tokens = self.num_failed = 0
@@ -99,11 +103,13 @@ class Pulls:
         self._pool = pool
         self._shelf = shelf
         self._copies = copies
+        self._checker = checker
         self._format = format
         self._host_XC = host_blocks_XC
         self._fetch = fetch
         self._fetch_from_disk = fetch_from_disk
         self._on_change = on_change
+        self._on_corrupt = on_corrupt
         self._clock = clock
         self._arrivals: list[Arrival] = []
         self._origins: dict[str | None, Origin] = {}
@@ -277,6 +283,16 @@ class Pulls:
                 continue
             if not self.has_room_for(1):
                 return
+            is_whole = self._checker.has(slot, landed.checksum)
+            if is_whole is None:
+                for each in islice(arrival.landed, 1, None):  # They are compared meanwhile.
+                    self._checker.ask(Slot(each.slot), each.checksum)
+                return
+            if not is_whole:
+                self._on_corrupt(name, slot, False)
+                arrival.pull.cancel()
+                is_wanted = False
+                continue
             arrival.landed.popleft()
             if parent is not None:
                 pool.hold([parent])

@@ -118,7 +118,6 @@ class Shelf:
             self._clock += 1
             self._slot_of[block_hash] = slot
             self._name_of[slot] = block_hash, parent
-            self._checksums[slot] = b""
             self._pins[slot] = 1
             self._filling.add(slot)
             if parent is not None:
@@ -127,10 +126,12 @@ class Shelf:
             self._log.stored([block_hash], tier=HOST_TIER)
             return slot
 
-    def filled(self, slot: Slot) -> None:
-        """Called when the block is in the slot that `keep` returned. The slot stays pinned."""
+    def filled(self, slot: Slot, checksum: bytes) -> None:
+        """Called when the block is in the slot that `keep` returned, with its checksum. The slot
+        stays pinned."""
         with self._lock:
             self._filling.discard(slot)
+            self._checksums[slot] = checksum
 
     def loaded(self, slots: Iterable[Slot]) -> None:
         """Called when the KV cache has these blocks again: they are now evicted first."""
@@ -144,11 +145,8 @@ class Shelf:
                 self._spare[named[0]] = None
 
     def checksum(self, slot: Slot) -> bytes:
-        """Checksum of the kept block's bytes; empty if it has not been computed."""
+        """Checksum of the bytes of a kept block that is filled."""
         return self._checksums[slot]
-
-    def set_checksum(self, slot: Slot, checksum: bytes) -> None:
-        self._checksums[slot] = checksum
 
     def pin(self, slot: Slot) -> None:
         """Protects a kept block, whose slot a step or thread uses, from eviction until `unpin`."""

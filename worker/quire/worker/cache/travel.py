@@ -7,7 +7,19 @@
     lent        a `Loan` sends blocks through free slots (`quire.worker.cache.loans`)
 
 A block's checksum is computed when it leaves the KV cache and compared whenever it is used. A block
-with another checksum is discarded and computed instead.
+with another checksum is discarded and computed instead. So bytes may change wherever a block rests:
+
+    place                              checksum                    compared
+    slot that keeps it                 when the copy is made       before the copy back, a loan's
+                                                                   sending, and writing to disk
+    slot, waits to be written          when the copy is made       before it is written
+    file                               the slot's, in its header   when it is read
+    slot, waits to be sent             when the copy is made       before it is sent
+    connection                         the slot's, in its header   when it is received
+    slot, received or read             the source's                before the copy into the cache
+
+`quire.worker.cache.checker` says when a comparison holds. What is copied into the KV cache is
+registered only then, and belongs to the next step.
 """
 
 import logging
@@ -97,17 +109,20 @@ class Travel:
             pool,
             self.shelf,
             self.copies,
+            self.checker,
             format=format,
             host_blocks_XC=host_blocks_XC,
             fetch=fetch,
             fetch_from_disk=self._disk_fetch,
             on_change=self._changed.set,
+            on_corrupt=self._throw_away,
             clock=clock,
         )
         self.loans = Loans(
             pool,
             self.shelf,
             self.copies,
+            self.checker,
             format=format,
             host_blocks_XC=host_blocks_XC,
             on_change=self._changed.set,
@@ -121,7 +136,11 @@ class Travel:
         """Whether steps are needed although there are no requests."""
         is_saving = self._saver is not None and self._saver.num_coming > 0
         return bool(
-            len(self.copies) or self.pulls.num_arrivals or self.loans.num_loans or is_saving
+            len(self.copies)
+            or self.pulls.num_arrivals
+            or self.loans.num_loans
+            or is_saving
+            or self.checker.has_work
         )
 
     def wait(self, *, for_arrivals: bool, most_s: float) -> None:
@@ -152,7 +171,7 @@ class Travel:
         then holds; fewer than ``slots`` if a checksum differs. There must be room for them."""
         for number, slot in enumerate(slots):
             if not self.checker.is_whole(slot):
-                self._throw_away(hashes[number])
+                self._throw_away(hashes[number], slot, True)
                 slots = slots[:number]
                 break
         for slot in slots:
@@ -172,8 +191,8 @@ class Travel:
             self.shelf.unpin(slot)
 
     def check(self, hashes: Sequence[BlockHash]) -> Check | None:
-        """Starts a thread's check of the checksums of the blocks of a chain in host memory, if they
-        are many. `Checker.end` must follow."""
+        """Starts a thread's comparison of the blocks of a chain in host memory, if they are many.
+        `Checker.end` must follow, in the step that uses them."""
         return self.checker.begin(self.on_shelf(hashes[len(self._pool.match(hashes)) :]))
 
     def want(
@@ -290,9 +309,9 @@ class Travel:
         self._pool.spill = None
         self.loans.close()
         self.pulls.close()
-        self.checker.close()
         if self._saver is not None:
             self._saver.close()
+        self.checker.close()
         if self._disk_fetch is not None:
             self._disk_fetch.close()
         if self._disk is not None:
@@ -308,6 +327,7 @@ class Travel:
             self._pool,
             self.shelf,
             self.copies,
+            self.checker,
             host_blocks_XC=self.host_blocks_XC,
             on_corrupt=self._throw_away,
         )
@@ -338,18 +358,12 @@ class Travel:
         slot = self.shelf.keep(name, parent, num_hits=self._pool.num_hits(block_id))
         if slot is not None:
             self.copies.out(block_id, slot)
-            self.copies.then(lambda: self._filled(slot))
+            self.copies.then(lambda: self.checker.filled(slot))
         if self._saver is not None:
             self._saver.save(name, parent)
 
-    def _filled(self, slot: Slot) -> None:
-        """Called when a block has been copied from the KV cache into its slot."""
-        self.shelf.filled(slot)
-        self.checker.filled(slot)
-
-    def _throw_away(self, name: BlockHash) -> None:
-        slot = self.shelf.find(name)
-        if slot is None:
+    def _throw_away(self, name: BlockHash, slot: Slot, is_kept: bool) -> None:
+        if is_kept and self.shelf.find(name) != slot:
             return  # It has been evicted or dropped already.
         _log.error(
             "host memory (tier 1), slot %d: block %s is corrupt and is dropped",
@@ -357,7 +371,8 @@ class Travel:
             name.hex()[:16],
         )
         self.num_corrupt_blocks += 1
-        self.shelf.drop(name)
+        if is_kept:
+            self.shelf.drop(name)
 
 
 def make_travel(

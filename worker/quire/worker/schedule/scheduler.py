@@ -356,6 +356,8 @@ class Scheduler:
             if not self.running:
                 self._tables.yield_room()
             return False
+        if not self._tables.may_acquire(prefix):
+            return False
         self._unqueue(seq)
         self._pending.computed(seq.hashes[seq.num_queued_hits : prefix.num_blocks])
         seq.status = Status.RUNNING

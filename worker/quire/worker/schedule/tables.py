@@ -82,6 +82,11 @@ class BlockTables:
         seq.num_registered = len(block_ids)
         seq.num_computed = len(block_ids) * self.pool.block_size
 
+    def may_acquire(self, prefix: Prefix) -> bool:
+        """Whether `acquire` may be called. If not, a thread compares checksums, and the caller asks
+        again in the next step."""
+        return self._travel is None or self._travel.checker.may_use(prefix.slots)
+
     def yield_room(self) -> bool:
         """Releases blocks held for loans and arrivals. Returns whether there were any."""
         return self._travel is not None and self._travel.yield_room()
