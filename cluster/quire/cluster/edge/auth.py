@@ -230,6 +230,12 @@ def http_caller(request: Request) -> Caller:
     return caller
 
 
+def check_sees_all(request: Request) -> None:
+    """Raises NotAnOperator if a request that `HttpAuth` let in is not an operator's."""
+    if http_caller(request).sees is not None:
+        raise NotAnOperator(_NO_OPERATOR)
+
+
 def grpc_caller(context: grpc.aio.ServicerContext[object, object], keys: ApiKeys | None) -> Caller:
     """The caller of a call that `GrpcAuth` let in. Raises Unauthenticated if its key has been
     revoked since."""

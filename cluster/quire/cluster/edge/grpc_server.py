@@ -75,7 +75,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     )
                 )
             request.Clear()  # Frees the prompt: it is token ids now.
-            await model.run([prepared], lambda chunk: context.write(response_of(chunk)))
+            await model.run(
+                [prepared],
+                lambda chunk: context.write(response_of(chunk, with_loads=caller.sees is None)),
+            )
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         response = pb.EmbedResponse()

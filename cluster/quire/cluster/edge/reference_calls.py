@@ -274,7 +274,12 @@ CALLS: Mapping[str, Call] = {
         },
     ),
     "/version": Call("The version of Quire.", _SERVER, answer={"version": "0.1.0"}),
-    "/load": Call("Completions in progress at this gateway.", _SERVER, answer={"server_load": 0}),
+    "/load": Call(
+        "Completions in progress at this gateway, of all tenants. With API keys, needs an "
+        "operator's key.",
+        _SERVER,
+        answer={"server_load": 0},
+    ),
     "/health": Call(
         "200 while a group can serve, else 503. Needs no key.", _SERVER, answer=_HEALTH
     ),

@@ -4,7 +4,8 @@
     POST /detokenize   token ids as text
     POST /v1/messages/count_tokens   number of tokens of a prompt of Anthropic's API
     GET  /version      ``{"version": …}`` of this software
-    GET  /load         ``{"server_load": N}``: running completions in this gateway
+    GET  /load         ``{"server_load": N}``: running completions of all tenants in
+                       this gateway, for operators only
 
 Names and shapes are vLLM's, except Anthropic's ``count_tokens``.
 """
@@ -14,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from quire import __version__
+from quire.cluster.edge.auth import check_sees_all
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.messages_schema import CountTokensBody
 from quire.cluster.edge.openai_schema import ChatFields, ChatTurns, TokenIds
@@ -97,6 +99,7 @@ def text_routes(models: Models, bodies: BodyReader) -> list[Route]:
         return JSONResponse({"version": __version__})
 
     async def load(request: Request) -> Response:
+        check_sees_all(request)
         return JSONResponse({"server_load": models.num_inflight})
 
     return [

@@ -199,10 +199,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         response = vllm.GetServerInfoResponse()
         async with statuses(context, request):
             card = await self._model.card()
+            sees_all = grpc_caller(context, self._keys).sees is None
             response = vllm.GetServerInfoResponse(
-                active_requests=self._models.num_inflight,
+                # Of all tenants, and so for operators only.
+                active_requests=self._models.num_inflight if sees_all else 0,
                 is_paused=self._models.is_draining,
-                last_receive_timestamp=self._last_request_s,
+                last_receive_timestamp=self._last_request_s if sees_all else 0,
                 uptime_seconds=time.monotonic() - self._began_s,
                 server_type="vllm-grpc",
                 data_parallel_size=1,
