@@ -182,7 +182,8 @@ class _OfModel:
                 for answer in self._answers(f"{reply_id}/{number}", each, tool_use)
             ],
         )
-        run = partial(self._gateway.run, prepared)
+        shows_output = echo is None or not echo.is_all
+        run = partial(self._gateway.run, prepared, shows_output=shows_output)
         response = (
             await _collect(run, shape)
             if options is None

@@ -1,35 +1,48 @@
 """Counts each request's tokens: against its tenant's limits as they arrive, and for its API key at
 the end."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from quire.cluster.errors import RateLimited, RefusalReason
-from quire.cluster.failover.chunk import Chunk
 from quire.cluster.serving.tenants import Account, TenantPolicy, Tenants
 from quire.cluster.telemetry.usage import Counts, UsageLedger
 from quire.worker.api.request import Prepared
 
 
 class Used:
-    """The tokens that one client's request has used."""
+    """The tokens that one client's request has used.
 
-    def __init__(self) -> None:
+    The prompt of several completions counts once, with the cached tokens of the first of them, as
+    in the answer. It counts once a group has begun it, even if the client leaves before its first
+    token; a group that is lost later, or takes over, adds nothing.
+    """
+
+    def __init__(self, requests: Sequence[Prepared], *, shows_output: bool) -> None:
+        """``shows_output``: whether output tokens are part of the answer. Some answers are about
+        the prompt alone, though a token is generated for them."""
         self.counts = Counts(requests=1)
         self.account: Account | None = None
         """The account of its tenant's limits; ``None`` if the tenant has none."""
+        self._prompt_lens = {
+            number: len(each.prompt_token_ids) for number, each in enumerate(requests)
+        }
+        """Lengths of the prompts that no group has begun, by number."""
+        self._num_per_prompt = requests[0].sampling.n
+        self._shows_output = shows_output
 
-    def took(self, chunk: Chunk) -> int:
-        """Counts a chunk; returns the number of cached prompt tokens in its `Start`, if any."""
-        num_tokens, counts = len(chunk.token_ids), self.counts
-        counts.output_tokens += num_tokens
-        if self.account is not None:
-            self.account.generated(num_tokens)
-        if chunk.start is None:
-            return 0
-        counts.prompt_tokens += chunk.start.num_prompt_tokens
-        counts.cached_tokens += chunk.start.num_cached_tokens
-        return chunk.start.num_cached_tokens
+    def took(self, index: int, *, num_tokens: int, num_cached_tokens: int | None) -> int:
+        """Counts work for the completion ``index``, as `Meter` does; returns how many more prompt
+        tokens turned out to be cached."""
+        prompt, completion = divmod(index, self._num_per_prompt)
+        self.counts.prompt_tokens += self._prompt_lens.pop(prompt, 0)
+        if self._shows_output:
+            self.counts.output_tokens += num_tokens
+            if self.account is not None:
+                self.account.generated(num_tokens)
+        cached = 0 if completion else num_cached_tokens or 0
+        self.counts.cached_tokens += cached
+        return cached
 
 
 class Metering:
@@ -53,15 +66,20 @@ class Metering:
 
     @contextmanager
     def metered(
-        self, first: Prepared, *, num_completions: int, num_prompt_tokens: int
+        self,
+        requests: Sequence[Prepared],
+        *,
+        num_completions: int,
+        num_prompt_tokens: int,
+        shows_output: bool,
     ) -> Iterator[Used]:
-        """Counts a client's request, of which ``first`` is the first prompt, while the block runs.
+        """Counts a client's request, which has the prompts ``requests``, while the block runs.
 
         Raises:
             RateLimited: The tenant has used up one of its limits.
             InvalidRequest: ``num_completions`` exceed what the tenant may ever have in progress.
         """
-        used = Used()
+        first, used = requests[0], Used(requests, shows_output=shows_output)
         with ExitStack() as under_way:
             with self._counting_refusals():
                 used.account = under_way.enter_context(

@@ -16,7 +16,7 @@ from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.tools import ToolUse
 from quire.cluster.failover.chunk import Chunk
-from quire.cluster.failover.completion import Completion, Take
+from quire.cluster.failover.completion import Completion, Meter, Take
 from quire.cluster.failover.ending import Ending
 from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
 from quire.cluster.links.groups import Groups
@@ -338,12 +338,15 @@ class ModelService:
                     raise late() if self._clock() >= deadline_s else unavailable(self.groups)
         return self.groups.card
 
-    async def run(self, requests: Sequence[Prepared], take: Take) -> None:
+    async def run(
+        self, requests: Sequence[Prepared], take: Take, *, shows_output: bool = True
+    ) -> None:
         """Hands the chunks of all completions of one client's request to ``take`` as they arrive.
 
         ``requests`` are its prompts; completions are numbered across them. They are admitted
         together, and share the first one's priority and deadline. ``take`` gets one chunk at a
         time, in order within a completion. Cancelling the task that runs this aborts them all.
+        ``shows_output``: whether output tokens are part of the answer, and are counted as used.
 
         Raises:
             Overloaded: The request is refused, or was displaced from the queue by another one.
@@ -367,7 +370,10 @@ class ModelService:
         ending = Ending(arrival_s=first.arrival_s, deadline_s=first.deadline_s)
         with (
             self._metering.metered(
-                first, num_completions=num_completions, num_prompt_tokens=num_prompt_tokens
+                requests,
+                num_completions=num_completions,
+                num_prompt_tokens=num_prompt_tokens,
+                shows_output=shows_output,
             ) as used,
             self.admission.place_of(ticket, self._inflight),
         ):
@@ -376,22 +382,22 @@ class ModelService:
                 self.admission.sending(ticket)
                 async with Deadline(first.deadline_s, clock=self._clock) as deadline:
 
-                    async def pass_on(chunk: Chunk) -> None:
-                        num_cached = used.took(chunk)
-                        # Only the first of a prompt's completions computes the prompt.
-                        is_first = chunk.index % first.sampling.n == 0
-                        self.admission.took(
-                            ticket,
-                            num_tokens=len(chunk.token_ids),
-                            num_cached_tokens=num_cached if is_first else 0,
+                    def count(
+                        index: int, *, num_tokens: int, num_cached_tokens: int | None = None
+                    ) -> None:
+                        cached = used.took(
+                            index, num_tokens=num_tokens, num_cached_tokens=num_cached_tokens
                         )
+                        self.admission.took(ticket, num_tokens=num_tokens, num_cached_tokens=cached)
+
+                    async def pass_on(chunk: Chunk) -> None:
                         if not deadline.is_set:
                             await take(chunk)
                             return
                         with deadline.paused():
                             await take(chunk)
 
-                    completions = self._completions(requests, ending)
+                    completions = self._completions(requests, ending, count)
                     try:
                         await together([completion.run for completion in completions], pass_on)
                     except ConstraintRefused as error:
@@ -399,7 +405,9 @@ class ModelService:
                             self._constraints.refuse(constraint, str(error), tenant=first.tenant)
                         raise
 
-    def _completions(self, requests: Sequence[Prepared], ending: Ending) -> list[Completion]:
+    def _completions(
+        self, requests: Sequence[Prepared], ending: Ending, meter: Meter
+    ) -> list[Completion]:
         """The completions of all ``requests``, numbered across them, not begun."""
         completions: list[Completion] = []
         for prompt in requests:
@@ -418,6 +426,7 @@ class ModelService:
                     resumes=self._resumes,
                     ending=ending,
                     blame=blame,
+                    meter=meter,
                     clock=self._clock,
                 )
                 for index, each in enumerate(prompt.completions(), len(completions))
