@@ -155,7 +155,8 @@ class _OfModel:
         hold.release()
         params = prepared[0].sampling
         if echo is not None:
-            await echo.read([each.prompt_token_ids for each in prepared], self._gateway.detokenize)
+            detokenize = partial(self._gateway.detokenize, tenant=prepared[0].tenant)
+            await echo.read([each.prompt_token_ids for each in prepared], detokenize)
         reply_id = f"{prefix}{prepared[0].request_id}"
         shape = new_format(
             reply_id=reply_id,

@@ -130,7 +130,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def _generate(
         self, request: vllm.GenerateRequest, context: Context, caller: Caller, run: _Run
     ) -> None:
-        with held(request, self._models):
+        with held(request, self._models, caller.tenant):
             check_lists(request.sampling_params)
             prepared = await self._model.prepare(
                 Request(
@@ -250,8 +250,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         response = vllm.EmbedResponse()
         async with statuses(context, request):
             self._last_request_s = time.time()
-            with held(request, self._models):
-                caller = grpc_caller(context, self._keys)
+            caller = grpc_caller(context, self._keys)
+            with held(request, self._models, caller.tenant):
                 ask = Ask(
                     tenant=caller.tenant,
                     key_name=caller.key_name,

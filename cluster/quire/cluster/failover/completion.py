@@ -144,7 +144,8 @@ class Completion:
                     while self._finish_reason is None and self._error is None:
                         chunk = self._take(await stream.next())
                         if chunk.token_ids or chunk.finish_reason:
-                            cached = chunk.start and chunk.start.num_cached_tokens
+                            start = chunk.start
+                            cached = None if start is None else start.num_cached_tokens
                             self._count(len(chunk.token_ids), num_cached_tokens=cached)
                             await take(chunk)
                 except GroupLost as error:

@@ -18,24 +18,34 @@ class Used:
     token; a group that is lost later, or takes over, adds nothing.
     """
 
-    def __init__(self, requests: Sequence[Prepared], *, shows_output: bool) -> None:
+    def __init__(
+        self,
+        prompt_lens: Sequence[int] = (),
+        *,
+        num_per_prompt: int = 1,
+        shows_output: bool = False,
+    ) -> None:
         """``shows_output``: whether output tokens are part of the answer. Some answers are about
         the prompt alone, though a token is generated for them."""
         self.counts = Counts(requests=1)
         self.account: Account | None = None
         """The account of its tenant's limits; ``None`` if the tenant has none."""
-        self._prompt_lens = {
-            number: len(each.prompt_token_ids) for number, each in enumerate(requests)
-        }
+        self._unbegun = dict(enumerate(prompt_lens))
         """Lengths of the prompts that no group has begun, by number."""
-        self._num_per_prompt = requests[0].sampling.n
+        self._num_per_prompt = num_per_prompt
         self._shows_output = shows_output
+
+    @classmethod
+    def by(cls, requests: Sequence[Prepared], *, shows_output: bool) -> "Used":
+        """For a request with the prompts ``requests``."""
+        lens = [len(each.prompt_token_ids) for each in requests]
+        return cls(lens, num_per_prompt=requests[0].sampling.n, shows_output=shows_output)
 
     def took(self, index: int, *, num_tokens: int, num_cached_tokens: int | None) -> int:
         """Counts work for the completion ``index``, as `Meter` does; returns how many more prompt
         tokens turned out to be cached."""
         prompt, completion = divmod(index, self._num_per_prompt)
-        self.counts.prompt_tokens += self._prompt_lens.pop(prompt, 0)
+        self.counts.prompt_tokens += self._unbegun.pop(prompt, 0)
         if self._shows_output:
             self.counts.output_tokens += num_tokens
             if self.account is not None:
@@ -67,32 +77,32 @@ class Metering:
     @contextmanager
     def metered(
         self,
-        requests: Sequence[Prepared],
+        tenant: str,
+        key_name: str,
+        used: Used,
         *,
-        num_completions: int,
-        num_prompt_tokens: int,
-        shows_output: bool,
-    ) -> Iterator[Used]:
-        """Counts a client's request, which has the prompts ``requests``, while the block runs.
+        num_completions: int = 1,
+        num_prompt_tokens: int = 0,
+    ) -> Iterator[None]:
+        """Counts a client's request, and at its end what it has ``used``, while the block runs.
 
         Raises:
             RateLimited: The tenant has used up one of its limits.
             InvalidRequest: ``num_completions`` exceed what the tenant may ever have in progress.
         """
-        first, used = requests[0], Used(requests, shows_output=shows_output)
         with ExitStack() as under_way:
             with self._counting_refusals():
                 used.account = under_way.enter_context(
                     self._tenants.under_way(
-                        first.tenant,
+                        tenant,
                         num_completions=num_completions,
                         num_prompt_tokens=num_prompt_tokens,
                     )
                 )
             try:
-                yield used
+                yield
             finally:
-                self._usage.record(first.tenant, first.key_name, used.counts)
+                self._usage.record(tenant, key_name, used.counts)
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:
