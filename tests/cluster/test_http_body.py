@@ -13,8 +13,9 @@ from starlette.requests import Request
 
 from quire.cluster.edge import body
 from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
+from quire.cluster.edge.keys_file import Caller
 from quire.cluster.errors import Overloaded
-from quire.cluster.serving.bounds import ByteBudget
+from quire.cluster.serving.bounds import Budget
 from quire.worker.api.errors import InvalidRequest
 
 pytestmark = pytest.mark.anyio
@@ -43,9 +44,9 @@ class Body:
             "more_body": self.num_read < len(self._pieces) or not piece,
         }
 
-    async def read(self, budget: ByteBudget | None = None) -> object:
-        budget = budget or ByteBudget(1 << 30)
-        value, hold = await body.read_json(self.request, budget, turn=asyncio.Lock())
+    async def read(self, budget: Budget | None = None) -> object:
+        budget = budget or Budget(1 << 30)
+        value, hold = await body.read_json(self.request, budget, turn=Budget(1))
         hold.release()
         return value
 
@@ -91,24 +92,59 @@ async def test_a_body_that_says_it_is_too_long_is_not_read() -> None:
 
 async def test_a_body_that_does_not_say_is_cut_at_the_limit() -> None:
     sent = Body(*[b"x" * 2**20] * 100)
-    budget = ByteBudget(1 << 30)
+    budget = Budget(1 << 30)
     with pytest.raises(BodyTooLarge):
         await sent.read(budget)
     assert (sent.num_read, budget.held) == (9, 0)
 
 
 @pytest.mark.parametrize("announced", [True, False])
-async def test_large_bodies_wait_unread_while_others_hold_all_memory(announced: bool) -> None:
-    budget = ByteBudget(body.MAX_BODY_BYTES)
+async def test_large_bodies_wait_while_others_hold_all_memory(announced: bool) -> None:
+    budget = Budget(body.MAX_BODY_BYTES)
     headers = {**JSON, "content-length": str(len(BIG))} if announced else JSON
     sent = Body(BIG[:70_000], BIG[70_000:], headers=headers)
     with await budget.take(budget.limit):
         task = asyncio.create_task(sent.read(budget))
         for _ in range(10):
             await asyncio.sleep(0)
-        assert sent.num_read == (0 if announced else 1)
+        assert sent.num_read == 1
         assert await Body(b"{}").read(budget) == {}  # Small ones do not.
     assert await task == json.loads(BIG)
+    assert budget.held == 0
+
+
+async def test_a_body_holds_nothing_before_it_is_large_and_its_own_length_at_the_end() -> None:
+    """An upload of a byte a second, which announces 8 MB, takes no room from others."""
+    budget = Budget(body.MAX_BODY_BYTES)
+    headers = {**JSON, "content-length": str(body.MAX_BODY_BYTES)}
+    slow = Body(BIG[:60_000], b"", headers=headers)
+    task = asyncio.create_task(slow.read(budget))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert (slow.num_read, budget.held) == (2, 0)
+    task.cancel()
+    whole = Body(BIG[:70_000], BIG[70_000:])
+    _, hold = await body.read_json(whole.request, budget, turn=Budget(1))
+    assert budget.held == len(BIG)
+    hold.release()
+
+
+async def test_large_bodies_of_a_tenant_leave_room_for_those_of_others() -> None:
+    budget = Budget(4 * body.MAX_BODY_BYTES)
+    headers = {**JSON, "content-length": str(body.MAX_BODY_BYTES)}
+    slow = [Body(BIG[:70_000], b"", headers=headers) for _ in range(4)]
+    for each in slow:
+        each.request.state.caller = Caller(tenant="greedy")
+    tasks = [asyncio.create_task(each.read(budget)) for each in slow]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert budget.held == 2 * body.MAX_BODY_BYTES
+    other = Body(BIG, headers={**JSON, "content-length": str(len(BIG))})
+    other.request.state.caller = Caller(tenant="other")
+    assert await other.read(budget) == json.loads(BIG)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     assert budget.held == 0
 
 
@@ -117,13 +153,13 @@ async def test_neither_waiting_nor_sending_may_take_for_ever(
 ) -> None:
     monkeypatch.setattr(body, "WAIT_TIMEOUT_S", 0.01)
     monkeypatch.setattr(body, "READ_TIMEOUT_S", 0.01)
-    budget = ByteBudget(1000)
+    budget = Budget(1000)
     headers = {**JSON, "content-length": str(len(BIG))}
     with await budget.take(1000), pytest.raises(Overloaded, match="try again later") as raised:
         await Body(BIG, headers=headers).read(budget)
     assert raised.value.reason == "bodies"
     with pytest.raises(BodyTooSlow, match="not sent within"):
-        await Body(BIG[:9], b"", headers=headers).read(budget)
+        await Body(BIG[:70_000], b"", headers=headers).read(budget)
     assert budget.held == 0
 
 

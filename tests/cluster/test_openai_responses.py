@@ -162,9 +162,9 @@ async def test_a_conversation_has_the_tokens_that_it_has_as_a_chat(
     async with start_cluster(num_groups=1, model_len=900, config=HERMES) as cluster:
         run = cluster.gateway.run
 
-        def watched(prepared: Any, take: Any) -> Any:
+        def watched(prepared: Any, take: Any, **more: Any) -> Any:
             prompts.append(prepared[0].prompt_token_ids.tolist())
-            return run(prepared, take)
+            return run(prepared, take, **more)
 
         monkeypatch.setattr(cluster.gateway, "run", watched)
         client = cluster.openai

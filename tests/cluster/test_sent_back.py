@@ -160,10 +160,10 @@ async def talk(
     ):
         run = cluster.gateway.run
 
-        def watched(prepared: Any, take: Any) -> Any:
+        def watched(prepared: Any, take: Any, **more: Any) -> Any:
             token_ids = prepared[0].prompt_token_ids.tolist()
             prompts.append(model.tokenizer.decode(token_ids, skip_special_tokens=False))
-            return run(prepared, take)
+            return run(prepared, take, **more)
 
         monkeypatch.setattr(cluster.gateway, "run", watched)
         yield Talk(cluster, messages, grpc, prompts, script)

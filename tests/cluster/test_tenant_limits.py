@@ -235,6 +235,27 @@ async def test_new_limits_and_keys_hold_without_a_restart(
     assert answer.json()["usage"]["completion_tokens"] == 300
 
 
+TEXT_CALLS: dict[str, dict[str, Any]] = {
+    "/tokenize": {"prompt": "a b c"},
+    "/detokenize": {"tokens": [5, 6]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
+}
+
+
+@pytest.mark.parametrize("call", TEXT_CALLS)
+async def test_calls_that_use_no_group_are_limited_and_counted(cluster: Any, call: str) -> None:
+    headers = {"authorization": "Bearer few-key"}
+    url = f"{cluster.http_url}{call}"
+    async with httpx.AsyncClient(timeout=None, headers=headers) as client:
+        answers = [await client.post(url, json=TEXT_CALLS[call]) for _ in range(3)]
+        assert [each.status_code for each in answers] == [200, 200, 429], answers[0].text
+        tokenize = pb.TokenizeRequest(text="a")
+        with pytest.raises(grpc.aio.AioRpcError, match="used up its 2 requests"):
+            await cluster.inference.Tokenize(tokenize, metadata=tuple(headers.items()))
+        (row,) = (await client.get(f"{cluster.http_url}/v1/usage")).json()["data"]
+    assert (row["requests"], row["prompt_tokens"], row["output_tokens"]) == (2, 0, 0)
+
+
 async def usage(cluster: Any, tenant: str, query: str = "") -> Any:
     async with httpx.AsyncClient(headers={"x-api-key": f"{tenant}-key"}) as client:
         return await client.get(f"{cluster.http_url}/v1/usage{query}")

@@ -7,11 +7,15 @@ from typing import Any
 import grpc
 import grpc.aio
 import httpx
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.telemetry.explanations import routing_message
+from quire.router.policies.policy import Decision, GroupState
+from quire.router.prefix_index.directory import GroupId
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.request import Request, Text, Tokens
@@ -145,6 +149,53 @@ async def test_decisions_are_told_to_their_tenant_alone_over_http(cluster: Any) 
             assert len((await seen(key))["data"]) == number
         assert (await seen("other-1", f"?request_id={mine}"))["error"]["code"]
         assert (await seen("acme-2", f"?request_id={mine}"))["data"][0]["tenant"] == "acme"
+
+
+async def test_a_tenant_learns_nothing_of_the_load_that_others_cause(cluster: Any) -> None:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=PROMPT),
+        sampling=pb.SamplingParams(max_tokens=1),
+        explain_routing=True,
+    )
+    loads = ("cost", "num_queued_tokens", "num_sequences")
+    for key, is_told in (("acme-1", False), ("boss", True)):
+        metadata = tuple(shown(key).items())
+        chunks = [each async for each in cluster.inference.Generate(request, metadata=metadata)]
+        (kept, *_) = await decisions(cluster, key)
+        for routing in (chunks[0].start.routing, kept.routing):
+            assert routing.candidates
+            for each in routing.candidates:
+                assert {each.HasField(name) for name in loads} == {is_told}
+        async with httpx.AsyncClient(timeout=None, headers=shown(key)) as client:
+            load = await client.get(f"{cluster.http_url}/load")
+            assert load.status_code == (200 if is_told else 403)
+            (told, *_) = (await client.get(f"{cluster.http_url}/v1/routing/decisions")).json()[
+                "data"
+            ]
+        assert {name in told["routing"]["candidates"][0] for name in loads} == {is_told}
+
+
+def test_forecasts_and_pressure_are_for_operators() -> None:
+    """Both follow from the groups' loads."""
+    state = GroupState(group=GroupId("a"), num_pending_prefill_tokens=500)
+    decision = Decision(
+        group=GroupId("a"),
+        reason="only_group",
+        predicted_cached_tokens=0,
+        num_prompt_tokens=2,
+        groups=[state],
+        index=0,
+        forecast_s=1.5,
+        cached=np.zeros(1),
+        costs=np.ones(1),
+    )
+    told = routing_message(decision, with_candidates=True, with_loads=True)
+    hidden = routing_message(decision, with_candidates=True, with_loads=False)
+    assert told.forecast_s == 1.5
+    assert told.candidates[0].num_queued_tokens == 500
+    assert {field.name for field, _ in hidden.ListFields()} == {"group", "reason", "candidates"}
+    fields = {field.name for field, _ in hidden.candidates[0].ListFields()}
+    assert fields == {"group", "num_prefill_tokens"}
 
 
 def test_a_key_belongs_to_the_tenant_of_its_line(keys_file: Path) -> None:

@@ -39,7 +39,7 @@ async def test_texts_and_chats_become_tokens_and_tokens_text(start_cluster: Any)
     assert back.json() == {"prompt": "the cat"}
 
 
-@pytest.mark.quick_cells(2)
+@pytest.mark.quick_cells(2, "the most")
 @pytest.mark.parametrize(
     ("path", "body", "status", "said"),
     [
@@ -47,6 +47,7 @@ async def test_texts_and_chats_become_tokens_and_tokens_text(start_cluster: Any)
         ("tokenize", {"prompt": "x", "messages": CHAT}, 400, "send either prompt"),
         ("tokenize", {"promt": "x"}, 400, "did you mean prompt?"),
         ("tokenize", {"prompt": "x", "model": "other"}, 404, "'other' does not exist"),
+        ("tokenize", {"prompt": " " * 4_000_000}, 400, "the most that is tokenized"),
         ("detokenize", {"tokens": [99999]}, 400, "token_ids=99999 is not in the vocabulary"),
         ("detokenize", {"tokens": [-1]}, 400, "tokens.0=-1"),
         ("detokenize", {}, 400, "tokens"),

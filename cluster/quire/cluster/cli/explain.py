@@ -125,11 +125,11 @@ def _candidate(candidate: "pb.RoutingCandidate", *, chosen: str) -> tuple[str, .
     return (
         "->" if candidate.group == chosen else "",
         candidate.group,
-        f"{candidate.cost:,.0f}",
+        f"{candidate.cost:,.0f}" if candidate.HasField("cost") else "-",
         f"{candidate.num_cached_tokens:,}",
         f"{candidate.num_prefill_tokens:,}",
-        f"{candidate.num_queued_tokens:,}",
-        f"{candidate.num_sequences:,}",
+        f"{candidate.num_queued_tokens:,}" if candidate.HasField("num_queued_tokens") else "-",
+        f"{candidate.num_sequences:,}" if candidate.HasField("num_sequences") else "-",
         _seconds(candidate.forecast_s if candidate.HasField("forecast_s") else None),
     )
 

@@ -3,8 +3,9 @@
     not JSON         415, unread
     too long         413; unread if its length is announced
     gzip, deflate    unpacked as it arrives, up to the same length; other encodings are 415
-    many at a time   wait unread until others are done (`ByteBudget`), at most a while, then 429
-    slow             408 if the body is large: it holds memory that others wait for
+    many at a time   wait, of which at most 64 KiB are read, until others are done (`Budget`), at
+                     most a while, then 429; each tenant has a share
+    slow             408 if the body is large: it holds memory that its tenant's others wait for
     too many parts   400, unparsed: a parsed ``[[],[],…`` takes 20 times its size in memory
 
 After an answer to a body that was not read to its end, the connection is closed.
@@ -21,10 +22,11 @@ import numpy as np
 from pydantic_core import from_json
 from starlette.requests import Request
 
+from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
 from quire.cluster.edge.served_fields import Body
 from quire.cluster.errors import Overloaded
-from quire.cluster.serving.bounds import ByteBudget, Hold
+from quire.cluster.serving.bounds import Budget, Hold
 from quire.worker.api.errors import InvalidRequest
 
 B = TypeVar("B", bound=Body)
@@ -52,7 +54,7 @@ class BodyReader:
 
     def __init__(
         self,
-        budget: ByteBudget,
+        budget: Budget,
         *,
         ignore_unknown_fields: bool = False,
         refused: Callable[[], object] = lambda: None,
@@ -62,7 +64,7 @@ class BodyReader:
         self._budget = budget
         self._ignore_unknown_fields = ignore_unknown_fields
         self._refused = refused
-        self._turn = asyncio.Lock()
+        self._turn = Budget(1)
 
     async def read(self, request: Request, body_type: type[B]) -> tuple[B, Hold]:
         """The body, and the memory budget that it holds until the caller releases it.
@@ -81,7 +83,7 @@ class BodyReader:
 
     def in_turn(self, hold: Hold) -> AbstractAsyncContextManager[None]:
         """Serializes work that takes long for a large body and cannot leave the event loop."""
-        return in_turn(self._turn, is_large=hold.num_bytes > 0)
+        return in_turn(self._turn, hold)
 
     def _validated(self, value: object, body_type: type[B]) -> B:
         """Validates the parsed value instead of the JSON text: an error keeps its input, and
@@ -97,15 +99,17 @@ class BodyReader:
 
 async def read_json(
     request: Request,
-    budget: ByteBudget,
+    budget: Budget,
     *,
-    turn: asyncio.Lock,
+    turn: Budget,
     refused: Callable[[], object] = lambda: None,
 ) -> tuple[object, Hold]:
     """The body's value, and the part of ``budget`` that it holds until the caller releases it.
 
-    Large bodies are parsed one at a time, under the lock ``turn``. ``refused`` is called before
-    `Overloaded` is raised.
+    A body holds nothing before more than `SMALL_BODY_BYTES` of it have come, then its announced
+    length, and once it is whole its own length. If bytes were counted as they come, bodies that are
+    half read could wait for each other. Large bodies are parsed one at a time, each in its
+    tenant's ``turn``. ``refused`` is called before `Overloaded` is raised.
 
     Raises:
         NotJson: The Content-Type is not JSON, or the encoding is not known.
@@ -117,23 +121,21 @@ async def read_json(
     request.state.body_is_unread = True  # Read by the error's answer.
     _check_type(request)
     unpack = _unpacking(request)
-    num_bytes = _announced(request) if unpack is None else MAX_BODY_BYTES
-    hold = Hold(lambda: None)
-    if num_bytes > SMALL_BODY_BYTES:
-        hold = await _take(budget, num_bytes, refused)
+    announced = _announced(request) if unpack is None else 0
+    hold = Hold(tenant=http_caller(request).tenant)
     try:
         data = bytearray()
-        async with asyncio.timeout(READ_TIMEOUT_S if num_bytes > SMALL_BODY_BYTES else None) as end:
+        async with asyncio.timeout(None) as end:
             async for piece in request.stream():
                 data += piece if unpack is None else unpack(piece)
                 if len(data) > MAX_BODY_BYTES:
                     raise _too_large()
-                if num_bytes <= SMALL_BODY_BYTES < len(data):  # The length was not announced.
-                    num_bytes = MAX_BODY_BYTES
-                    hold = await _take(budget, num_bytes, refused)
+                if not hold.amount and len(data) > SMALL_BODY_BYTES:
+                    hold = await _take(budget, announced or MAX_BODY_BYTES, hold.tenant, refused)
                     end.reschedule(asyncio.get_running_loop().time() + READ_TIMEOUT_S)
+        hold.shrink(len(data))
         request.state.body_is_unread = False
-        async with in_turn(turn, is_large=len(data) > SMALL_BODY_BYTES):
+        async with in_turn(turn, hold):
             return await _parse(data), hold
     except TimeoutError:
         hold.release()
@@ -144,13 +146,13 @@ async def read_json(
 
 
 @asynccontextmanager
-async def in_turn(turn: asyncio.Lock, *, is_large: bool) -> AsyncIterator[None]:
-    """Serializes long work that cannot leave the event loop. Between two turns, everything else
-    that waits for the loop has run."""
-    if not is_large:
+async def in_turn(turn: Budget, hold: Hold) -> AsyncIterator[None]:
+    """Serializes work on large bodies, which takes long and cannot leave the event loop. Between
+    two turns, everything else that waits for the loop has run. ``hold``: what the body holds."""
+    if not hold.amount:
         yield
         return
-    async with turn:
+    with await turn.take(1, hold.tenant):
         await asyncio.sleep(_PAUSE_S)
         yield
 
@@ -206,15 +208,15 @@ def _too_large() -> BodyTooLarge:
     return BodyTooLarge(f"the body exceeds {MAX_BODY_BYTES} bytes")
 
 
-async def _take(budget: ByteBudget, num_bytes: int, refused: Callable[[], object]) -> Hold:
+async def _take(budget: Budget, num_bytes: int, tenant: str, refused: Callable[[], object]) -> Hold:
     try:
         async with asyncio.timeout(WAIT_TIMEOUT_S):
-            return await budget.take(num_bytes)
+            return await budget.take(num_bytes, tenant)
     except TimeoutError:
         refused()
         raise Overloaded(
-            f"other large requests took all of {budget.limit} bytes for {WAIT_TIMEOUT_S:g} s: try "
-            "again later",
+            f"other large requests took all memory for them for {WAIT_TIMEOUT_S:g} s: try again "
+            "later",
             reason="bodies",
             retry_after_s=WAIT_TIMEOUT_S,
         ) from None

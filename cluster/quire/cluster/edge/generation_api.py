@@ -158,7 +158,8 @@ class _OfModel:
         hold.release()
         params = prepared[0].sampling
         if echo is not None:
-            await echo.read([each.prompt_token_ids for each in prepared], self._gateway.detokenize)
+            detokenize = partial(self._gateway.detokenize, tenant=prepared[0].tenant)
+            await echo.read([each.prompt_token_ids for each in prepared], detokenize)
         reply_id = f"{prefix}{prepared[0].request_id}"
         shape = new_format(
             reply_id=reply_id,
@@ -185,7 +186,8 @@ class _OfModel:
                 for answer in self._answers(f"{reply_id}/{number}", each, tool_use)
             ],
         )
-        run = partial(self._gateway.run, prepared)
+        shows_output = echo is None or not echo.is_all
+        run = partial(self._gateway.run, prepared, shows_output=shows_output)
         response = (
             await _collect(run, shape)
             if options is None

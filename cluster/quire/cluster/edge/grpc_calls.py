@@ -36,19 +36,18 @@ def remaining_s(context: Context) -> float | None:
     return left_s
 
 
-def held(request: Message, models: Models) -> Hold:
-    """Counts a large request's bytes against the budget. Raises Overloaded if there is no room: the
-    message is in memory already, so that waiting would not bound memory."""
+def held(request: Message, models: Models, tenant: str) -> Hold:
+    """Counts a large request's bytes against its tenant's share of the budget. Raises Overloaded if
+    there is no room: the message is in memory already, so that waiting would not bound memory."""
     num_bytes = request.ByteSize()
     if num_bytes <= _SMALL_MESSAGE_BYTES:
-        return Hold(lambda: None)
-    budget = models.bodies
-    hold = budget.take_now(num_bytes)
+        return Hold()
+    hold = models.bodies.take_now(num_bytes, tenant)
     if hold is None:
         models.telemetry.refused.labels("bodies").inc()
         raise Overloaded(
-            f"other large requests hold {budget.held} of {budget.limit} bytes, this one has "
-            f"{num_bytes}: try again later",
+            f"other large requests take all memory for them, this one has {num_bytes} bytes: try "
+            "again later",
             reason="bodies",
             retry_after_s=1.0,
         )

@@ -5,13 +5,15 @@ Errors carry the status codes documented in ``inference.proto``, and the details
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import Message
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
@@ -29,6 +31,7 @@ from quire.cluster.edge.limits import GRPC_CONNECTION_AGE_S, ConnectionLimits
 from quire.cluster.edge.reflection import V1, V1ALPHA, add_reflection
 from quire.cluster.serving.embeddings import Ask, best, embed, rank
 from quire.cluster.serving.models import Models
+from quire.cluster.serving.service import ModelService
 from quire.cluster.wire import params_from_proto
 from quire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
@@ -66,9 +69,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
         async with statuses(context, request):
-            with held(request, self._models):
+            caller = grpc_caller()
+            with held(request, self._models, caller.tenant):
                 check_lists(request.sampling)
-                model, caller = self._models.named(request.model), grpc_caller()
+                model = self._models.named(request.model)
                 prepared = await model.prepare(
                     Request(
                         prompt=_prompt(request),
@@ -85,18 +89,20 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                     )
                 )
             request.Clear()  # Frees the prompt: it is token ids now.
-            await model.run([prepared], lambda chunk: context.write(response_of(chunk)))
+            await model.run(
+                [prepared],
+                lambda chunk: context.write(response_of(chunk, with_loads=caller.sees is None)),
+            )
 
     @allows(Access.KEY)
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         response = pb.EmbedResponse()
         async with statuses(context, request):
-            with held(request, self._models):
+            ask = self._ask(request, context)
+            with held(request, self._models, ask.tenant):
                 model = self._models.named(request.model)
                 prompts = [_input(each) for each in request.inputs]
-                made = await embed(
-                    model, prompts, self._ask(request, context), dimensions=request.dimensions
-                )
+                made = await embed(model, prompts, ask, dimensions=request.dimensions)
             for each in made:
                 embedding = response.embeddings.add(
                     num_prompt_tokens=each.num_prompt_tokens,
@@ -109,9 +115,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def Rank(self, request: pb.RankRequest, context: Context) -> pb.RankResponse:
         response = pb.RankResponse()
         async with statuses(context, request):
-            with held(request, self._models):
+            ask = self._ask(request, context)
+            with held(request, self._models, ask.tenant):
                 model = self._models.named(request.model)
-                ask = self._ask(request, context)
                 scores, cost = await rank(model, request.query, list(request.documents), ask)
             response.num_prompt_tokens = cost.num_prompt_tokens
             response.num_cached_tokens = cost.num_cached_tokens
@@ -137,9 +143,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         response = pb.TokenizeResponse()
         async with statuses(context, request):
             model = self._models.named(request.model)
+            with self._metered(request, model) as tenant:
+                token_ids = await model.tokenize(_prompt(request), tenant=tenant)
             card = await model.card()
-            with held(request, self._models):
-                token_ids = await model.prompts.tokenize(_prompt(request))
             for start in range(0, len(token_ids), _PIECE_TOKENS):
                 response.token_ids.extend(token_ids[start : start + _PIECE_TOKENS])
                 await asyncio.sleep(0)
@@ -153,11 +159,24 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         response = pb.DetokenizeResponse()
         async with statuses(context, request):
             model = self._models.named(request.model)
-            with held(request, self._models):
+            with self._metered(request, model) as tenant:
                 response.text = await model.detokenize(
-                    request.token_ids, skip_special_tokens=request.skip_special_tokens
+                    request.token_ids,
+                    skip_special_tokens=request.skip_special_tokens,
+                    tenant=tenant,
                 )
         return response
+
+    @contextmanager
+    def _metered(self, request: Message, model: ModelService) -> Iterator[str]:
+        """Counts a call that uses no group against the limits of its tenant, which it yields, while
+        the block runs."""
+        caller = grpc_caller()
+        with (
+            model.metered(caller.tenant, caller.key_name),
+            held(request, self._models, caller.tenant),
+        ):
+            yield caller.tenant
 
     @allows(Access.KEY)
     async def ExplainRouting(

@@ -9,11 +9,15 @@
 Names and shapes are vLLM's, except Anthropic's ``count_tokens``.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from quire import __version__
 from quire.cluster.edge.access import Access
+from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.messages_schema import CountTokensBody
 from quire.cluster.edge.openai_schema import ChatFields, ChatTurns, TokenIds
@@ -21,7 +25,7 @@ from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.prompts import off_loop
-from quire.cluster.serving.service import MAX_TOKEN_IDS
+from quire.cluster.serving.service import ModelService
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prompt, Text
 
@@ -54,17 +58,22 @@ class DetokenizeBody(Body):
     skip_special_tokens: bool | None = None
 
 
+@contextmanager
+def metered(request: Request, model: ModelService) -> Iterator[str]:
+    """Counts a call against the limits of its tenant, which it yields, while the block runs."""
+    caller = http_caller(request)
+    with model.metered(caller.tenant, caller.key_name):
+        yield caller.tenant
+
+
 def text_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
     async def tokenize(request: Request) -> Response:
         body, hold = await bodies.read(request, TokenizeBody)
         with hold:
             model = models.named(body.model)
+            with metered(request, model) as tenant:
+                token_ids = await model.tokenize(body.spans(), tenant=tenant)
             card = await model.card()
-            token_ids = await model.prompts.tokenize(body.spans())
-        if len(token_ids) > MAX_TOKEN_IDS:
-            raise InvalidRequest(
-                f"prompt has {len(token_ids)} tokens: at most {MAX_TOKEN_IDS}", param="prompt"
-            )
         texts: list[str] | None = None
         if body.return_token_strs:
             text_of = model.tokenizer.token_text
@@ -82,16 +91,18 @@ def text_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
         with hold:
             model = models.named(body.model)
             skips = bool(body.skip_special_tokens)
-            text = await model.detokenize(body.tokens, skip_special_tokens=skips)
+            with metered(request, model) as tenant:
+                text = await model.detokenize(body.tokens, skip_special_tokens=skips, tenant=tenant)
         return JSONResponse({"prompt": text})
 
     async def count_tokens(request: Request) -> Response:
         body, hold = await bodies.read(request, CountTokensBody)
         with hold:
             model = models.named(body.model)
-            await model.card()
-            model.dialect.check(body.tool_use)
-            token_ids = await model.prompts.tokenize(body.spans())
+            with metered(request, model) as tenant:
+                await model.card()
+                model.dialect.check(body.tool_use)
+                token_ids = await model.tokenize(body.spans(), tenant=tenant)
         return JSONResponse({"input_tokens": len(token_ids)})
 
     async def show_version(request: Request) -> Response:

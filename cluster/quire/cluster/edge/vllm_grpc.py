@@ -125,7 +125,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def _generate(
         self, request: vllm.GenerateRequest, context: Context, caller: Caller, run: _Run
     ) -> None:
-        with held(request, self._models):
+        with held(request, self._models, caller.tenant):
             check_lists(request.sampling_params)
             prepared = await self._model.prepare(
                 Request(
@@ -198,10 +198,12 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         response = vllm.GetServerInfoResponse()
         async with statuses(context, request):
             card = await self._model.card()
+            sees_all = grpc_caller().sees is None
             response = vllm.GetServerInfoResponse(
-                active_requests=self._models.num_inflight,
+                # Of all tenants, and so for operators only.
+                active_requests=self._models.num_inflight if sees_all else 0,
                 is_paused=self._models.is_draining,
-                last_receive_timestamp=self._last_request_s,
+                last_receive_timestamp=self._last_request_s if sees_all else 0,
                 uptime_seconds=time.monotonic() - self._began_s,
                 server_type="vllm-grpc",
                 data_parallel_size=1,
@@ -249,8 +251,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         response = vllm.EmbedResponse()
         async with statuses(context, request):
             self._last_request_s = time.time()
-            with held(request, self._models):
-                caller = grpc_caller()
+            caller = grpc_caller()
+            with held(request, self._models, caller.tenant):
                 ask = Ask(
                     tenant=caller.tenant,
                     key_name=caller.key_name,

@@ -9,12 +9,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from quire.cluster.errors import GroupLost, HandedOver, Quarantined, Unavailable
 from quire.cluster.failover.attempts import Attempts
 from quire.cluster.failover.chunk import Chunk, Start, Usage
 from quire.cluster.failover.ending import Ending
 from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
+from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.metrics import Telemetry
@@ -42,6 +44,21 @@ Take = Callable[[Chunk], Awaitable[object]]
 """Consumes a completion's chunks. It is called with the next chunk when it has returned."""
 
 
+class Meter(Protocol):
+    """Counts a group's work for a completion when it arrives, before the client receives it."""
+
+    def __call__(
+        self, index: int, *, num_tokens: int, num_cached_tokens: int | None = None
+    ) -> object:
+        """Counts ``num_tokens`` more output tokens of the completion ``index``. The first call
+        shows that a group has begun its prompt. ``num_cached_tokens``: its cached prompt tokens,
+        once known."""
+
+
+def _uncounted(index: int, *, num_tokens: int, num_cached_tokens: int | None = None) -> None:
+    pass
+
+
 class Completion:
     """Streams one completion. Used once."""
 
@@ -60,6 +77,7 @@ class Completion:
         resumes: Resumes | None = None,
         ending: Ending | None = None,
         blame: Blame | None = None,
+        meter: Meter = _uncounted,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``work``: the encoded request for groups. ``model``: the client's name of the model or
@@ -85,6 +103,7 @@ class Completion:
             record=self._record,
         )
         self._ending = ending or Ending()
+        self._meter = meter
         self._table = table
         self._telemetry = telemetry
         self._clock = clock
@@ -125,10 +144,15 @@ class Completion:
                     while self._finish_reason is None and self._error is None:
                         chunk = self._take(await stream.next())
                         if chunk.token_ids or chunk.finish_reason:
-                            self._telemetry.output_tokens.inc(len(chunk.token_ids))
+                            start = chunk.start
+                            cached = None if start is None else start.num_cached_tokens
+                            self._count(len(chunk.token_ids), num_cached_tokens=cached)
                             await take(chunk)
                 except GroupLost as error:
                     self._error = error
+                except BaseException:
+                    self._count_unseen(stream)
+                    raise
                 finally:
                     has_failed = self._error and not isinstance(self._error, HandedOver)
                     attempt.end(
@@ -156,6 +180,18 @@ class Completion:
             self._table.completed(self._request.request_id, outcome=told)
             self._telemetry.completions.labels(outcome).inc()
             self._record.end(outcome, num_output_tokens=len(self._token_ids))
+
+    def _count(self, num_tokens: int, *, num_cached_tokens: int | None = None) -> None:
+        self._telemetry.output_tokens.inc(num_tokens)
+        self._meter(self._index, num_tokens=num_tokens, num_cached_tokens=num_cached_tokens)
+
+    def _count_unseen(self, stream: GroupStream) -> None:
+        """Counts the work of the group for a client that left before it received it."""
+        num_tokens = sum(len(delta.token_ids) for delta in stream.unread)
+        if num_tokens and self._num_cached_tokens is None:
+            self._count(num_tokens, num_cached_tokens=stream.unread[0].num_cached_tokens)
+        elif num_tokens or stream.is_running:
+            self._count(num_tokens)
 
     def _take(self, deltas: Sequence[group_pb.TokenDelta]) -> Chunk:
         """Merges deltas into one chunk, up to the first error or finish reason."""

@@ -7,7 +7,7 @@ stream as lost.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quire.cluster.errors import GroupLost
 from quire.v1 import group_pb2 as pb
@@ -98,6 +98,17 @@ class GroupStream:
     def num_buffered(self) -> int:
         """Number of received tokens that the reader has not finished with."""
         return self._num_received - self._num_done
+
+    @property
+    def unread(self) -> Sequence[pb.TokenDelta]:
+        """The received deltas that the reader has not taken."""
+        return self._deltas
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the group works on the attempt, as far as is known: it neither refused it nor was
+        lost."""
+        return self._lost is None and not any(each.HasField("error") for each in self._deltas)
 
     @property
     def is_owed(self) -> bool:

@@ -1,4 +1,11 @@
-"""Limits on the bytes and on the requests that a gateway has at a time."""
+"""Limits on the bytes and on the requests that a gateway has at a time, shared fairly by tenants.
+
+A tenant may take as much as it leaves free: alone half of a limit, beside one other that does the
+same a third. So however much one tenant takes and however long it keeps it, others find room at
+once (dynamic thresholds: Choudhury and Hahne 1998). A tenant that holds nothing may take all that
+is free, so that a limit may be a single place. Without API keys there is one tenant, "", which may
+take everything.
+"""
 
 import asyncio
 from collections import deque
@@ -7,18 +14,56 @@ from collections.abc import Callable
 from quire.cluster.errors import Overloaded
 
 
+class Shares:
+    """How much of ``limit`` each tenant holds; their sum ``held`` is at most ``limit``."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.held = 0
+        self._held_of: dict[str, int] = {}
+
+    def is_within_share(self, amount: int, tenant: str) -> bool:
+        """Whether ``tenant`` may take ``amount`` more, once that is free."""
+        held = self._held_of.get(tenant, 0)
+        return not (tenant and held) or held + amount <= self.limit - self.held - amount
+
+    def take(self, amount: int, tenant: str) -> bool:
+        """Takes ``amount``, if that is free and within the tenant's share."""
+        if self.held + amount > self.limit or not self.is_within_share(amount, tenant):
+            return False
+        self.held += amount
+        self._held_of[tenant] = self._held_of.get(tenant, 0) + amount
+        return True
+
+    def give_back(self, amount: int, tenant: str) -> None:
+        self.held -= amount
+        self._held_of[tenant] -= amount
+        if not self._held_of[tenant]:
+            del self._held_of[tenant]
+
+
 class Hold:
     """Bytes or places that were taken. They are given back once, by `release` or at the end of
     ``with``."""
 
-    def __init__(self, give_back: Callable[[], None], num_bytes: int = 0) -> None:
-        self.num_bytes = num_bytes
-        self._give_back: Callable[[], None] | None = give_back
+    def __init__(
+        self,
+        give_back: Callable[[int], object] = lambda amount: None,
+        amount: int = 0,
+        tenant: str = "",
+    ) -> None:
+        self.amount = amount
+        self.tenant = tenant
+        self._give_back = give_back
+
+    def shrink(self, amount: int) -> None:
+        """Gives back all but ``amount``."""
+        if amount < self.amount:
+            excess, self.amount = self.amount - amount, amount
+            self._give_back(excess)
 
     def release(self) -> None:
-        if self._give_back is not None:
-            give_back, self._give_back = self._give_back, None
-            give_back()
+        self.shrink(0)
 
     def __enter__(self) -> "Hold":
         return self
@@ -28,91 +73,122 @@ class Hold:
 
 
 class Inflight:
-    """Counts requests in progress; ``num`` is at most ``limit``."""
+    """Counts requests in progress; ``num`` is at most ``limit``. Nobody waits for a place."""
 
     def __init__(self, limit: int, message: str, *, refused: Callable[[], object]) -> None:
         """``message`` is that of a refusal, with fields for ``num``, ``more`` and ``limit``.
         ``refused`` is called before each refusal."""
-        self.num = 0
-        self._limit = limit
+        self._shares = Shares(limit)
         self._message = message
         self._refused = refused
 
-    def enter(self, more: int = 1) -> None:
-        """Counts ``more`` requests until `leave`. Raises Overloaded: there would be too many."""
-        if self.num + more > self._limit:
-            self._refused()
-            message = self._message.format(num=self.num, more=more, limit=self._limit)
-            raise Overloaded(message, reason="inflight", retry_after_s=1.0)
-        self.num += more
-
-    def leave(self, number: int = 1) -> None:
-        self.num -= number
+    @property
+    def num(self) -> int:
+        return self._shares.held
 
     def missing(self, more: int) -> int:
         """How many requests would have to leave before ``more`` can enter."""
-        return max(0, self.num + more - self._limit)
+        return max(0, self.num + more - self._shares.limit)
 
-    def entered(self, more: int = 1) -> Hold:
-        """Counts ``more`` requests until the hold is released. Raises as `enter`."""
-        self.enter(more)
-        return Hold(lambda: self.leave(more))
+    def entered(self, more: int = 1, *, tenant: str = "") -> Hold:
+        """Counts ``more`` requests until the hold is released. ``tenant``: gives it its share only.
+        Raises Overloaded: there would be too many."""
+        if not self._shares.take(more, tenant):
+            self._refused()
+            message = self._message.format(num=self.num, more=more, limit=self._shares.limit)
+            raise Overloaded(message, reason="inflight", retry_after_s=1.0)
+        return Hold(lambda amount: self._shares.give_back(amount, tenant), more, tenant)
 
 
-class ByteBudget:
-    """A budget of bytes: ``held <= limit``, and waiting requests are served in order of arrival.
+_Waiting = tuple[int, asyncio.Future[None]]
+
+
+class Budget:
+    """A budget for which requests wait: tenants take turns, and those of one tenant are served in
+    order of arrival. Who may take its turn is overtaken by nobody, so that large requests do not
+    starve.
 
     Belongs to one event loop.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.held = 0
         self.waiting = 0
-        """Sum of the bytes that are waited for."""
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+        """Sum of what is waited for."""
+        self._shares = Shares(limit)
+        self._queues: dict[str, deque[_Waiting]] = {}  # By tenant, the next turn first.
 
-    async def take(self, num_bytes: int) -> Hold:
-        """Waits until ``num_bytes`` are free and takes them; more than ``limit`` takes all."""
-        wanted = min(num_bytes, self.limit)
-        hold = self.take_now(wanted)
-        return await self._wait(wanted) if hold is None else hold
+    @property
+    def held(self) -> int:
+        return self._shares.held
 
-    def take_now(self, num_bytes: int) -> Hold | None:
-        """Takes bytes as `take` does; ``None`` if it would have to wait."""
-        wanted = min(num_bytes, self.limit)
-        if self._queue or self.held + wanted > self.limit:
-            return None
-        self.held += wanted
-        return Hold(lambda: self._give_back(wanted), wanted)
-
-    async def _wait(self, wanted: int) -> Hold:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (wanted, future)
-        self._queue.append(entry)
-        self.waiting += wanted
+    async def take(self, amount: int, tenant: str = "") -> Hold:
+        """Waits until ``amount`` is free for the tenant and takes it; more than ``limit`` takes
+        all."""
+        wanted = min(amount, self.limit)
+        entry = self._enter(wanted, tenant)
         try:
-            await future  # `_serve` has counted the bytes as held.
+            await entry[1]  # `_serve` has counted it as held.
         except asyncio.CancelledError:
-            if not future.cancelled():
-                self._give_back(wanted)
-            elif entry in self._queue:
-                self._queue.remove(entry)
-                # A smaller request after this one may fit now.
-                self._serve()
+            self._leave(entry, tenant)
             raise
-        finally:
-            self.waiting -= wanted
-        return Hold(lambda: self._give_back(wanted), wanted)
+        return self._hold(wanted, tenant)
 
-    def _give_back(self, num_bytes: int) -> None:
-        self.held -= num_bytes
+    def take_now(self, amount: int, tenant: str = "") -> Hold | None:
+        """Takes as `take` does; ``None`` if it would have to wait."""
+        wanted = min(amount, self.limit)
+        entry = self._enter(wanted, tenant)
+        if not entry[1].done():
+            self._leave(entry, tenant)
+            return None
+        return self._hold(wanted, tenant)
+
+    def _hold(self, amount: int, tenant: str) -> Hold:
+        return Hold(lambda excess: self._give_back(excess, tenant), amount, tenant)
+
+    def _enter(self, wanted: int, tenant: str) -> _Waiting:
+        entry = (wanted, asyncio.get_running_loop().create_future())
+        self._queues.setdefault(tenant, deque()).append(entry)
+        self.waiting += wanted
+        self._serve()
+        return entry
+
+    def _leave(self, entry: _Waiting, tenant: str) -> None:
+        """Removes one who waits no longer, or gives back what it was served meanwhile."""
+        wanted, future = entry
+        queue = self._queues.get(tenant)
+        if future.done() and not future.cancelled():
+            self._give_back(wanted, tenant)
+        elif queue is not None and entry in queue:
+            self._remove(entry, tenant, queue)
+            self._serve()  # Others may fit now.
+
+    def _remove(self, entry: _Waiting, tenant: str, queue: deque[_Waiting]) -> None:
+        queue.remove(entry)
+        self.waiting -= entry[0]
+        if not queue:
+            del self._queues[tenant]
+
+    def _give_back(self, amount: int, tenant: str) -> None:
+        self._shares.give_back(amount, tenant)
         self._serve()
 
     def _serve(self) -> None:
-        while self._queue and self.held + self._queue[0][0] <= self.limit:
-            wanted, future = self._queue.popleft()
-            if future.cancelled():
-                continue
-            self.held += wanted
-            future.set_result(None)
+        while (tenant := self._next()) is not None:
+            queue = self._queues.pop(tenant)
+            self._queues[tenant] = queue  # Its next turn comes after the others'.
+            wanted, future = entry = queue[0]
+            if not future.cancelled() and not self._shares.take(wanted, tenant):
+                self._queues = {tenant: queue, **self._queues}  # It keeps its turn.
+                return
+            self._remove(entry, tenant, queue)
+            if not future.cancelled():
+                future.set_result(None)
+
+    def _next(self) -> str | None:
+        """The next tenant within its share."""
+        for tenant, queue in self._queues.items():
+            wanted, future = queue[0]
+            if future.cancelled() or self._shares.is_within_share(wanted, tenant):
+                return tenant
+        return None

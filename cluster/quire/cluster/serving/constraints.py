@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from math import inf
 
-from quire.cluster.serving.bounds import Inflight
+from quire.cluster.serving.bounds import Hold, Inflight
 from quire.cluster.serving.deadline import late
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint
@@ -64,7 +64,7 @@ class Constraints:
         """
         refusal = self._known.get(tenant, constraint)
         if refusal is None:
-            self._waiting.enter()
+            place = self._waiting.entered(tenant=tenant)
             compiling = asyncio.wrap_future(
                 self._threads.submit(
                     lambda: self._compile(constraint, tenant, vocab_size),
@@ -72,7 +72,7 @@ class Constraints:
                     tenant=tenant,
                 )
             )
-            compiling.add_done_callback(self._done)
+            compiling.add_done_callback(lambda done: _done(done, place))
             timeout_s = None if deadline_s == inf else deadline_s - self._clock()
             try:
                 async with asyncio.timeout(timeout_s):
@@ -107,7 +107,8 @@ class Constraints:
         self._known.put(tenant, constraint, refusal)
         return refusal
 
-    def _done(self, compiling: "asyncio.Future[str]") -> None:
-        self._waiting.leave()
-        if not compiling.cancelled():
-            compiling.exception()  # Marks it as seen: the waiting request may be gone.
+
+def _done(compiling: "asyncio.Future[str]", place: Hold) -> None:
+    place.release()
+    if not compiling.cancelled():
+        compiling.exception()  # Marks it as seen: the waiting request may be gone.

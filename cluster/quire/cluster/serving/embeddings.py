@@ -123,7 +123,7 @@ async def embed(
             num_cached_tokens=chunk.usage.num_cached_tokens,
         )
 
-    await model.run(prepared, take)
+    await model.run(prepared, take, shows_output=False)
     return [each for each in found if each is not None]
 
 
@@ -198,7 +198,7 @@ async def _scored(
                 )
             )
 
-    await model.run(prepared, take)
+    await model.run(prepared, take, shows_output=False)
     return scores, Cost.of(costs)
 
 

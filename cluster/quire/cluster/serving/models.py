@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from quire.cluster.errors import ModelNotFound, Unavailable
 from quire.cluster.serving.adapters import Adapters
 from quire.cluster.serving.admission_config import AdmissionConfig
-from quire.cluster.serving.bounds import ByteBudget
+from quire.cluster.serving.bounds import Budget
 from quire.cluster.serving.service import ModelService
 from quire.cluster.serving.tenants import Tenants
 from quire.cluster.telemetry.call_spans import spans_of
@@ -57,7 +57,7 @@ class Models:
         self.usage = UsageLedger()
         self.explanations = Explanations(lambda: [each.table for each in self._all])
         self.live = Live(lambda: [_watched(each) for each in self._all])
-        self.bodies = ByteBudget(max_body_bytes)
+        self.bodies = Budget(max_body_bytes)
         """The budget of bytes that transports may hold until `ModelService.prepare` returns."""
         self.telemetry = GatewayTelemetry()
         self.telemetry.register(self.usage)

@@ -6,9 +6,9 @@
     any text    of a tokenizer whose work has no known bound: as a long one, in another process
     chat        rendered in a separate process (`TemplateProcess`), then as a text
 
-Tokenizing takes 150 to 200 bytes of memory for each byte of text, so the budget counts bytes. Texts
-wait in order of arrival. A text of more than half of the budget waits for others like it and leaves
-half of the budget to shorter ones, which would otherwise wait for seconds.
+Tokenizing takes 150 to 200 bytes of memory for each byte of text, so the budget counts bytes. A
+text of more than half of the budget waits for others like it and leaves half of the budget to
+shorter ones, which would otherwise wait for seconds. Tenants take turns at all that is waited for.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 from prometheus_client import CollectorRegistry, Gauge
 
-from quire.cluster.serving.bounds import ByteBudget, Hold, Inflight
+from quire.cluster.serving.bounds import Budget, Hold, Inflight
 from quire.cluster.serving.deadline import late
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.hashing import TokenIds, as_token_ids
@@ -63,7 +63,7 @@ class Prompts:
     ) -> None:
         """``max_waiting``: most prompts in progress that are long or chats. ``refused`` is called
         before one more is refused."""
-        self.budget = ByteBudget(max_tokenizing_bytes)
+        self.budget = Budget(max_tokenizing_bytes)
         self.waiting = Inflight(
             max_waiting,
             "{num} prompts are being tokenized, --max-inflight is {limit}: try again in 1 s",
@@ -71,13 +71,14 @@ class Prompts:
         )
         self._tokenizer = tokenizer
         self._clock = clock
-        self._one_long = asyncio.Lock()
+        self._one_long = Budget(1)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._template: TemplateProcess | None = None
         if tokenizer.template is not None:
             self._template = TemplateProcess(tokenizer.template, template)
             # One thread, because the process renders one chat at a time.
             self._renders = ThreadPoolExecutor(1, "quire-template")
+            self._one_render = Budget(1)
         for name, help_text, value in (
             ("held", "Bytes of text that are being tokenized.", lambda: self.budget.held),
             ("waiting", "Bytes of text that wait to be.", lambda: self.budget.waiting),
@@ -97,6 +98,7 @@ class Prompts:
         *,
         limits: RequestLimits | None = None,
         deadline_s: float = inf,
+        tenant: str = "",
     ) -> Sequence[int]:
         """The prompt's token ids. With ``limits``, each span's length is checked.
 
@@ -105,38 +107,42 @@ class Prompts:
             Overloaded: Too many prompts wait already.
             DeadlineExceeded: ``deadline_s`` passed before the prompt's turn.
         """
-        spans = [await self._tokens_of(span, limits, deadline_s) for span in prompt]
+        spans = [await self._tokens_of(span, limits, deadline_s, tenant) for span in prompt]
         return spans[0] if len(spans) == 1 else list(chain.from_iterable(spans))
 
-    async def spell_out(self, num_chars: int, work: Callable[[], T]) -> T:
+    async def spell_out(self, num_chars: int, work: Callable[[], T], *, tenant: str = "") -> T:
         """Runs ``work``, which tokenizes ``num_chars`` characters, in a thread if that takes
         long."""
         size = num_chars if self._tokenizer.encodes_here or not num_chars else _LONG_TEXT_CHARS
-        return await self._at_once_or_in_turn(size, 8 * num_chars, work)
+        return await self._at_once_or_in_turn(size, 8 * num_chars, work, tenant)
 
-    async def detokenize(self, token_ids: TokenIds, *, skip_special_tokens: bool) -> str:
+    async def detokenize(
+        self, token_ids: TokenIds, *, skip_special_tokens: bool, tenant: str = ""
+    ) -> str:
         """The text of ``token_ids``, all of them in the vocabulary."""
         decode = partial(self._tokenizer.decode, skip_special_tokens=skip_special_tokens)
         return await self._at_once_or_in_turn(
-            len(token_ids), token_ids.nbytes, lambda: decode(token_ids.tolist())
+            len(token_ids), token_ids.nbytes, lambda: decode(token_ids.tolist()), tenant
         )
 
-    async def _at_once_or_in_turn(self, size: int, num_bytes: int, work: Callable[[], T]) -> T:
+    async def _at_once_or_in_turn(
+        self, size: int, num_bytes: int, work: Callable[[], T], tenant: str
+    ) -> T:
         if size < _LONG_TEXT_CHARS:
             return work()
-        with self.waiting.entered():
-            return await self._in_turn(num_bytes, work, deadline_s=inf)
+        with self.waiting.entered(tenant=tenant):
+            return await self._in_turn(num_bytes, work, deadline_s=inf, tenant=tenant)
 
     async def _tokens_of(
-        self, span: Span, limits: RequestLimits | None, deadline_s: float
+        self, span: Span, limits: RequestLimits | None, deadline_s: float, tenant: str
     ) -> Sequence[int]:
         if isinstance(span, Tokens):
             if limits is not None:
                 check_prompt_length(len(span.token_ids), limits)
             return span.token_ids
         if isinstance(span, Chat):
-            with self.waiting.entered():
-                rendered = await self._render(span, deadline_s)
+            with self.waiting.entered(tenant=tenant):
+                rendered = await self._render(span, deadline_s, tenant)
             span = Text(rendered, add_special_tokens=False)  # The template has added them.
         text, special = span.text, span.add_special_tokens
         if limits is not None:
@@ -144,8 +150,9 @@ class Prompts:
         if len(text) < _LONG_TEXT_CHARS and self._tokenizer.encodes_here:
             return self._tokenizer.encode(text, add_special_tokens=special)
         encode = partial(self._encode, text, add_special_tokens=special, limits=limits)
-        with self.waiting.entered():
-            return await self._in_turn(len(text) * (1 if text.isascii() else 4), encode, deadline_s)
+        num_bytes = len(text) * (1 if text.isascii() else 4)
+        with self.waiting.entered(tenant=tenant):
+            return await self._in_turn(num_bytes, encode, deadline_s=deadline_s, tenant=tenant)
 
     async def _check_length(self, text: str, limits: RequestLimits) -> None:
         bound = self._tokenizer.bound
@@ -157,7 +164,7 @@ class Prompts:
         known_as = f"{len(text)} characters, {least} tokens or more"
         check_prompt_length(least, limits, known_as=known_as)
 
-    async def _render(self, chat: Chat, deadline_s: float) -> str:
+    async def _render(self, chat: Chat, deadline_s: float, tenant: str) -> str:
         if self._template is None or not chat.messages:
             return self._tokenizer.render_chat(chat.messages)  # Raises what is missing.
         render = partial(
@@ -168,18 +175,21 @@ class Prompts:
             continue_final_message=chat.continue_final_message,
             template_kwargs=chat.template_kwargs,
         )
+        turn = await self._until(deadline_s, self._one_render.take(1, tenant))
         running = asyncio.get_running_loop().run_in_executor(self._renders, render)
+        running.add_done_callback(lambda _: turn.release())
         return await self._until(deadline_s, running)
 
-    async def _in_turn(self, num_bytes: int, work: Callable[[], T], deadline_s: float) -> T:
+    async def _in_turn(
+        self, num_bytes: int, work: Callable[[], T], *, deadline_s: float, tenant: str
+    ) -> T:
         """Runs ``work`` in a thread once ``num_bytes`` of the budget are free."""
         if num_bytes <= self.budget.limit // 2:
-            hold = await self._until(deadline_s, self.budget.take(num_bytes))
+            hold = await self._until(deadline_s, self.budget.take(num_bytes, tenant))
             return await self._to_its_end(_in_thread(work, hold))
-        await self._until(deadline_s, self._one_long.acquire())
-        locked = Hold(self._one_long.release)
+        locked = await self._until(deadline_s, self._one_long.take(1, tenant))
         try:
-            half = self.budget.take(self.budget.limit // 2)
+            half = self.budget.take(self.budget.limit // 2, tenant)
             hold = await self._until(deadline_s, half)
         except BaseException:
             locked.release()

@@ -7,6 +7,7 @@ no torch: the tokens come from the groups.
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.tools import ToolUse
 from quire.cluster.failover.chunk import Chunk
-from quire.cluster.failover.completion import Completion, Take
+from quire.cluster.failover.completion import Completion, Meter, Take
 from quire.cluster.failover.ending import Ending
 from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
 from quire.cluster.links.groups import Groups
@@ -25,7 +26,7 @@ from quire.cluster.serving.bounds import Inflight
 from quire.cluster.serving.constraints import Constraints
 from quire.cluster.serving.deadline import Deadline, late
 from quire.cluster.serving.keeper import Adapter, Keeper
-from quire.cluster.serving.metering import Metering
+from quire.cluster.serving.metering import Metering, Used
 from quire.cluster.serving.prompts import Prompts, as_ids, check_ids, off_loop, rough_num_tokens
 from quire.cluster.serving.queue import AdmissionQueue, unavailable
 from quire.cluster.serving.tenants import Tenants
@@ -38,9 +39,14 @@ from quire.cluster.wire import work_of
 from quire.router.table import RoutingTable
 from quire.worker.api.errors import ConstraintRefused, InvalidRequest
 from quire.worker.api.hashing import BlockHashes, as_token_ids
-from quire.worker.api.limits import RequestLimits, check_embedding, check_request
+from quire.worker.api.limits import (
+    RequestLimits,
+    check_embedding,
+    check_prompt_length,
+    check_request,
+)
 from quire.worker.api.model_card import ModelCard
-from quire.worker.api.request import Chat, Prepared, Request, Text
+from quire.worker.api.request import Chat, Prepared, Prompt, Request, Text
 from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
 from quire.worker.api.scoring import Scoring
 from quire.worker.api.spelling import num_chars, spell_out, takes_any_length
@@ -51,6 +57,10 @@ MAX_COMPLETIONS = 1024
 """Most completions (prompts × n) of one HTTP request."""
 MAX_TOKEN_IDS = 2**20
 """Most token ids in one prompt, or in one call to detokenize."""
+_COUNTED_CONTEXTS = 4
+_COUNTED_TOKENS = 2**16
+"""A prompt that is counted or truncated may be as long as the longer of these, in contexts and in
+tokens: enough to tell by how much it is too long. Longer ones would be tokenized for seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,9 +234,12 @@ class ModelService:
             reason="the groups' limit",
             task=request.task,
         )
-        bounds = None if takes_any_length(request.sampling) else limits
+        bounds = _countable(card) if takes_any_length(request.sampling) else limits
+        tenant = request.tenant
         token_ids = await as_ids(
-            await self.prompts.tokenize(request.prompt, limits=bounds, deadline_s=deadline_s)
+            await self.prompts.tokenize(
+                request.prompt, limits=bounds, deadline_s=deadline_s, tenant=tenant
+            )
         )
         spelled = partial(
             spell_out,
@@ -237,7 +250,9 @@ class ModelService:
             max_model_len=card.max_model_len,
             task=request.task,
         )
-        sampling, token_ids = await self.prompts.spell_out(num_chars(request.sampling), spelled)
+        sampling, token_ids = await self.prompts.spell_out(
+            num_chars(request.sampling), spelled, tenant=tenant
+        )
         if request.task == "embed":
             check_embedding(token_ids, limits)
             max_tokens = 1
@@ -283,7 +298,22 @@ class ModelService:
         call.prepared()
         return hashed
 
-    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+    def metered(self, tenant: str, key_name: str) -> AbstractContextManager[object]:
+        """Counts a call that uses no group as a request of the tenant while the block runs. Raises
+        RateLimited as `run`."""
+        return self._metering.metered(tenant, key_name, Used())
+
+    async def tokenize(self, prompt: Prompt, *, tenant: str) -> Sequence[int]:
+        """The token ids of ``prompt``. Raises InvalidRequest: it has many more tokens than a
+        request may have."""
+        limits = _countable(await self.card())
+        token_ids = await self.prompts.tokenize(prompt, limits=limits, tenant=tenant)
+        check_prompt_length(len(token_ids), limits)
+        return token_ids
+
+    async def detokenize(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, tenant: str
+    ) -> str:
         """The text of ``token_ids``. Raises InvalidRequest: one is not in the vocabulary, or there
         are more than `MAX_TOKEN_IDS`."""
         if len(token_ids) > MAX_TOKEN_IDS:
@@ -293,7 +323,9 @@ class ModelService:
         card = await self.card()
         ids = await as_ids(token_ids)
         check_ids("token_ids", ids, card.vocab_size)
-        return await self.prompts.detokenize(ids, skip_special_tokens=skip_special_tokens)
+        return await self.prompts.detokenize(
+            ids, skip_special_tokens=skip_special_tokens, tenant=tenant
+        )
 
     def hash_prompt(self, token_ids: Sequence[int], cache_salt: str) -> BlockHashes:
         """The hashes of a prompt's full blocks; empty before the first group attached."""
@@ -338,12 +370,15 @@ class ModelService:
                     raise late() if self._clock() >= deadline_s else unavailable(self.groups)
         return self.groups.card
 
-    async def run(self, requests: Sequence[Prepared], take: Take) -> None:
+    async def run(
+        self, requests: Sequence[Prepared], take: Take, *, shows_output: bool = True
+    ) -> None:
         """Hands the chunks of all completions of one client's request to ``take`` as they arrive.
 
         ``requests`` are its prompts; completions are numbered across them. They are admitted
         together, and share the first one's priority and deadline. ``take`` gets one chunk at a
         time, in order within a completion. Cancelling the task that runs this aborts them all.
+        ``shows_output``: whether output tokens are part of the answer, and are counted as used.
 
         Raises:
             Overloaded: The request is refused, or was displaced from the queue by another one.
@@ -365,10 +400,15 @@ class ModelService:
             weight=self._metering.policy(first.tenant).weight,
         )
         ending = Ending(arrival_s=first.arrival_s, deadline_s=first.deadline_s)
+        used = Used.by(requests, shows_output=shows_output)
         with (
             self._metering.metered(
-                first, num_completions=num_completions, num_prompt_tokens=num_prompt_tokens
-            ) as used,
+                first.tenant,
+                first.key_name,
+                used,
+                num_completions=num_completions,
+                num_prompt_tokens=num_prompt_tokens,
+            ),
             self.admission.place_of(ticket, self._inflight),
         ):
             async with self.admission.admit(ticket):
@@ -376,22 +416,22 @@ class ModelService:
                 self.admission.sending(ticket)
                 async with Deadline(first.deadline_s, clock=self._clock) as deadline:
 
-                    async def pass_on(chunk: Chunk) -> None:
-                        num_cached = used.took(chunk)
-                        # Only the first of a prompt's completions computes the prompt.
-                        is_first = chunk.index % first.sampling.n == 0
-                        self.admission.took(
-                            ticket,
-                            num_tokens=len(chunk.token_ids),
-                            num_cached_tokens=num_cached if is_first else 0,
+                    def count(
+                        index: int, *, num_tokens: int, num_cached_tokens: int | None = None
+                    ) -> None:
+                        cached = used.took(
+                            index, num_tokens=num_tokens, num_cached_tokens=num_cached_tokens
                         )
+                        self.admission.took(ticket, num_tokens=num_tokens, num_cached_tokens=cached)
+
+                    async def pass_on(chunk: Chunk) -> None:
                         if not deadline.is_set:
                             await take(chunk)
                             return
                         with deadline.paused():
                             await take(chunk)
 
-                    completions = self._completions(requests, ending)
+                    completions = self._completions(requests, ending, count)
                     try:
                         await together([completion.run for completion in completions], pass_on)
                     except ConstraintRefused as error:
@@ -399,7 +439,9 @@ class ModelService:
                             self._constraints.refuse(constraint, str(error), tenant=first.tenant)
                         raise
 
-    def _completions(self, requests: Sequence[Prepared], ending: Ending) -> list[Completion]:
+    def _completions(
+        self, requests: Sequence[Prepared], ending: Ending, meter: Meter
+    ) -> list[Completion]:
         """The completions of all ``requests``, numbered across them, not begun."""
         completions: list[Completion] = []
         for prompt in requests:
@@ -418,8 +460,20 @@ class ModelService:
                     resumes=self._resumes,
                     ending=ending,
                     blame=blame,
+                    meter=meter,
                     clock=self._clock,
                 )
                 for index, each in enumerate(prompt.completions(), len(completions))
             ]
         return completions
+
+
+def _countable(card: ModelCard) -> RequestLimits:
+    """The limits of a prompt that need not fit into the model's context."""
+    most = max(_COUNTED_CONTEXTS * card.max_model_len, _COUNTED_TOKENS)
+    return RequestLimits(
+        vocab_size=card.vocab_size,
+        max_model_len=min(most, MAX_TOKEN_IDS),
+        reason=f"the most that is tokenized beyond the groups' limit, {card.max_model_len}",
+        task="embed",
+    )

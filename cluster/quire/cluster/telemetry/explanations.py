@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from quire.router.decision_log import Explanation
 from quire.router.errors import UnknownDecision
-from quire.router.policies.policy import Decision
+from quire.router.policies.policy import Candidate, Decision
 from quire.router.table import RoutingTable
 from quire.v1 import inference_pb2 as pb
 from quire.worker.api.errors import InvalidRequest
@@ -74,30 +74,42 @@ async def _no_others(request: pb.ExplainRoutingRequest, tenant: str | None) -> A
     return (), ""
 
 
-def routing_message(decision: Decision, *, with_candidates: bool) -> pb.Routing:
+def routing_message(decision: Decision, *, with_candidates: bool, with_loads: bool) -> pb.Routing:
+    """The decision as a message. ``with_loads``: with the groups' loads and all that follows from
+    them, which is for operators only: beside a single request of another tenant, they reveal its
+    length."""
     message = pb.Routing(
         group=decision.group,
         reason=decision.reason,
         predicted_cached_tokens=decision.predicted_cached_tokens,
-        forecast_s=decision.forecast_s,
+        forecast_s=decision.forecast_s if with_loads else None,
         num_fetched_tokens=decision.num_fetched_tokens,
         source=decision.source or "",
-        fetch_s=decision.fetch_s,
+        fetch_s=decision.fetch_s if with_loads else None,
     )
     if with_candidates:
         message.candidates.extend(
+            _candidate(candidate, with_loads=with_loads) for candidate in decision.candidates
+        )
+    return message
+
+
+def _candidate(candidate: Candidate, *, with_loads: bool) -> pb.RoutingCandidate:
+    message = pb.RoutingCandidate(
+        group=candidate.group,
+        num_cached_tokens=candidate.num_cached_tokens,
+        num_prefill_tokens=candidate.num_prefill_tokens,
+        num_fetched_tokens=candidate.num_fetched_tokens,
+    )
+    if with_loads:
+        message.MergeFrom(
             pb.RoutingCandidate(
-                group=candidate.group,
                 cost=candidate.cost,
-                num_cached_tokens=candidate.num_cached_tokens,
-                num_prefill_tokens=candidate.num_prefill_tokens,
                 num_queued_tokens=candidate.num_queued_tokens,
                 num_sequences=candidate.num_sequences,
                 forecast_s=candidate.forecast_s,
                 adapter_cost=candidate.adapter_cost,
-                num_fetched_tokens=candidate.num_fetched_tokens,
             )
-            for candidate in decision.candidates
         )
     return message
 
@@ -121,7 +133,10 @@ def _explain(
     found: list[Explanation] = []
     for each in tables:
         found += _find(each, name, tenant) if name else each.recent(limit, tenant=tenant)
-    answer = pb.ExplainRoutingResponse(decisions=map(_message, found))
+    with_loads = tenant is None
+    answer = pb.ExplainRoutingResponse(
+        decisions=[_message(each, with_loads=with_loads) for each in found]
+    )
     if len(tables) > 1:
         _merge(answer, (), request)
     return answer
@@ -154,7 +169,7 @@ def _merge(
     answer.CopyFrom(merged)
 
 
-def _message(explanation: Explanation) -> pb.RoutingDecision:
+def _message(explanation: Explanation, *, with_loads: bool) -> pb.RoutingDecision:
     fetched = explanation.fetched
     return pb.RoutingDecision(
         request_id=explanation.request_id,
@@ -163,9 +178,9 @@ def _message(explanation: Explanation) -> pb.RoutingDecision:
         attempt=explanation.attempt,
         decided_at_s=explanation.decided_at_s,
         num_prompt_tokens=explanation.decision.num_prompt_tokens,
-        routing=routing_message(explanation.decision, with_candidates=True),
+        routing=routing_message(explanation.decision, with_candidates=True, with_loads=with_loads),
         policy=explanation.policy,
-        pressure=explanation.pressure,
+        pressure=explanation.pressure if with_loads else None,
         num_cached_tokens=explanation.num_cached_tokens,
         waited_s=explanation.waited_s,
         outcome=explanation.outcome,

@@ -16,7 +16,6 @@ def timing_of(call: Timeline, *, now_s: float) -> dict[str, Any]:
         return {
             "group": each.group,
             "reason": each.reason,
-            "forecast_s": each.forecast_s,
             "sent_s": since(each.routed_s),
             "first_token_s": since(each.begun_s),
             "end_s": since(each.ended_s),

@@ -5,9 +5,8 @@ pattern of a hundred characters can take hours and stop every thread meanwhile. 
 look-around nor back references; patterns with these are refused.
 """
 
+import re
 from functools import lru_cache
-
-import re2
 
 MAX_CHARS = 1000
 _MAX_BYTES = 1 << 20  # Of memory for each compiled pattern.
@@ -24,6 +23,8 @@ class Pattern:
     def __init__(self, text: str) -> None:
         if len(text) > MAX_CHARS:
             raise ValueError(f"{len(text)} characters: at most {MAX_CHARS}")
+        import re2  # A machine without it runs models whose files have no patterns.
+
         options = re2.Options()
         options.log_errors = False
         options.max_mem = _MAX_BYTES
@@ -45,4 +46,4 @@ def pattern(text: str) -> Pattern:
 
 def of_wildcards(text: str) -> str:
     """The expression for names in which each ``*`` of ``text`` stands for any text."""
-    return ".*".join(map(re2.escape, text.split("*"))) + "$"
+    return ".*".join(map(re.escape, text.split("*"))) + "$"
