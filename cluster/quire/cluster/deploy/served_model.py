@@ -16,7 +16,7 @@ from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.table import RoutingTable
 from quire.worker.api.scoring import Scoring
 from quire.worker.model.hub import fetch_text_files
-from quire.worker.model.pooling import read_scoring
+from quire.worker.model.sentence_folder import read_scoring
 from quire.worker.text.tokenizer import Tokenizer
 
 

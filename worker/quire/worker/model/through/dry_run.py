@@ -5,6 +5,7 @@ between. A model that needs something that Quire's cache or kernels cannot do is
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -113,6 +114,8 @@ def dry_run(
                 .eval()
             )
         model = packed_part(whole, spec)
+        if not spec.first_position and _counts_from_padding(model):
+            raise Refused("its position ids start after that of the padding token")
         found.plan = install_for_dry_run(
             model, num_positions=max_model_len, dtype=dtype, is_strict=is_deterministic
         )
@@ -167,6 +170,16 @@ def dry_run(
         )
     found.plan.by_rows = sorted({where for op in _REPLACED & ops.keys() for where in ops[op]})
     return found
+
+
+def _counts_from_padding(model: nn.Module) -> bool:
+    """Whether a module computes position ids from the positions of padding tokens."""
+    name = "create_position_ids_from_input_ids"
+    return any(
+        hasattr(module, name)
+        or (hasattr(module, "padding_idx") and hasattr(sys.modules[type(module).__module__], name))
+        for module in model.modules()
+    )
 
 
 def _run(
