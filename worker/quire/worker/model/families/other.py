@@ -33,7 +33,7 @@ _NO_ATTENTION = (
     *("state_size", "conv_kernel", "time_step_", "attention_hidden_size"),
     *("attn_layer_period", "hybrid_override_pattern"),
 )
-"""Prefixes of fields that only models with recurrent layer states have."""
+"""Prefixes of fields that only models with recurrent layer states or convolutions have."""
 _SPARSE = ("index_topk", "index_n_heads", "index_head_dim", "nsa_", "moba_")
 _NOT_IN_RESULTS = (
     *("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "use_cache"),
@@ -51,6 +51,11 @@ def other(config: Fields, *, for_states: bool = False) -> ModelSpec:
     raw, model_type = config.raw, str(config.raw.get("model_type", "unknown"))
     name = architecture_of(config)
     if config.flag("is_encoder_decoder"):
+        if name.endswith("EncoderModel"):
+            raise config.broken(
+                f"{name} is the encoder of a model with an encoder and a decoder, whose attention "
+                "has biases by position, which ours does not compute"
+            )
         raise config.broken(f"{name} has an encoder and a decoder; only decoders run")
     has_head = (name == model_type or name.endswith(_ENDINGS)) and not for_states
     if not has_head and not for_states and not name.endswith(_WITHOUT_HEAD):
@@ -114,7 +119,9 @@ def refuse_states(config: Fields) -> None:
     for field, value in config.raw.items():
         is_said = value not in (None, False, 0, [])
         if not kinds and is_said and field.startswith(_NO_ATTENTION):
-            raise config.broken(f"{name} has {field}: layers with a state, which no KV cache holds")
+            raise config.broken(
+                f"{name} has {field}: layers with a state or a convolution, which no KV cache holds"
+            )
 
 
 def _num_labels(config: Fields) -> int:

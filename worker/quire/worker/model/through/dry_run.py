@@ -126,15 +126,7 @@ def dry_run(
     except NotALayer as error:
         raise CheckpointError(f"{path}: {name} cannot run: it computes {error}") from error
     except Exception as error:
-        if isinstance(error, KeyError) and _NAME in error.args:
-            raise CheckpointError(
-                f"{path}: {name} cannot run: its layers do not call transformers' attention "
-                "interface, through which Quire attends"
-            ) from error
-        raise CheckpointError(
-            f"{path}: {name} cannot run: a dry run of transformers' code raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        raise CheckpointError(f"{path}: {name} cannot run: {_reason(error)}") from error
     num_layers = config.get_text_config().num_hidden_layers
     called = list(recorder.calls)
     if len(called) != num_layers:
@@ -170,6 +162,23 @@ def dry_run(
         )
     found.plan.by_rows = sorted({where for op in _REPLACED & ops.keys() for where in ops[op]})
     return found
+
+
+def _reason(error: Exception) -> str:
+    """Why a dry run fails with ``error``, an exception of transformers' or torch's code."""
+    said = str(error).splitlines()[0] if str(error) else ""
+    if isinstance(error, KeyError) and _NAME in error.args:
+        return (
+            "its layers do not call transformers' attention interface, through which Quire attends"
+        )
+    if isinstance(error, TypeError | AttributeError) and _Mask.__name__ in said:
+        return (
+            "its layers attend by code of their own, for example with relative positions, and do "
+            "not call transformers' attention interface, through which Quire attends"
+        )
+    if isinstance(error, RuntimeError) and "meta" in said:
+        return f"transformers' code for it decides by values of tensors, before they exist: {said}"
+    return f"a dry run of transformers' code raised {type(error).__name__}: {said}"
 
 
 def _counts_from_padding(model: nn.Module) -> bool:
