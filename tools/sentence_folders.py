@@ -24,6 +24,8 @@ from bench.report import command, markdown
 
 from quire.llm import LLM
 from quire.worker.api.errors import CheckpointError, InvalidRequest
+from quire.worker.api.scoring import LogitScore
+from quire.worker.model.sentence_folder import read_scoring, read_use
 
 NUM_WORDS = 300
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]
@@ -99,7 +101,7 @@ def compare(kind: str, seed: int) -> tuple[str, str]:
                 ours = values(llm, texts)
         except (CheckpointError, InvalidRequest) as error:
             return "refused", str(error).removeprefix(str(folder))
-        theirs = truth(folder, texts)
+        theirs = truth(folder, texts)[: len(ours)]
         if ours.shape != theirs.shape:
             return "wrong", f"shapes {ours.shape} and {theirs.shape}"
         apart = float(np.abs(ours - theirs).max() / max(1.0, np.abs(theirs).max()))
@@ -108,12 +110,14 @@ def compare(kind: str, seed: int) -> tuple[str, str]:
 
 def values(llm: LLM, texts: list[str]) -> Any:
     """Quire's embeddings, or scores of the first text with the others."""
-    try:
-        made = llm.embed(texts, truncate_prompt_tokens=-1, use_tqdm=False)
-    except InvalidRequest:
-        cut = None if "logit" in type(llm._scoring).__name__.lower() else -1
+    scoring = read_scoring(llm.config.model)
+    if scoring is not None:
+        cut = None if isinstance(scoring, LogitScore) else -1
         scored = llm.score(texts[1], texts[:3], truncate_prompt_tokens=cut, use_tqdm=False)
         return np.array([each.outputs.score for each in scored])
+    is_chat = read_use(llm.config.model).is_chat
+    texts = texts[:3] if is_chat else texts  # What a template renders is not cut.
+    made = llm.embed(texts, truncate_prompt_tokens=None if is_chat else -1, use_tqdm=False)
     return np.array([each.outputs.embedding for each in made])
 
 
@@ -226,8 +230,15 @@ def pooling(draw: random.Random, size: int) -> Any:
 def save_embeddings(draw: random.Random, modules: list[Any], folder: Path) -> None:
     from sentence_transformers import SentenceTransformer
 
-    cut = {"truncate_dim": 10} if draw.random() < 0.2 else {}
-    SentenceTransformer(modules=modules, device="cpu", **cut).save_pretrained(str(folder))
+    more: dict[str, Any] = {"truncate_dim": 10} if draw.random() < 0.2 else {}
+    if renders_chats(modules[0]) and draw.random() < 0.4:
+        more |= {"prompts": {"q": "w3"}, "default_prompt_name": "q"}
+    SentenceTransformer(modules=modules, device="cpu", **more).save_pretrained(str(folder))
+
+
+def renders_chats(module: Any) -> bool:
+    """Whether a Transformer renders texts by its chat template."""
+    return "message" in getattr(module, "modality_config", {})
 
 
 def of_encoder(draw: random.Random, base: Path, folder: Path) -> None:

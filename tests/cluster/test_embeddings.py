@@ -33,9 +33,14 @@ from quire import demo_model
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.group.server import GroupServer
+from quire.cluster.serving.embeddings import Ask
+from quire.llm import LLM
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
 from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.request import Chat, Text, Tokens
+from quire.worker.api.scoring import EmbeddingUse
 from quire.worker.text.tokenizer import Tokenizer
 from quire_client import AsyncClient, InvalidArgument
 
@@ -395,6 +400,59 @@ async def test_a_reranker_scores_pairs_behind_a_cached_query(
         assert whole["results"] == answer["results"]
     made = await client.post("/v1/embeddings", json={"model": "reranker", "input": "x"})
     assert "makes no embeddings" in made.json()["error"]["message"]
+
+
+def test_the_offline_api_renders_pairs_and_texts(tmp_path: Path) -> None:
+    twin = save_reranker(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    pairs = [("a cat", "it rests"), ("a cat", "stocks")]
+    empties: list[tuple[list[str], list[str]]] = [([], ["x"]), (["x"], []), ([], [])]
+    with LLM(tmp_path, device="cpu", num_blocks=64, num_threads=1) as llm:
+        found = llm.score("a cat", [each for _, each in pairs], use_tqdm=False)
+        for first, second in empties:
+            with pytest.raises(InvalidRequest, match="give one, or as many"):
+                llm.score(first, second, use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="makes no embeddings: it generates text"):
+            llm.embed("x", use_tqdm=False)
+    for (query, document), output in zip(pairs, found, strict=True):
+        text = f"<query>{query}<document>{document}:"
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert output.prompt_token_ids == ids
+        with torch.inference_mode():
+            logits = twin(torch.tensor([ids])).logits[0, -1]
+        assert output.outputs.score == pytest.approx(float(torch.sigmoid(logits[7] - logits[8])))
+
+    save_as_embedding_model(tmp_path)
+    with LLM(tmp_path, device="cpu", num_blocks=64, num_threads=1) as llm:
+        (made,) = llm.embed("a cat", truncate_prompt_tokens=-1, use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="truncate_prompt_tokens=3 cannot cut it"):
+            llm.embed("a cat", truncate_prompt_tokens=3, use_tqdm=False)
+    assert made.prompt_token_ids == tokenizer.encode("<user>a cat", add_special_tokens=False)
+    vector = expected(twin, made.prompt_token_ids, "lasttoken")
+    np.testing.assert_allclose(made.outputs.embedding, vector, atol=1e-5)
+
+
+def save_as_embedding_model(folder: Path) -> None:
+    """Makes a reranker's folder one of embeddings whose texts a chat template renders."""
+    (folder / "chat_template.jinja").write_text("<user>{{ messages[0].content }}")
+    message = {"method": "forward", "method_output_name": "last_hidden_state", "format": "flat"}
+    settings = {"modality_config": {"message": message}}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    (folder / "config_sentence_transformers.json").write_text("{}")
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "lasttoken"}')
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    listed = [{"path": at, "type": f"sentence_transformers.models.{kind}"} for at, kind in modules]
+    (folder / "modules.json").write_text(json.dumps(listed))
+
+
+def test_a_gateway_renders_texts_if_the_folder_says_so() -> None:
+    use = EmbeddingUse(is_chat=True, prompt="find")
+    request = Ask(truncate_prompt_tokens=5).embedding((Text("x"), Tokens([1])), use)
+    messages = [{"role": "system", "content": "find"}, {"role": "user", "content": "x"}]
+    assert request.prompt == (Chat(messages, add_generation_prompt=False), Tokens([1]))
+    assert request.sampling.truncate_prompt_tokens is None, "checked when it has been rendered"
+    plain = Ask(truncate_prompt_tokens=5).embedding((Text("x"),), EmbeddingUse())
+    assert (plain.prompt, plain.sampling.truncate_prompt_tokens) == ((Text("x"),), 5)
 
 
 async def test_a_cross_encoder_scores_pairs(tmp_path: Path) -> None:

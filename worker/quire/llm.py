@@ -40,12 +40,12 @@ from quire.worker.api.sampling_params import SamplingParams, params_of_each
 from quire.worker.api.scoring import LogitScore, PairScore, Scoring
 from quire.worker.api.spelling import spell_out
 from quire.worker.api.structured import StructuredOutputsParams
-from quire.worker.api.vectors import cosine
+from quire.worker.api.vectors import similarity
 from quire.worker.api.vllm_names import ARGUMENTS, our_value
 from quire.worker.engine import Engine
 from quire.worker.model.adapters.store import AdapterStore
 from quire.worker.model.hub import fetch_adapter, fetch_checkpoint, with_revision
-from quire.worker.model.sentence_folder import read_scoring
+from quire.worker.model.sentence_folder import read_scoring, read_use
 from quire.worker.ranks.executor import make_executor
 from quire.worker.text.completions import OfflineCompletion, Progress, request_output
 from quire.worker.text.embeddings import OfflineEmbedding, pair_token_ids
@@ -190,6 +190,7 @@ class LLM:
         )
         self._tokenizer = _load_tokenizer(self.config.model)
         self._scoring = read_scoring(self.config.model)
+        self._use = read_use(self.config.model)
         executor, facts = make_executor(self.config)
         self._engine = Engine(self.config, facts, executor)
         self._adapters = AdapterStore()
@@ -324,6 +325,11 @@ class LLM:
             temperature=0, max_tokens=1, truncate_prompt_tokens=truncate_prompt_tokens
         )
         adapters = self._digests(lora_request, num_prompts=len(listed))
+        if self._use.is_chat:
+            listed = [
+                self._rendered(index, each, truncate_prompt_tokens)
+                for index, each in enumerate(listed)
+            ]
         batch = [
             OfflineEmbedding(
                 self._prepared(index, prompt, params, task="embed", adapter=adapter)[1]
@@ -332,6 +338,20 @@ class LLM:
         ]
         self._run(batch, shown=use_tqdm)
         return [each.output() for each in batch]
+
+    def _rendered(self, index: int, prompt: Prompt, kept: int | None) -> Prompt:
+        """A text as the model's chat template renders it. Other prompts are unchanged."""
+        if not isinstance(prompt, str):
+            return prompt
+        use = self._use
+        token_ids = self.get_tokenizer().apply_chat_template(
+            use.messages(prompt), add_generation_prompt=use.add_generation_prompt
+        )
+        try:
+            use.check_uncut(len(token_ids), self._engine.max_model_len if kept == -1 else kept)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"prompt {index}: {error}", param=error.param) from None
+        return {"prompt_token_ids": token_ids}
 
     def score(
         self,
@@ -342,8 +362,8 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
         """Scores each text of ``data_2`` against its counterpart in ``data_1``, or against the only
-        text there. A reranker's score is its own; any other model's is the cosine of the two
-        embeddings.
+        text there. A reranker's score is its own; any other model's is the similarity of the
+        two embeddings: their cosine, unless the checkpoint names another.
 
         Raises:
             InvalidRequest: As for `embed`; or the numbers of texts do not match; or the inputs of a
@@ -369,7 +389,11 @@ class LLM:
             ScoringRequestOutput(
                 request_id=right.request_id,
                 outputs=ScoringOutput(
-                    cosine(np.array(left.outputs.embedding), np.array(right.outputs.embedding))
+                    similarity(
+                        np.array(left.outputs.embedding),
+                        np.array(right.outputs.embedding),
+                        self._use.similarity,
+                    )
                 ),
                 prompt_token_ids=left.prompt_token_ids + right.prompt_token_ids,
                 num_cached_tokens=left.num_cached_tokens + right.num_cached_tokens,

@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 
-from quire.worker.api.errors import CheckpointError
-from quire.worker.api.scoring import LogitScore, PairScore
+from quire.worker.api.errors import CheckpointError, InvalidRequest
+from quire.worker.api.scoring import EmbeddingUse, LogitScore, PairScore
+from quire.worker.api.vectors import Similarity, similarity
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.pooling import Cut, Dense, LayerNorm, Normalize
-from quire.worker.model.sentence_folder import read_scoring, read_sentence_folder
+from quire.worker.model.sentence_folder import read_scoring, read_sentence_folder, read_use
 
 MODEL, TRANSFORMER = "config_sentence_transformers.json", "sentence_bert_config.json"
 BERT = {
@@ -139,8 +141,21 @@ def test_a_text_is_as_long_as_the_folder_allows(
         ("Pooling", {"sentence_bert_config": LOGITS}, "transformer_task='text-generation'"),
         (
             "Pooling",
-            {"sentence_bert_config": {"modality_config": TEXT | {"message": {"format": "flat"}}}},
+            {"sentence_bert_config": {"modality_config": TEXT | {"message": {}}}},
+            "format=''",
+        ),
+        (
+            "Pooling Dense",
+            {
+                "sentence_bert_config": {"modality_config": {"message": {"format": "flat"}}},
+                "config_sentence_transformers": {"model_type": "CrossEncoder"},
+            },
             "modality_config has 'message'",
+        ),
+        (
+            "Pooling",
+            {"config_sentence_transformers": {"similarity_fn_name": "maxsim"}},
+            "similarity_fn_name='maxsim'",
         ),
         (
             "Pooling",
@@ -329,6 +344,36 @@ def test_scores_by_logits_are_read_or_refused(
     (tmp_path / "1_LogitScore/config.json").write_text(json.dumps(score))
     with pytest.raises(CheckpointError, match=message):
         read_scoring(tmp_path)
+
+
+def test_texts_may_go_through_the_chat_template(tmp_path: Path) -> None:
+    message = {"method": "forward", "method_output_name": "last_hidden_state", "format": "flat"}
+    save(
+        tmp_path,
+        "Pooling",
+        sentence_bert_config={
+            "modality_config": TEXT | {"message": message},
+            "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+        },
+        config_sentence_transformers={
+            **{"similarity_fn_name": "dot", "prompts": {"q": "find"}, "default_prompt_name": "q"},
+        },
+    )
+    use = read_use(tmp_path)
+    assert use == EmbeddingUse(
+        similarity="dot", is_chat=True, add_generation_prompt=True, prompt="find"
+    )
+    assert [each["role"] for each in use.messages("x")] == ["system", "user"]
+    use.check_uncut(9, 9)
+    with pytest.raises(InvalidRequest, match="truncate_prompt_tokens=8 cannot cut it"):
+        use.check_uncut(9, 8)
+
+
+def test_vectors_are_compared_as_the_folder_says() -> None:
+    first, second = np.array([3, 0], np.float32), np.array([0, 4], np.float32)
+    found = [similarity(first, second, each) for each in get_args(Similarity)]
+    assert found == [0, 0, -5, -7]
+    assert similarity(first, first, "dot") == 9
 
 
 def test_a_logit_scores_pair_has_the_prompt_as_system_message() -> None:

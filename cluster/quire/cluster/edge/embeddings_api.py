@@ -5,7 +5,7 @@
                           also /v2/rerank and /rerank
     POST /v1/score        vLLM's: similarity of two texts; also /score
 
-A score is the cosine of two embeddings, or a reranker's score of the pair.
+A score is the similarity of two embeddings, or a reranker's score of the pair.
 """
 
 import asyncio

@@ -11,10 +11,10 @@ from quire.cluster.failover.chunk import Chunk
 from quire.cluster.serving.service import ModelService
 from quire.worker.api.arrays import Floats
 from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Chat, Prepared, Prompt, Request, Task, Text, Tokens
+from quire.worker.api.request import Chat, Prepared, Prompt, Request, Span, Task, Text, Tokens
 from quire.worker.api.sampling_params import SamplingParams
-from quire.worker.api.scoring import LogitScore, PairScore, Scoring
-from quire.worker.api.vectors import cosine, normalized
+from quire.worker.api.scoring import EmbeddingUse, LogitScore, PairScore, Scoring, check_uncut
+from quire.worker.api.vectors import normalized, similarity
 from quire.worker.text.embeddings import check_pair, pair_prompt
 
 MAX_INPUTS = 2048
@@ -57,11 +57,12 @@ class Ask:
     timeout_s: float | None = None
     client_id: str = ""
 
-    def embedding(self, prompt: Prompt) -> Request:
+    def embedding(self, prompt: Prompt, use: EmbeddingUse | None = None) -> Request:
         """The request for a prompt's embedding. Raises InvalidRequest: a value is out of range."""
-        sampling = SamplingParams(
-            temperature=0, max_tokens=1, truncate_prompt_tokens=self.truncate_prompt_tokens
-        )
+        kept = self.truncate_prompt_tokens
+        if use is not None and use.is_chat:
+            prompt, kept = tuple(_rendered(span, use) for span in prompt), None
+        sampling = SamplingParams(temperature=0, max_tokens=1, truncate_prompt_tokens=kept)
         return self._request(prompt, sampling, task="embed")
 
     def score(self, query: str, document: str, scoring: LogitScore) -> Request:
@@ -114,13 +115,29 @@ async def embed(
         )
     _check_number(len(prompts), "input")
     names = [f"input {place}" for place in range(len(prompts))] if len(prompts) > 1 else [""]
-    requests = [ask.embedding(prompt) for prompt in prompts]
-    return await _embedded(model, await _prepared(model, requests, names), dimensions)
+    asks = [(prompt, ask) for prompt in prompts]
+    return await _embedded(model, asks, names, dimensions=dimensions)
+
+
+def _rendered(span: Span, use: EmbeddingUse) -> Span:
+    if not isinstance(span, Text):
+        return span
+    return Chat(use.messages(span.text), add_generation_prompt=use.add_generation_prompt)
 
 
 async def _embedded(
-    model: ModelService, prepared: Sequence[Prepared], dimensions: int | None = None
+    model: ModelService,
+    asks: Sequence[tuple[Prompt, Ask]],
+    names: Sequence[str],
+    *,
+    dimensions: int | None = None,
 ) -> list[Embedded]:
+    """The embedding of each prompt, each with its own options and its name in messages."""
+    requests = [ask.embedding(prompt, model.use) for prompt, ask in asks]
+    prepared = await _prepared(model, requests, names)
+    for name, each, (_, ask) in zip(names, prepared, asks, strict=True):
+        with _named(name):
+            model.use.check_uncut(len(each.prompt_token_ids), ask.truncate_prompt_tokens)
     found: list[Embedded | None] = [None] * len(prepared)
 
     async def take(chunk: Chunk) -> None:
@@ -180,7 +197,7 @@ async def rank(
     max_tokens_per_doc: int | None = None,
 ) -> tuple[list[float], Cost]:
     """Scores how well each of ``documents`` matches ``query``, and the cost: the model's own score
-    if it is a reranker, else the cosine of the embeddings. Raises as `embed`.
+    if it is a reranker, else the similarity of the embeddings. Raises as `embed`.
 
     ``max_tokens_per_doc``: documents, but not the query, are cut to as many tokens.
     """
@@ -189,10 +206,11 @@ async def rank(
     card = await model.card()
     cut = ask.of_documents(max_tokens_per_doc, max_model_len=card.max_model_len)
     if model.scoring is None:
-        requests = [ask.embedding((Text(query),))]
-        requests += [cut.embedding((Text(each),)) for each in documents]
-        made = await _embedded(model, await _prepared(model, requests, ["query", *names]))
-        return [cosine(made[0].vector_C, each.vector_C) for each in made[1:]], Cost.of(made)
+        asks: list[tuple[Prompt, Ask]] = [((Text(query),), ask)]
+        asks += [((Text(each),), cut) for each in documents]
+        made = await _embedded(model, asks, ["query", *names])
+        found = [_alike(model, made[0].vector_C, each.vector_C) for each in made[1:]]
+        return found, Cost.of(made)
     pairs: list[tuple[str, str | Tokens]] = [(query, each) for each in documents]
     if max_tokens_per_doc is not None:
         if isinstance(model.scoring, PairScore) and ask.truncate_prompt_tokens is None:
@@ -231,10 +249,15 @@ async def score(
     for place, pair in enumerate(pairs):
         for name, text in zip(("text_1", "text_2"), pair, strict=True):
             names_of.setdefault(text, f"pair {place}: {name}")
-    requests = [ask.embedding((Text(each),)) for each in names_of]
-    made = await _embedded(model, await _prepared(model, requests, [*names_of.values()]))
+    asks: list[tuple[Prompt, Ask]] = [((Text(each),), ask) for each in names_of]
+    made = await _embedded(model, asks, [*names_of.values()])
     vectors = {text: each.vector_C for text, each in zip(names_of, made, strict=True)}
-    return [cosine(vectors[left], vectors[right]) for left, right in pairs], Cost.of(made)
+    found = [_alike(model, vectors[left], vectors[right]) for left, right in pairs]
+    return found, Cost.of(made)
+
+
+def _alike(model: ModelService, first_C: Floats, second_C: Floats) -> float:
+    return similarity(first_C, second_C, model.use.similarity)
 
 
 async def _scored(
@@ -258,7 +281,7 @@ async def _scored(
             if isinstance(scoring, PairScore):
                 check_pair(each.prompt_token_ids, model.tokenizer)
             else:
-                _check_uncut(each, ask)
+                check_uncut(len(each.prompt_token_ids), ask.truncate_prompt_tokens)
     scores, costs = [0.0] * len(pairs), []
 
     async def take(chunk: Chunk) -> None:
@@ -278,17 +301,6 @@ async def _scored(
 
     await model.run(prepared, take)
     return scores, Cost.of(costs)
-
-
-def _check_uncut(prepared: Prepared, ask: Ask) -> None:
-    """Raises InvalidRequest if the client wants a rendered chat to be cut."""
-    kept, has = ask.truncate_prompt_tokens, len(prepared.prompt_token_ids)
-    if kept not in (None, -1) and has > (kept or 0):
-        raise InvalidRequest(
-            f"has {has} tokens with the model's chat template, which writes something behind the "
-            f"document: truncate_prompt_tokens={kept} cannot cut it, send shorter texts",
-            param="truncate_prompt_tokens",
-        )
 
 
 def best(scores: Sequence[float], top_n: int | None) -> list[int]:

@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import tanh
 
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.vectors import Similarity
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogitScore:
@@ -26,12 +29,7 @@ class LogitScore:
 
     def messages(self, query: str, document: str) -> list[dict[str, str]]:
         """The messages for the chat template."""
-        texts = {"system": self.prompt, "query": query, "document": document}
-        return [
-            {"role": role, "content": text}
-            for role, text in texts.items()
-            if text or role != "system"
-        ]
+        return _messages(system=self.prompt, query=query, document=document)
 
     def of(self, logprobs: Mapping[int, float]) -> float:
         """The score for the log-probabilities of ``token_ids``."""
@@ -52,6 +50,46 @@ class PairScore:
     def of(self, logit: float) -> float:
         """The score for the label's ``logit``."""
         return logistic(logit) if self.is_logistic else logit
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingUse:
+    """How an embedding model's texts become prompts, and how its vectors are compared."""
+
+    similarity: Similarity = "cosine"
+    is_chat: bool = False
+    """Whether the chat template renders a text, as a user's message."""
+    add_generation_prompt: bool = False
+    """Whether the chat template adds its generation prompt."""
+    prompt: str = ""
+    """The system message before each text; empty for none."""
+
+    def messages(self, text: str) -> list[dict[str, str]]:
+        """The messages for the chat template."""
+        return _messages(system=self.prompt, user=text)
+
+    def check_uncut(self, num_tokens: int, kept: int | None) -> None:
+        """Raises InvalidRequest if a rendered text of ``num_tokens`` is to be truncated to
+        ``kept``; -1 means what the model takes, which is checked elsewhere."""
+        if self.is_chat:
+            check_uncut(num_tokens, kept)
+
+
+def check_uncut(num_tokens: int, kept: int | None) -> None:
+    """Raises InvalidRequest if a rendered chat of ``num_tokens`` is to be truncated to ``kept``."""
+    if kept is not None and kept != -1 and num_tokens > kept:
+        raise InvalidRequest(
+            f"has {num_tokens} tokens with the model's chat template, which writes something "
+            f"behind a text: truncate_prompt_tokens={kept} cannot cut it, send shorter texts",
+            param="truncate_prompt_tokens",
+        )
+
+
+def _messages(**texts: str) -> list[dict[str, str]]:
+    """A message for each role; none for an empty system message."""
+    return [
+        {"role": role, "content": text} for role, text in texts.items() if text or role != "system"
+    ]
 
 
 def logistic(logit: float) -> float:

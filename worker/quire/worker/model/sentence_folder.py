@@ -1,15 +1,15 @@
 """Reads a sentence-transformers folder: how it makes embeddings of texts, or scores pairs.
 
 `quire.worker.model.modules_file` lists its modules. Fields of its files that may change a result
-are used, or refused by name. Imports neither torch nor NumPy.
+are used, or refused by name. Does not import torch.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quire.worker.api.errors import CheckpointError
-from quire.worker.api.scoring import LogitScore, PairScore, Scoring
+from quire.worker.api.scoring import EmbeddingUse, LogitScore, PairScore, Scoring
 from quire.worker.model.checkpoint import read_json
 from quire.worker.model.fields import Fields
 from quire.worker.model.modules_file import MODULES, Module, read_modules
@@ -52,6 +52,8 @@ class SentenceFolder:
     pooling: Pooling | None = None
     """How hidden states become an embedding, or a pair's logit; ``None`` if the model's own head
     makes the score."""
+    use: EmbeddingUse = field(default_factory=EmbeddingUse)
+    """How texts become prompts, and how embeddings are compared, if it makes embeddings."""
     scoring: Scoring | None = None
     """How pairs are scored; ``None`` if the folder makes embeddings."""
 
@@ -78,11 +80,26 @@ def read_sentence_folder(path: Path) -> SentenceFolder | None:
     if scores_pairs and not tail:
         _transformer(folder, "sequence-classification")
         return replace(made, scoring=_pair_score(path, folder, settings))
-    _transformer(folder, "feature-extraction")
-    pooling = _pooling(path, tail, settings, scores_pairs=scores_pairs)
-    return replace(
-        made, pooling=pooling, scoring=_pair_score(path, folder, settings) if scores_pairs else None
+    used = _transformer(folder, "feature-extraction", takes_chats=not scores_pairs)
+    use = EmbeddingUse(
+        similarity=settings.similarity,
+        is_chat=used.is_chat,
+        add_generation_prompt=used.add_generation_prompt,
+        prompt=settings.default_prompt if used.is_chat else "",
     )
+    pooling = _pooling(path, tail, settings, scores_pairs=scores_pairs)
+    scoring = _pair_score(path, folder, settings) if scores_pairs else None
+    return replace(made, pooling=pooling, use=use, scoring=scoring)
+
+
+def read_use(path: Path) -> EmbeddingUse:
+    """How texts become prompts of the checkpoint in ``path``, and how its embeddings are compared.
+
+    Raises:
+        CheckpointError: As `read_sentence_folder`.
+    """
+    found = read_sentence_folder(path)
+    return EmbeddingUse() if found is None else found.use
 
 
 def read_scoring(path: Path) -> Scoring | None:
@@ -104,13 +121,12 @@ def is_classifier(config: Fields) -> bool:
     return any(name.endswith(CLASSIFIER) for name in config.names("architectures"))
 
 
-def _transformer(folder: Path, task: Task) -> TransformerSettings:
+def _transformer(folder: Path, task: Task, *, takes_chats: bool = False) -> TransformerSettings:
     used = read_transformer_settings(folder, task)
-    if used.is_chat and task != "text-generation":
+    if used.is_chat and task != "text-generation" and not takes_chats:
         raise CheckpointError(
-            f"{folder / TRANSFORMER_SETTINGS[0]}: modality_config has 'message': texts that the "
-            "chat template renders are not supported here; save the model with 'text' alone, if "
-            "it was trained so"
+            f"{folder / TRANSFORMER_SETTINGS[0]}: modality_config has 'message': pairs that the "
+            "chat template renders are scored by logits only"
         )
     if not used.is_chat and task == "text-generation":
         raise CheckpointError(

@@ -2,13 +2,14 @@
 Transformer.
 
 Every field that may change a result is used or refused by name, so that a folder with fields of a
-later version is refused too. Imports neither torch nor NumPy.
+later version is refused too. Does not import torch.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
+from quire.worker.api.vectors import Similarity
 from quire.worker.model.checkpoint import read_json
 from quire.worker.model.fields import Fields
 from quire.worker.model.tokenizer_config import CONFIG_FILE, read_config
@@ -44,6 +45,8 @@ class ModelSettings:
     """The dotted name of the function of a pair's logit."""
     default_prompt: str = ""
     """The prompt that sentence-transformers uses if its caller names none."""
+    similarity: Similarity = "cosine"
+    """How two embeddings are compared."""
     num_kept: int | None = None
     """How many numbers of an embedding are kept; ``None`` keeps all."""
 
@@ -80,11 +83,16 @@ def read_model_settings(path: Path) -> ModelSettings:
     if config.raw.get("keep_in_fp32_modules"):
         raise config.refused("keep_in_fp32_modules", config.raw["keep_in_fp32_modules"])
     activation = config.raw.get("activation_fn")
+    similarities: dict[str, Similarity] = {each: each for each in get_args(Similarity)}
+    similarity: Similarity = "cosine"
+    if config.raw.get("similarity_fn_name") is not None:
+        similarity = config.choice("similarity_fn_name", similarities, default=similarity)
     has_cut = config.raw.get("truncate_dim") is not None
     return ModelSettings(
         model_type=config.choice("model_type", types, default="SentenceTransformer"),
         activation=None if activation is None else str(activation),
         default_prompt=prompt,
+        similarity=similarity,
         num_kept=config.count("truncate_dim") if has_cut else None,
     )
 
