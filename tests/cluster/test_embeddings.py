@@ -33,9 +33,14 @@ from quire import demo_model
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.group.server import GroupServer
+from quire.cluster.serving.embeddings import Ask
+from quire.llm import LLM
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
 from quire.worker.api.config import EngineConfig
+from quire.worker.api.errors import InvalidRequest
+from quire.worker.api.request import Chat, Text, Tokens
+from quire.worker.api.scoring import EmbeddingUse
 from quire.worker.text.tokenizer import Tokenizer
 from quire_client import AsyncClient, InvalidArgument
 
@@ -129,7 +134,13 @@ def save_reranker(folder: Path) -> Any:
     (folder / "1_LogitScore").mkdir()
     config = {"true_token_id": YES, "false_token_id": NO}
     (folder / "1_LogitScore/config.json").write_text(json.dumps(config))
-    settings = {"processing_kwargs": {"chat_template": {"add_generation_prompt": True}}}
+    message = {"method": "forward", "method_output_name": "logits", "format": "flat"}
+    settings = {
+        "transformer_task": "text-generation",
+        "modality_config": {"message": message},
+        "module_output_name": "causal_logits",
+        "processing_kwargs": {"chat_template": {"add_generation_prompt": True}},
+    }
     (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
     tokenizer.pop("chat_template", None)
@@ -294,6 +305,65 @@ async def test_documents_are_ranked_by_cosine(served: Served, client: httpx.Asyn
     np.testing.assert_allclose(found, cosines, atol=1e-5)
 
 
+async def test_documents_are_cut_and_the_query_is_not(
+    served: Served, client: httpx.AsyncClient
+) -> None:
+    """The same documents as token ids, cut by hand, give the same cosines."""
+    tokenizer = Tokenizer.load(demo_model.PATH)
+    query, documents, kept = "which animal rests on a mat? " * 4, TEXTS, 3
+    cut = [tokenizer.encode(each) for each in documents]
+    assert all(len(each) > kept for each in cut)
+    for model in MODELS:
+        inputs = {"model": model, "input": [tokenizer.encode(query), *(e[:kept] for e in cut)]}
+        made = (await client.post("/v1/embeddings", json=inputs)).json()["data"]
+        first, *others = (np.array(each["embedding"], np.float64) for each in made)
+        body = {"model": model, "query": query, "documents": documents, "max_tokens_per_doc": kept}
+        answer = (await client.post("/v1/rerank", json=body)).json()
+        for each in answer["results"]:
+            other = others[each["index"]]
+            cosine = float(first @ other / np.linalg.norm(first) / np.linalg.norm(other))
+            assert each["relevance_score"] == pytest.approx(cosine, abs=1e-6)
+
+
+async def test_a_document_comes_back_as_it_was_sent(client: httpx.AsyncClient) -> None:
+    documents = ["a", {"text": "b", "id": 7, "more": {"x": [1]}}]
+    body = {"model": "encoder", "query": "x", "documents": documents}
+    results = (await client.post("/v1/rerank", json=body)).json()["results"]
+    found = {each["index"]: each["document"] for each in results}
+    assert found == {0: {"text": "a"}, 1: documents[1]}
+
+
+@pytest.mark.parametrize("model", ["encoder", "reranker", "text"])
+@pytest.mark.parametrize("texts", [([], []), (["x"], []), ([], ["x"]), ("x", [])])
+async def test_empty_lists_are_refused(
+    model: str, texts: tuple[Any, Any], client: httpx.AsyncClient
+) -> None:
+    body = {"model": model, "text_1": texts[0], "text_2": texts[1]}
+    answer = await client.post("/v1/score", json=body)
+    assert answer.status_code == 400, answer.text
+    assert re.search("text_. is empty|text_1 has 0 texts", answer.json()["error"]["message"])
+
+
+async def test_a_refusal_names_the_clients_own_place(client: httpx.AsyncClient) -> None:
+    for model in ("encoder", "decoder"):
+        for path, body, message in (
+            ("rerank", {"query": "x", "documents": ["y", ""]}, "document 1: input is empty"),
+            ("rerank", {"query": "", "documents": ["y"]}, "query: input is empty"),
+            ("score", {"text_1": "q", "text_2": ["a", "a", ""]}, "pair 2: text_2: input is empty"),
+            ("rerank", {"query": "x", "documents": ["y"] * 2049}, "documents has 2049 items"),
+        ):
+            answer = await client.post(f"/v1/{path}", json={"model": model, **body})
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith(message)
+
+
+async def test_as_many_inputs_as_openai_takes_are_embedded(client: httpx.AsyncClient) -> None:
+    body = {"model": "encoder", "input": [[5]] * 2048}
+    answer = await client.post("/v1/embeddings", json=body)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["data"]) == 2048
+
+
 async def test_a_reranker_scores_pairs_behind_a_cached_query(
     served: Served, client: httpx.AsyncClient
 ) -> None:
@@ -317,10 +387,72 @@ async def test_a_reranker_scores_pairs_behind_a_cached_query(
     async with AsyncClient(served.grpc_address) as ours:
         ranked = await ours.rank(query, documents, model="reranker", top_n=2)
     assert [each.index for each in ranked] == order[:2]
-    refused = await client.post("/v1/rerank", json=body | {"truncate_prompt_tokens": 9})
-    assert refused.status_code == 400
+    for cut in ({"truncate_prompt_tokens": 9}, {"max_tokens_per_doc": 1}):
+        refused = await client.post("/v1/rerank", json=body | cut)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"].startswith("document 0")
+    for harmless in (
+        {"truncate_prompt_tokens": 150},
+        {"truncate": "END"},
+        {"max_tokens_per_doc": 90},
+    ):
+        whole = (await client.post("/v1/rerank", json=body | harmless)).json()
+        assert whole["results"] == answer["results"]
     made = await client.post("/v1/embeddings", json={"model": "reranker", "input": "x"})
     assert "makes no embeddings" in made.json()["error"]["message"]
+
+
+def test_the_offline_api_renders_pairs_and_texts(tmp_path: Path) -> None:
+    twin = save_reranker(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    pairs = [("a cat", "it rests"), ("a cat", "stocks")]
+    empties: list[tuple[list[str], list[str]]] = [([], ["x"]), (["x"], []), ([], [])]
+    with LLM(tmp_path, device="cpu", num_blocks=64, num_threads=1) as llm:
+        found = llm.score("a cat", [each for _, each in pairs], use_tqdm=False)
+        for first, second in empties:
+            with pytest.raises(InvalidRequest, match="give one, or as many"):
+                llm.score(first, second, use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="makes no embeddings: it generates text"):
+            llm.embed("x", use_tqdm=False)
+    for (query, document), output in zip(pairs, found, strict=True):
+        text = f"<query>{query}<document>{document}:"
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert output.prompt_token_ids == ids
+        with torch.inference_mode():
+            logits = twin(torch.tensor([ids])).logits[0, -1]
+        assert output.outputs.score == pytest.approx(float(torch.sigmoid(logits[7] - logits[8])))
+
+    save_as_embedding_model(tmp_path)
+    with LLM(tmp_path, device="cpu", num_blocks=64, num_threads=1) as llm:
+        (made,) = llm.embed("a cat", truncate_prompt_tokens=-1, use_tqdm=False)
+        with pytest.raises(InvalidRequest, match="truncate_prompt_tokens=3 cannot cut it"):
+            llm.embed("a cat", truncate_prompt_tokens=3, use_tqdm=False)
+    assert made.prompt_token_ids == tokenizer.encode("<user>a cat", add_special_tokens=False)
+    vector = expected(twin, made.prompt_token_ids, "lasttoken")
+    np.testing.assert_allclose(made.outputs.embedding, vector, atol=1e-5)
+
+
+def save_as_embedding_model(folder: Path) -> None:
+    """Makes a reranker's folder one of embeddings whose texts a chat template renders."""
+    (folder / "chat_template.jinja").write_text("<user>{{ messages[0].content }}")
+    message = {"method": "forward", "method_output_name": "last_hidden_state", "format": "flat"}
+    settings = {"modality_config": {"message": message}}
+    (folder / "sentence_bert_config.json").write_text(json.dumps(settings))
+    (folder / "config_sentence_transformers.json").write_text("{}")
+    (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "lasttoken"}')
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    listed = [{"path": at, "type": f"sentence_transformers.models.{kind}"} for at, kind in modules]
+    (folder / "modules.json").write_text(json.dumps(listed))
+
+
+def test_a_gateway_renders_texts_if_the_folder_says_so() -> None:
+    use = EmbeddingUse(is_chat=True, prompt="find")
+    request = Ask(truncate_prompt_tokens=5).embedding((Text("x"), Tokens([1])), use)
+    messages = [{"role": "system", "content": "find"}, {"role": "user", "content": "x"}]
+    assert request.prompt == (Chat(messages, add_generation_prompt=False), Tokens([1]))
+    assert request.sampling.truncate_prompt_tokens is None, "checked when it has been rendered"
+    plain = Ask(truncate_prompt_tokens=5).embedding((Text("x"),), EmbeddingUse())
+    assert (plain.prompt, plain.sampling.truncate_prompt_tokens) == ((Text("x"),), 5)
 
 
 async def test_a_cross_encoder_scores_pairs(tmp_path: Path) -> None:
@@ -340,6 +472,7 @@ async def test_a_cross_encoder_scores_pairs(tmp_path: Path) -> None:
         long = body | {"documents": ["w7 " * 500]}
         too_long = await client.post("/v1/rerank", json=long)
         cut = await client.post("/v1/rerank", json=long | {"truncate_prompt_tokens": -1})
+        cut_in_parts = await client.post("/v1/rerank", json=long | {"max_tokens_per_doc": 2})
         refused = [
             await client.post("/v1/embeddings", json={"input": "w1"}),
             await client.post("/v1/rerank", json=body | {"query": "w1 [SEP]"}),
@@ -350,6 +483,9 @@ async def test_a_cross_encoder_scores_pairs(tmp_path: Path) -> None:
     np.testing.assert_allclose([found[n] for n in range(20)], expected_scores, atol=1e-5)
     assert [each["score"] for each in scored.json()["data"]] == [found[n] for n in range(20)]
     assert too_long.status_code == 400
+    assert [each["relevance_score"] for each in cut_in_parts.json()["results"]] == pytest.approx(
+        torch.tensor(pair_logits(model, tmp_path, [(query, "w7 w7")])).sigmoid().tolist(), abs=1e-5
+    )
     whole = pair_logits(model, tmp_path, [(query, "w7 " * (160 - 6))])
     (only,) = cut.json()["results"]
     assert only["relevance_score"] == pytest.approx(float(torch.tensor(whole).sigmoid()), abs=1e-5)
@@ -400,7 +536,7 @@ async def test_what_a_model_does_not_do_is_refused(client: httpx.AsyncClient) ->
         ("/v1/embeddings", {"model": "encoder", "input": []}, "input is empty"),
         ("/v1/embeddings", {"model": "encoder", "input": ""}, "input is empty"),
         ("/v1/embeddings", {"model": "encoder", "input": ["x", ""]}, "input 1: input is empty"),
-        ("/v1/embeddings", {"model": "encoder", "input": ["x"] * 1025}, "at most 1024"),
+        ("/v1/embeddings", {"model": "encoder", "input": ["x"] * 2049}, "at most 2048"),
         ("/v1/rerank", {"model": "encoder", "query": "x", "documents": []}, "documents is empty"),
         (
             "/v1/score",

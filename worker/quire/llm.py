@@ -37,17 +37,18 @@ from quire.worker.api.outputs import (
 )
 from quire.worker.api.request import Prepared, Task
 from quire.worker.api.sampling_params import SamplingParams, params_of_each
-from quire.worker.api.scoring import PairScore
+from quire.worker.api.scoring import LogitScore, PairScore, Scoring
 from quire.worker.api.spelling import spell_out
 from quire.worker.api.structured import StructuredOutputsParams
+from quire.worker.api.vectors import similarity
 from quire.worker.api.vllm_names import ARGUMENTS, our_value
 from quire.worker.engine import Engine
 from quire.worker.model.adapters.store import AdapterStore
 from quire.worker.model.hub import fetch_adapter, fetch_checkpoint, with_revision
-from quire.worker.model.pooling import read_scoring
+from quire.worker.model.sentence_folder import read_scoring, read_use
 from quire.worker.ranks.executor import make_executor
 from quire.worker.text.completions import OfflineCompletion, Progress, request_output
-from quire.worker.text.embeddings import OfflineEmbedding, cosine, pair_token_ids
+from quire.worker.text.embeddings import OfflineEmbedding, pair_token_ids
 from quire.worker.text.prompts import Prompt, read_prompt
 from quire.worker.text.reasoning import reasoning_of
 from quire.worker.text.tokenizer import Message, Tokenizer
@@ -189,6 +190,7 @@ class LLM:
         )
         self._tokenizer = _load_tokenizer(self.config.model)
         self._scoring = read_scoring(self.config.model)
+        self._use = read_use(self.config.model)
         executor, facts = make_executor(self.config)
         self._engine = Engine(self.config, facts, executor)
         self._adapters = AdapterStore()
@@ -323,6 +325,11 @@ class LLM:
             temperature=0, max_tokens=1, truncate_prompt_tokens=truncate_prompt_tokens
         )
         adapters = self._digests(lora_request, num_prompts=len(listed))
+        if self._use.is_chat:
+            listed = [
+                self._rendered(index, each, truncate_prompt_tokens)
+                for index, each in enumerate(listed)
+            ]
         batch = [
             OfflineEmbedding(
                 self._prepared(index, prompt, params, task="embed", adapter=adapter)[1]
@@ -331,6 +338,20 @@ class LLM:
         ]
         self._run(batch, shown=use_tqdm)
         return [each.output() for each in batch]
+
+    def _rendered(self, index: int, prompt: Prompt, kept: int | None) -> Prompt:
+        """A text as the model's chat template renders it. Other prompts are unchanged."""
+        if not isinstance(prompt, str):
+            return prompt
+        use = self._use
+        token_ids = self.get_tokenizer().apply_chat_template(
+            use.messages(prompt), add_generation_prompt=use.add_generation_prompt
+        )
+        try:
+            use.check_uncut(len(token_ids), self._engine.max_model_len if kept == -1 else kept)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"prompt {index}: {error}", param=error.param) from None
+        return {"prompt_token_ids": token_ids}
 
     def score(
         self,
@@ -341,23 +362,23 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
         """Scores each text of ``data_2`` against its counterpart in ``data_1``, or against the only
-        text there. A reranker's score is that of its classifier; any other model's is the cosine of
-        the two embeddings.
+        text there. A reranker's score is its own; any other model's is the similarity of the
+        two embeddings: their cosine, unless the checkpoint names another.
 
         Raises:
             InvalidRequest: As for `embed`; or the numbers of texts do not match; or the inputs of a
-                classifier are token ids instead of texts.
+                reranker are token ids instead of texts.
         """
         first, second = (
             list(data) if isinstance(data, list | tuple) else [cast("Prompt", data)]
             for data in (data_1, data_2)
         )
-        if len(first) not in (1, len(second)):
+        if not first or not second or len(first) not in (1, len(second)):
             raise InvalidRequest(
                 f"{len(first)} texts in data_1 and {len(second)} in data_2: give one, or as many",
                 param="data_1",
             )
-        if isinstance(self._scoring, PairScore):
+        if self._scoring is not None:
             pairs = list(zip(first * (len(second) // len(first)), second, strict=True))
             return self._scored(pairs, self._scoring, truncate_prompt_tokens, use_tqdm=use_tqdm)
         made = self.embed(
@@ -368,7 +389,11 @@ class LLM:
             ScoringRequestOutput(
                 request_id=right.request_id,
                 outputs=ScoringOutput(
-                    cosine(np.array(left.outputs.embedding), np.array(right.outputs.embedding))
+                    similarity(
+                        np.array(left.outputs.embedding),
+                        np.array(right.outputs.embedding),
+                        self._use.similarity,
+                    )
                 ),
                 prompt_token_ids=left.prompt_token_ids + right.prompt_token_ids,
                 num_cached_tokens=left.num_cached_tokens + right.num_cached_tokens,
@@ -379,16 +404,31 @@ class LLM:
     def _scored(
         self,
         pairs: Sequence[tuple[Prompt, Prompt]],
-        scoring: PairScore,
+        scoring: Scoring,
         truncate_prompt_tokens: int | None,
         *,
         use_tqdm: bool,
     ) -> list[ScoringRequestOutput]:
-        tokenizer, listed = self.get_tokenizer(), []
-        for left, right in pairs:
-            if not isinstance(left, str) or not isinstance(right, str):
-                raise InvalidRequest("this model scores two texts, not tokens", param="data_1")
-            listed.append({"prompt_token_ids": pair_token_ids(left, right, tokenizer)})
+        texts = [
+            (left, right)
+            for left, right in pairs
+            if isinstance(left, str) and isinstance(right, str)
+        ]
+        if len(texts) < len(pairs):
+            raise InvalidRequest("this model scores two texts, not tokens", param="data_1")
+        tokenizer = self.get_tokenizer()
+        if isinstance(scoring, LogitScore):
+            if truncate_prompt_tokens is not None:
+                raise InvalidRequest(
+                    f"truncate_prompt_tokens={truncate_prompt_tokens} is not supported for this "
+                    "model, whose chat template writes something behind a document",
+                    param="truncate_prompt_tokens",
+                )
+            return self._scored_by_logits(texts, scoring, use_tqdm=use_tqdm)
+        listed = [
+            {"prompt_token_ids": pair_token_ids(scoring.prompt + left, right, tokenizer)}
+            for left, right in texts
+        ]
         return [
             ScoringRequestOutput(
                 request_id=made.request_id,
@@ -398,6 +438,33 @@ class LLM:
             )
             for made in self._embedded(listed, truncate_prompt_tokens, use_tqdm=use_tqdm)
         ]
+
+    def _scored_by_logits(
+        self, pairs: Sequence[tuple[str, str]], scoring: LogitScore, *, use_tqdm: bool
+    ) -> list[ScoringRequestOutput]:
+        params = SamplingParams(
+            temperature=0, max_tokens=1, logprobs=0, logprob_token_ids=scoring.token_ids
+        )
+        outputs = self.chat(
+            [scoring.messages(*pair) for pair in pairs],
+            params,
+            use_tqdm=use_tqdm,
+            add_generation_prompt=scoring.add_generation_prompt,
+        )
+        made = []
+        for output in outputs:
+            logprobs = output.outputs[0].logprobs
+            assert logprobs is not None, "they were asked for"
+            score = scoring.of({token: each.logprob for token, each in logprobs[0].items()})
+            made.append(
+                ScoringRequestOutput(
+                    request_id=output.request_id,
+                    outputs=ScoringOutput(score),
+                    prompt_token_ids=output.prompt_token_ids,
+                    num_cached_tokens=output.num_cached_tokens,
+                )
+            )
+        return made
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached blocks, for example before a measurement with a cold cache."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from tests.hub_server import TOKEN, Hub, Repository, files_of, hub_server
+from tests.worker.model.test_sentence_folder import DENSE, save
 
 from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.hub import (
@@ -139,6 +140,27 @@ def test_only_what_is_needed_is_fetched_and_the_configuration_first(
     assert files_of(folder) == files_of(tiny_llama) | needed
     assert set(hub.sent()[:2]) == {"config.json", "generation_config.json"}
     assert hub.sent()[-1] == "model.safetensors"
+
+
+def test_a_sentence_transformers_model_is_fetched_with_its_modules(
+    hub: Hub, fetch: Callable[..., Path], tmp_path: Path
+) -> None:
+    save(tmp_path, "Pooling", "Dense", first="0_Transformer", Dense=DENSE)
+    files = {
+        file.relative_to(tmp_path).as_posix(): file.read_bytes()
+        for file in tmp_path.rglob("*.json")
+    }
+    weights = {f"{each}/model.safetensors": b"w" for each in ("0_Transformer", "2_Dense")}
+    hub.repositories["org/st"] = Repository()
+    hub.repositories["org/st"].commit(files | weights | {"onnx/config.json": b"{}"})
+    text = fetch("org/st", function="fetch_text_files")
+    assert _all_files(text) == files
+    assert _all_files(fetch("org/st")) == files | weights
+
+
+def _all_files(folder: Path) -> dict[str, bytes]:
+    found = (each for each in folder.rglob("*") if each.is_file())
+    return {each.relative_to(folder).as_posix(): each.read_bytes() for each in found}
 
 
 def test_a_model_of_an_unsupported_kind_is_refused_before_its_weights_are_fetched(

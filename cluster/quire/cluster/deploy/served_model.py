@@ -14,9 +14,9 @@ from quire.cluster.model_card import Expectation
 from quire.cluster.node_adapters import NodeAdapters
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.table import RoutingTable
-from quire.worker.api.scoring import Scoring
+from quire.worker.api.scoring import EmbeddingUse, Scoring
 from quire.worker.model.hub import fetch_text_files
-from quire.worker.model.pooling import read_scoring
+from quire.worker.model.sentence_folder import read_scoring, read_use
 from quire.worker.text.tokenizer import Tokenizer
 
 
@@ -39,6 +39,7 @@ class ReadModel:
     """The settings of this model alone."""
     tokenizer: Tokenizer
     scoring: Scoring | None
+    use: EmbeddingUse
 
 
 def read_model(config: ClusterConfig) -> ReadModel:
@@ -46,7 +47,8 @@ def read_model(config: ClusterConfig) -> ReadModel:
     or read."""
     folder = fetch_text_files(config.engine.model)
     tokenizer = Tokenizer.load(folder, chat_template=config.chat_template)
-    return ReadModel(config=config, tokenizer=tokenizer, scoring=read_scoring(folder))
+    scoring, use = read_scoring(folder), read_use(folder)
+    return ReadModel(config=config, tokenizer=tokenizer, scoring=scoring, use=use)
 
 
 class ServedModel:
@@ -75,6 +77,7 @@ class ServedModel:
             model=config.model_name,
             tokenizer=read.tokenizer,
             scoring=read.scoring,
+            use=read.use,
             keeper=keeper,
             groups=groups,
             table=table,

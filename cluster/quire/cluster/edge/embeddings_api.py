@@ -5,29 +5,28 @@
                           also /v2/rerank and /rerank
     POST /v1/score        vLLM's: similarity of two texts; also /score
 
-A score is the cosine of two embeddings, or a reranker's score of the pair.
+A score is the similarity of two embeddings, or a reranker's score of the pair.
 """
 
 import asyncio
 import base64
 import json
 import time
-from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 from uuid import uuid4
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.body import BodyReader
-from quire.cluster.edge.openai_schema import Texts, TokenIds
+from quire.cluster.edge.openai_schema import TokenIds
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
 from quire.cluster.edge.streams import client_id, unless_disconnected
-from quire.cluster.serving.embeddings import Ask, Cost, best, embed, rank, score
+from quire.cluster.serving.embeddings import MAX_INPUTS, Ask, Cost, best, embed, rank, score
 from quire.cluster.serving.models import Models
 from quire.worker.api.arrays import Floats
 from quire.worker.api.errors import InvalidRequest
@@ -36,6 +35,8 @@ from quire.worker.api.request import Prompt, Text, Tokens
 _MANY_NUMBERS = 2**16
 """An answer with more numbers than this is serialized in a thread."""
 
+_MANY = Field(fail_fast=True, max_length=MAX_INPUTS)
+_Texts = Annotated[list[str], _MANY]
 _Positive = Annotated[int, Field(ge=1)]
 
 
@@ -74,7 +75,7 @@ class _AskBody(Body):
 class EmbeddingsBody(_AskBody):
     """OpenAI's ``/v1/embeddings``. ``dimensions``: number of leading components kept per vector."""
 
-    input: str | Texts | TokenIds | list[TokenIds]
+    input: str | _Texts | TokenIds | Annotated[list[TokenIds], _MANY]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: _Positive | None = None
 
@@ -89,6 +90,10 @@ class EmbeddingsBody(_AskBody):
 
 
 class _Document(BaseModel):
+    """A document with fields of the client's own, which are handed back."""
+
+    model_config = ConfigDict(extra="allow")
+
     text: str
 
 
@@ -104,18 +109,23 @@ class RerankBody(_AskBody):
     def texts(self) -> list[str]:
         return [each if isinstance(each, str) else each.text for each in self.documents]
 
+    def shown(self, place: int) -> dict[str, Any]:
+        """A document as it is handed back."""
+        document = self.documents[place]
+        return {"text": document} if isinstance(document, str) else document.model_dump()
+
 
 class ScoreBody(_AskBody):
     """vLLM's ``/v1/score``."""
 
-    text_1: str | Texts
-    text_2: str | Texts
+    text_1: str | _Texts
+    text_2: str | _Texts
 
     def pairs(self) -> list[tuple[str, str]]:
         first, second = (
             [given] if isinstance(given, str) else given for given in (self.text_1, self.text_2)
         )
-        if len(first) not in (1, len(second)):
+        if not first or len(first) not in (1, len(second)):
             raise InvalidRequest(
                 f"text_1 has {len(first)} texts and text_2 {len(second)}: give one, or as many",
                 param="text_1",
@@ -157,18 +167,18 @@ def embedding_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
         body, hold = await bodies.read(request, RerankBody)
         with hold:
             model, texts = models.named(body.model), body.texts()
-            ask = body.ask(request)
-            if body.max_tokens_per_doc is not None:
-                card = await model.card()
-                is_cut = body.max_tokens_per_doc < card.max_model_len
-                kept = body.max_tokens_per_doc if is_cut else -1
-                ask = replace(ask, truncate_prompt_tokens=kept)
-            work = rank(model, body.query, texts, ask)
+            work = rank(
+                model,
+                body.query,
+                texts,
+                body.ask(request),
+                max_tokens_per_doc=body.max_tokens_per_doc,
+            )
             scores, cost = await unless_disconnected(request, work)
         shows = body.return_documents is not False
         results: list[dict[str, Any]] = [
             {"index": place, "relevance_score": scores[place]}
-            | ({"document": {"text": texts[place]}} if shows else {})
+            | ({"document": body.shown(place)} if shows else {})
             for place in best(scores, body.top_n)
         ]
         return JSONResponse(

@@ -1,8 +1,9 @@
 """Computes embeddings and rankings on a model's groups, for both HTTP and gRPC."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -10,10 +11,14 @@ from quire.cluster.failover.chunk import Chunk
 from quire.cluster.serving.service import ModelService
 from quire.worker.api.arrays import Floats
 from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Chat, Prepared, Prompt, Request, Task, Text
+from quire.worker.api.request import Chat, Prepared, Prompt, Request, Span, Task, Text, Tokens
 from quire.worker.api.sampling_params import SamplingParams
-from quire.worker.api.scoring import LogitScore, PairScore, Scoring, logistic
-from quire.worker.text.embeddings import check_pair, cosine, normalized, pair_prompt
+from quire.worker.api.scoring import EmbeddingUse, LogitScore, PairScore, Scoring, check_uncut
+from quire.worker.api.vectors import normalized, similarity
+from quire.worker.text.embeddings import check_pair, pair_prompt
+
+MAX_INPUTS = 2048
+"""Most inputs, documents or pairs of one request; OpenAI's limit for embeddings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,30 +57,31 @@ class Ask:
     timeout_s: float | None = None
     client_id: str = ""
 
-    def embedding(self, prompt: Prompt) -> Request:
+    def embedding(self, prompt: Prompt, use: EmbeddingUse | None = None) -> Request:
         """The request for a prompt's embedding. Raises InvalidRequest: a value is out of range."""
-        sampling = SamplingParams(
-            temperature=0, max_tokens=1, truncate_prompt_tokens=self.truncate_prompt_tokens
-        )
+        kept = self.truncate_prompt_tokens
+        if use is not None and use.is_chat:
+            prompt, kept = tuple(_rendered(span, use) for span in prompt), None
+        sampling = SamplingParams(temperature=0, max_tokens=1, truncate_prompt_tokens=kept)
         return self._request(prompt, sampling, task="embed")
 
     def score(self, query: str, document: str, scoring: LogitScore) -> Request:
         """The request for one document's score. Raises InvalidRequest: a value is out of range."""
-        if self.truncate_prompt_tokens is not None:
-            raise InvalidRequest(
-                f"truncate_prompt_tokens={self.truncate_prompt_tokens} is not supported for this "
-                "model, whose chat template writes something behind a document: send shorter ones",
-                param="truncate_prompt_tokens",
-            )
-        roles = [{"role": "query", "content": query}, {"role": "document", "content": document}]
         sampling = SamplingParams(
-            temperature=0,
-            max_tokens=1,
-            logprobs=0,
-            logprob_token_ids=(scoring.true_token_id, scoring.false_token_id),
+            temperature=0, max_tokens=1, logprobs=0, logprob_token_ids=scoring.token_ids
         )
-        chat = Chat(roles, add_generation_prompt=scoring.add_generation_prompt)
+        chat = Chat(
+            scoring.messages(query, document), add_generation_prompt=scoring.add_generation_prompt
+        )
         return self._request((chat,), sampling, task="generate")
+
+    def of_documents(self, max_tokens: int | None, *, max_model_len: int) -> "Ask":
+        """The same for documents, each of which is cut to ``max_tokens``, and to what the model
+        takes."""
+        kept = self.truncate_prompt_tokens
+        if max_tokens is not None and (kept in (None, -1) or max_tokens < (kept or 0)):
+            kept = max_tokens if max_tokens < max_model_len else -1
+        return replace(self, truncate_prompt_tokens=kept)
 
     def _request(self, prompt: Prompt, sampling: SamplingParams, *, task: Task) -> Request:
         return Request(
@@ -107,10 +113,31 @@ async def embed(
             "this model scores pairs of texts and makes no embeddings: use /v1/rerank or /v1/score",
             param="model",
         )
-    if not prompts:
-        raise InvalidRequest("input is empty: at least one text", param="input")
-    model.check_num_completions(len(prompts))
-    prepared = await _prepared(model, [ask.embedding(prompt) for prompt in prompts])
+    _check_number(len(prompts), "input")
+    names = [f"input {place}" for place in range(len(prompts))] if len(prompts) > 1 else [""]
+    asks = [(prompt, ask) for prompt in prompts]
+    return await _embedded(model, asks, names, dimensions=dimensions)
+
+
+def _rendered(span: Span, use: EmbeddingUse) -> Span:
+    if not isinstance(span, Text):
+        return span
+    return Chat(use.messages(span.text), add_generation_prompt=use.add_generation_prompt)
+
+
+async def _embedded(
+    model: ModelService,
+    asks: Sequence[tuple[Prompt, Ask]],
+    names: Sequence[str],
+    *,
+    dimensions: int | None = None,
+) -> list[Embedded]:
+    """The embedding of each prompt, each with its own options and its name in messages."""
+    requests = [ask.embedding(prompt, model.use) for prompt, ask in asks]
+    prepared = await _prepared(model, requests, names)
+    for name, each, (_, ask) in zip(names, prepared, asks, strict=True):
+        with _named(name):
+            model.use.check_uncut(len(each.prompt_token_ids), ask.truncate_prompt_tokens)
     found: list[Embedded | None] = [None] * len(prepared)
 
     async def take(chunk: Chunk) -> None:
@@ -127,58 +154,134 @@ async def embed(
     return [each for each in found if each is not None]
 
 
-async def _prepared(model: ModelService, requests: Sequence[Request]) -> list[Prepared]:
+def _check_number(num_inputs: int, name: str) -> None:
+    if not num_inputs:
+        raise InvalidRequest(f"{name} is empty: at least one text", param=name)
+    if num_inputs > MAX_INPUTS:
+        raise InvalidRequest(
+            f"{name} has {num_inputs} items, at most {MAX_INPUTS} are allowed in one request: "
+            "send several",
+            param=name,
+        )
+
+
+async def _prepared(
+    model: ModelService, requests: Sequence[Request], names: Sequence[str]
+) -> list[Prepared]:
     """Prepares ``requests`` one after the other, and yields to the event loop between them. If one
-    of several is refused, the message names it."""
+    is refused, the message begins with its name, unless that is empty."""
     prepared = []
-    for place, request in enumerate(requests):
-        try:
+    for name, request in zip(names, requests, strict=True):
+        with _named(name):
             prepared.append(await model.prepare(request))
-        except InvalidRequest as error:
-            if len(requests) > 1:
-                error.args = (f"input {place}: {error}",)
-            raise
         await asyncio.sleep(0)
     return prepared
 
 
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Puts ``name`` before the message of an InvalidRequest."""
+    try:
+        yield
+    except InvalidRequest as error:
+        error.args = (f"{name}: {error}" if name else str(error),)
+        raise
+
+
 async def rank(
-    model: ModelService, query: str, documents: Sequence[str], ask: Ask
+    model: ModelService,
+    query: str,
+    documents: Sequence[str],
+    ask: Ask,
+    *,
+    max_tokens_per_doc: int | None = None,
 ) -> tuple[list[float], Cost]:
     """Scores how well each of ``documents`` matches ``query``, and the cost: the model's own score
-    if it is a reranker, else the cosine of the embeddings. Raises as `embed`."""
-    if not documents:
-        raise InvalidRequest("documents is empty: at least one text", param="documents")
+    if it is a reranker, else the similarity of the embeddings. Raises as `embed`.
+
+    ``max_tokens_per_doc``: documents, but not the query, are cut to as many tokens.
+    """
+    _check_number(len(documents), "documents")
+    names = [f"document {place}" for place in range(len(documents))]
+    card = await model.card()
+    cut = ask.of_documents(max_tokens_per_doc, max_model_len=card.max_model_len)
     if model.scoring is None:
-        made = await embed(model, [(Text(query),), *((Text(each),) for each in documents)], ask)
-        return [cosine(made[0].vector_C, each.vector_C) for each in made[1:]], Cost.of(made)
-    return await _scored(model, model.scoring, [(query, each) for each in documents], ask)
+        asks: list[tuple[Prompt, Ask]] = [((Text(query),), ask)]
+        asks += [((Text(each),), cut) for each in documents]
+        made = await _embedded(model, asks, ["query", *names])
+        found = [_alike(model, made[0].vector_C, each.vector_C) for each in made[1:]]
+        return found, Cost.of(made)
+    pairs: list[tuple[str, str | Tokens]] = [(query, each) for each in documents]
+    if max_tokens_per_doc is not None:
+        if isinstance(model.scoring, PairScore) and ask.truncate_prompt_tokens is None:
+            ask = replace(ask, truncate_prompt_tokens=-1)
+        pairs = [
+            (query, await _cut(model, each, max_tokens_per_doc, name))
+            for each, name in zip(documents, names, strict=True)
+        ]
+    return await _scored(model, model.scoring, pairs, ask, names)
+
+
+async def _cut(model: ModelService, text: str, max_tokens: int, name: str) -> str | Tokens:
+    """``text``, or its first ``max_tokens`` tokens. Raises InvalidRequest: it is longer, and goes
+    through a chat template, which takes no tokens."""
+    token_ids = await model.prompts.tokenize((Text(text, add_special_tokens=False),))
+    if len(token_ids) <= max_tokens:
+        return text
+    if isinstance(model.scoring, LogitScore):
+        raise InvalidRequest(
+            f"{name} has {len(token_ids)} tokens: max_tokens_per_doc={max_tokens} cannot cut it, "
+            "since the model's chat template writes something behind it; send shorter ones",
+            param="max_tokens_per_doc",
+        )
+    return Tokens(token_ids[:max_tokens])
 
 
 async def score(
     model: ModelService, pairs: Sequence[tuple[str, str]], ask: Ask
 ) -> tuple[list[float], Cost]:
     """Scores how well the texts of each pair match, as `rank` does, and the cost."""
+    _check_number(len(pairs), "text_2")
     if model.scoring is not None:
-        return await _scored(model, model.scoring, pairs, ask)
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    made = await embed(model, [(Text(each),) for each in texts], ask)
-    vectors = {text: each.vector_C for text, each in zip(texts, made, strict=True)}
-    return [cosine(vectors[left], vectors[right]) for left, right in pairs], Cost.of(made)
+        names = [f"pair {place}" for place in range(len(pairs))]
+        return await _scored(model, model.scoring, pairs, ask, names)
+    names_of: dict[str, str] = {}
+    for place, pair in enumerate(pairs):
+        for name, text in zip(("text_1", "text_2"), pair, strict=True):
+            names_of.setdefault(text, f"pair {place}: {name}")
+    asks: list[tuple[Prompt, Ask]] = [((Text(each),), ask) for each in names_of]
+    made = await _embedded(model, asks, [*names_of.values()])
+    vectors = {text: each.vector_C for text, each in zip(names_of, made, strict=True)}
+    found = [_alike(model, vectors[left], vectors[right]) for left, right in pairs]
+    return found, Cost.of(made)
+
+
+def _alike(model: ModelService, first_C: Floats, second_C: Floats) -> float:
+    return similarity(first_C, second_C, model.use.similarity)
 
 
 async def _scored(
-    model: ModelService, scoring: Scoring, pairs: Sequence[tuple[str, str]], ask: Ask
+    model: ModelService,
+    scoring: Scoring,
+    pairs: Sequence[tuple[str, str | Tokens]],
+    ask: Ask,
+    names: Sequence[str],
 ) -> tuple[list[float], Cost]:
-    model.check_num_completions(len(pairs))
-    if isinstance(scoring, LogitScore):
-        requests = [ask.score(*pair, scoring) for pair in pairs]
-    else:
-        requests = [ask.embedding(pair_prompt(*pair, model.tokenizer)) for pair in pairs]
-    prepared = await _prepared(model, requests)
-    if isinstance(scoring, PairScore):
-        for each in prepared:
-            check_pair(each.prompt_token_ids, model.tokenizer)
+    requests = []
+    for query, document in pairs:
+        if isinstance(scoring, PairScore):
+            prompt = pair_prompt(scoring.prompt + query, document, model.tokenizer)
+            requests.append(ask.embedding(prompt))
+        else:
+            assert isinstance(document, str), "a chat template takes no tokens"
+            requests.append(ask.score(query, document, scoring))
+    prepared = await _prepared(model, requests, names)
+    for name, each in zip(names, prepared, strict=True):
+        with _named(name):
+            if isinstance(scoring, PairScore):
+                check_pair(each.prompt_token_ids, model.tokenizer)
+            else:
+                check_uncut(len(each.prompt_token_ids), ask.truncate_prompt_tokens)
     scores, costs = [0.0] * len(pairs), []
 
     async def take(chunk: Chunk) -> None:
@@ -186,9 +289,7 @@ async def _scored(
             scores[chunk.index] = scoring.of(float(chunk.embedding[0]))
         if isinstance(scoring, LogitScore):
             for each in chunk.logprobs:
-                found = dict(each.top) | {each.token_id: each.logprob}
-                odds = found[scoring.true_token_id] - found[scoring.false_token_id]
-                scores[chunk.index] = logistic(odds)
+                scores[chunk.index] = scoring.of(dict(each.top) | {each.token_id: each.logprob})
         if chunk.usage is not None:
             usage = chunk.usage
             costs.append(

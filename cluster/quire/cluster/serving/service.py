@@ -48,7 +48,7 @@ from quire.worker.api.limits import (
 from quire.worker.api.model_card import ModelCard
 from quire.worker.api.request import Chat, Prepared, Prompt, Request, Text
 from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
-from quire.worker.api.scoring import Scoring
+from quire.worker.api.scoring import EmbeddingUse, Scoring
 from quire.worker.api.spelling import num_chars, spell_out, takes_any_length
 from quire.worker.text.template_process import TemplateLimits
 from quire.worker.text.tokenizer import Tokenizer
@@ -98,6 +98,7 @@ class ModelService:
         groups: Groups,
         table: RoutingTable,
         scoring: Scoring | None = None,
+        use: EmbeddingUse | None = None,
         keeper: Keeper | None = None,
         config: GatewayConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -108,6 +109,8 @@ class ModelService:
         """The adapter that all requests to this service use; ``None`` for the base model."""
         self.scoring = scoring
         """How the model scores a document for a query; ``None`` if it is no reranker."""
+        self.use = use or EmbeddingUse()
+        """How texts become prompts of an embedding model, and how its vectors are compared."""
         self.keeper = keeper
         """Keeps the model's LoRA adapters; ``None`` if it takes none."""
         self.tokenizer = tokenizer

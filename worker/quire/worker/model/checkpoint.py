@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TypeGuard
 
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.gguf.container import find_gguf
+from quire.worker.model.modules_file import transformer_folder
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -100,6 +101,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         from quire.worker.model.gguf.source import open_gguf  # It makes a Checkpoint.
 
         return open_gguf(gguf)
+    path = transformer_folder(path)
     files = _weight_files(path)
     tensors: dict[str, TensorInfo] = {}
     for file in files:

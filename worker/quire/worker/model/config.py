@@ -8,6 +8,7 @@ from pathlib import Path
 from quire.worker.api.config import EngineConfig, ModelImpl
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
 from quire.worker.api.sampling_params import PARAMETERS
+from quire.worker.api.scoring import LogitScore
 from quire.worker.model.checkpoint import open_checkpoint, read_json
 from quire.worker.model.families.other import other
 from quire.worker.model.families.registry import FAMILIES
@@ -16,7 +17,10 @@ from quire.worker.model.fields import Fields
 from quire.worker.model.gguf.container import SUFFIX, find_gguf, read_model
 from quire.worker.model.gguf.describe import describe
 from quire.worker.model.gguf.names import stored_in_blocks
-from quire.worker.model.pooling import read_pooling
+from quire.worker.model.modules_file import MODULES
+from quire.worker.model.pooling import Normalize, Pooling
+from quire.worker.model.sentence_folder import SentenceFolder, is_classifier, read_sentence_folder
+from quire.worker.model.sentence_settings import most_tokens
 from quire.worker.model.spec import Attention, ModelSpec
 from quire.worker.model.stored_weights import read_stored_weights
 from quire.worker.model.support import check_runnable
@@ -48,6 +52,8 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
             f"{path}: {_what_instead(path)}; model must be a GGUF file or a checkpoint directory"
             f"{_which_files(path)}, or ORG/NAME of the Hugging Face hub"
         )
+    folder = read_sentence_folder(path)
+    root, path = path, path if folder is None else folder.transformer
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path}: has no config.json; is it a Hugging Face checkpoint?")
@@ -68,17 +74,18 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
         family = None
     if family is not None:
         config = with_defaults(config, is_text_part=is_text_part)
-    spec = other(config) if family is None else family(config)
+    ignores_head = folder is not None and folder.pooling is not None and is_classifier(config)
+    spec = other(config, for_states=ignores_head) if family is None else family(config)
     has_head = spec.has_head and not is_bare
-    pooling = spec.pooling or read_pooling(path, is_encoder=spec.is_encoder, has_head=has_head)
-    if pooling is not None and pooling.kind != "last" and not spec.is_encoder:
+    pooling = _pooling(root, folder, spec, has_head=has_head)
+    if pooling is not None and not pooling.is_causal and not spec.is_encoder:
         if model_impl == "quire":
             raise CheckpointError(
-                f"{path}: pools the {pooling.kind} of a decoder's states, which "
+                f"{path}: pools the {pooling.modes[0]} of a decoder's states, which "
                 "model_impl='quire' does not; leave it out"
             )
         family, has_head = None, False
-        spec = other(written, for_embeddings=True)  # Pooling needs all states.
+        spec = other(written, for_states=True)  # Pooling needs all states.
     spec = replace(
         spec,
         eos_token_ids=_eos_token_ids(path, config),
@@ -89,11 +96,41 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
         tied=spec.tied or is_bare,
         pooling=pooling,
     )
-    if pooling is not None and pooling.max_tokens is not None:
-        spec = replace(spec, max_positions=min(spec.max_positions, pooling.max_tokens))
+    if pooling is not None or folder is not None:
+        limit = most_tokens(path) or spec.max_positions
+        spec = replace(spec, max_positions=min(spec.max_positions, limit))
     if family is not None:
         check_runnable(spec, file)
     return spec
+
+
+def _pooling(
+    path: Path, folder: SentenceFolder | None, spec: ModelSpec, *, has_head: bool
+) -> Pooling | None:
+    """How the model makes embeddings or a pair's logit; ``None`` if it only generates text.
+
+    Without ``modules.json``, an encoder uses the mean, as in sentence-transformers, and a decoder
+    the normalised state of the last token, as it was trained.
+
+    Raises:
+        CheckpointError: ``modules.json`` asks for a head that the model lacks.
+    """
+    if folder is None:
+        if spec.pooling is not None or has_head:
+            return spec.pooling
+        steps = () if spec.is_encoder else (Normalize(),)
+        return Pooling(modes=("mean" if spec.is_encoder else "last",), steps=steps)
+    if folder.pooling is not None:
+        return folder.pooling
+    head, is_there = "classifier", spec.pooling is not None
+    if isinstance(folder.scoring, LogitScore):
+        head, is_there = "LM head", has_head
+    if not is_there:
+        raise CheckpointError(
+            f"{path / MODULES}: the model scores by its {head}, which the architecture in "
+            "config.json does not have"
+        )
+    return spec.pooling
 
 
 def _of_gguf(file: Path, model_impl: ModelImpl) -> ModelSpec:

@@ -14,7 +14,7 @@ from quire.worker.model.config import (
     resolve_max_model_len,
 )
 from quire.worker.model.hub import model_name
-from quire.worker.model.pooling import Pooling
+from quire.worker.model.pooling import Dense, LayerNorm, Pooling
 from quire.worker.model.spec import ModelSpec
 from quire.worker.model.weights_digest import weight_digests
 
@@ -98,6 +98,8 @@ def _fingerprint(config: EngineConfig, spec: ModelSpec, checkpoint: Checkpoint) 
     state = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     for file, digest in weight_digests(checkpoint.path, checkpoint.files).items():
         state.update(f"{file.name} {digest} ".encode())
-    for dense in spec.pooling.dense if spec.pooling else ():
-        state.update(f"dense {dense.digest} ".encode())
+    for step in spec.pooling.steps if spec.pooling else ():
+        if isinstance(step, Dense | LayerNorm):
+            (digest,) = weight_digests(step.file.parent, (step.file,)).values()
+            state.update(f"dense {digest} ".encode())
     return state.hexdigest()

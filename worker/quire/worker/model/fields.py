@@ -91,6 +91,10 @@ class Fields:
             if self.raw.get(name) is not None:
                 raise self.refused(name, self.raw[name])
 
+    def only(self, *names: str) -> None:
+        """Raises CheckpointError if another field is set: it may change results."""
+        self.refuse(*(name for name in self.raw if name not in names))
+
     def refused(self, name: str, value: object, instead: str = "") -> CheckpointError:
         """The error for a valid value that Quire does not support."""
         return CheckpointError(

@@ -21,6 +21,8 @@ from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.adapters.texts import FILE_NAMES as TEXT_NAMES
 from quire.worker.model.config import WEIGHT_SUFFIXES, read_model_spec
 from quire.worker.model.gguf.container import SUFFIX, choose
+from quire.worker.model.modules_file import MODULES, module_folders, transformer_folder
+from quire.worker.model.sentence_settings import MODEL_SETTINGS, TRANSFORMER_SETTINGS
 from quire.worker.model.stored_weights import MODELOPT_NAME
 
 _NAME = re.compile(
@@ -30,12 +32,17 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[^/]+(?:/.*\.gguf)?")
 """The folder of a repository's commit in huggingface_hub's cache, or a GGUF file in it."""
 
-_CONFIG = ("config.json", "generation_config.json", MODELOPT_NAME)
+_CONFIG = (
+    *("config.json", "generation_config.json", MODELOPT_NAME),
+    *(MODULES, MODEL_SETTINGS, *TRANSFORMER_SETTINGS),
+)
 _TEXT = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHTS = ("*.safetensors",)
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors", *TEXT_NAMES)
-_IGNORED = ("*/*", ".*", "consolidated*")
-"""Files not downloaded, such as weights in another format; each node makes its own digests."""
+_HIDDEN = (".*", "consolidated*")
+_IGNORED = ("*/*", *_HIDDEN)
+"""Files not downloaded, such as weights in another format; each node makes its own digests. Folders
+are those of sentence-transformers' modules alone."""
 
 
 def is_hub_name(model: Path) -> bool:
@@ -127,13 +134,23 @@ def _fetch(model: Path, patterns: Sequence[str]) -> Path:
         if (gguf := _gguf_file(model)) is not None:
             parts = re.sub(r"-00001-of-(\d{5}\.gguf)$", r"-?????-of-\1", gguf)
             return _download(model, [parts], ignored=()) / gguf
-        if not (folder / "config.json").is_file():
+        modules = module_folders(folder)
+        _download_modules(model, modules, _TEXT)
+        if not (transformer_folder(folder) / "config.json").is_file():
             raise CheckpointError(
                 f"{model}: the repository has no config.json and no GGUF file; only checkpoints in "
                 "these formats are read, not adapters"
             )
         read_model_spec(folder)  # Fails before an hour of downloading weights.
+        _download_modules(model, modules, patterns)
         return _download(model, patterns)
+
+
+def _download_modules(model: Path, folders: Sequence[str], patterns: Sequence[str]) -> None:
+    """Downloads the files of sentence-transformers' modules."""
+    if folders:
+        wanted = [f"{folder}/{pattern}" for folder in folders for pattern in patterns]
+        _download(model, wanted, ignored=_HIDDEN)
 
 
 def _gguf_file(model: Path) -> str | None:

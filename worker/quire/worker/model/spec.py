@@ -212,14 +212,15 @@ class ModelSpec:
     is_encoder: bool = False
     """Whether tokens attend to later ones, so that a text is computed as a whole. Has no head."""
     first_position: int = 0
-    """The position id of a text's first token."""
+    """The position id of a text's first token. If it is not 0, the token with the id before it is
+    padding: such tokens have that position, and later ones count on as if they were not there."""
     pooling: Pooling | None = None
     """How the model makes embeddings; ``None`` if it does not."""
 
     @property
     def is_classifier(self) -> bool:
         """Whether the model is an encoder with a classifier, which scores texts."""
-        return self.pooling is not None and self.pooling.kind == "classifier"
+        return self.pooling is not None and self.pooling.modes == ("classifier",)
 
     @property
     def attentions(self) -> tuple[Attention, ...]:

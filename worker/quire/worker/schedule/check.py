@@ -43,7 +43,7 @@ def max_tokens_of(
     if request.task == "embed":
         if model.pooling is None:
             raise InvalidRequest(
-                "this model makes no embeddings: its checkpoint has no modules.json",
+                "this model makes no embeddings: it generates text",
                 param="model",
             )
         check_embedding(request.prompt_token_ids, replace(limits, task="embed"))

@@ -5,10 +5,9 @@ import numpy as np
 from quire.worker.api.arrays import Floats
 from quire.worker.api.errors import BrokenLogits, QuireError
 from quire.worker.api.outputs import Fetched, FinishReason, TokenDelta, TokenLogprobs
-from quire.worker.model.dense import DenseLayer
 from quire.worker.model.facts import ModelFacts
+from quire.worker.model.steps import make_step
 from quire.worker.schedule.sequence import Sequence
-from quire.worker.text.embeddings import normalized
 
 # C hidden size
 
@@ -17,17 +16,15 @@ class Pooling:
     """Makes the vectors of an embedding model."""
 
     def __init__(self, model: ModelFacts) -> None:
-        self._pooling = model.pooling
-        self._dense = [DenseLayer(each) for each in model.pooling.dense] if model.pooling else []
+        self._steps = [make_step(each) for each in model.pooling.steps] if model.pooling else []
 
     def vector(self, state_C: Floats) -> Floats | None:
         """The embedding for a sequence's hidden state; ``None`` if it is NaN or infinite."""
-        assert self._pooling is not None
-        for layer in self._dense:
-            state_C = layer(state_C)
-        if not np.isfinite(state_C).all():
-            return None
-        return normalized(state_C) if self._pooling.normalize else state_C
+        for step in self._steps:
+            if not np.isfinite(state_C).all():
+                return None
+            state_C = step(state_C)
+        return state_C if np.isfinite(state_C).all() else None
 
 
 def delta_of(

@@ -1,4 +1,4 @@
-"""Embeddings of the offline API, prompts for pairs of texts, and functions of vectors."""
+"""Embeddings of the offline API, and prompts for pairs of texts."""
 
 from collections.abc import Sequence
 
@@ -48,14 +48,14 @@ class OfflineEmbedding:
         )
 
 
-def pair_prompt(first: str, second: str, tokenizer: Tokenizer) -> Prompt:
+def pair_prompt(first: str, second: str | Tokens, tokenizer: Tokenizer) -> Prompt:
     """The prompt of two texts, for a model that scores pairs."""
     before, between, behind = tokenizer.around_pair
     return (
         Tokens(before),
         Text(first, add_special_tokens=False),
         Tokens(between),
-        Text(second, add_special_tokens=False),
+        Text(second, add_special_tokens=False) if isinstance(second, str) else second,
         Tokens(behind),
     )
 
@@ -81,17 +81,3 @@ def check_pair(token_ids: Sequence[int] | TokenIds, tokenizer: Tokenizer) -> Non
             f"the pair has token {separator} in {has.sum()} places and not {wants.sum()}: a text "
             "may not have the model's separator, nor be cut so far that none of the second is left"
         )
-
-
-def normalized(vector_C: Floats) -> Floats:
-    """The vector scaled to length 1; a zero vector stays zero."""
-    wide_C = vector_C.astype(np.float64)
-    length = float(np.sqrt((wide_C * wide_C).sum()))
-    return (wide_C / max(length, 1e-12)).astype(np.float32)
-
-
-def cosine(first_C: Floats, second_C: Floats) -> float:
-    """The cosine of the angle between two vectors; 0 if one of them is zero."""
-    first, second = first_C.astype(np.float64), second_C.astype(np.float64)
-    length = float(np.sqrt((first @ first) * (second @ second)))
-    return float(first @ second) / length if length else 0.0

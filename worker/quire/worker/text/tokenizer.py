@@ -25,6 +25,7 @@ from quire.worker.api.hashing import TokenIds
 from quire.worker.model.gguf.container import find_gguf, read_header
 from quire.worker.model.gguf.vocabulary import build_tokenizer, tokenizer_config
 from quire.worker.model.hub import model_name
+from quire.worker.model.modules_file import transformer_folder
 from quire.worker.model.tokenizer_config import (
     TEMPLATES_FOLDER,
     chat_templates,
@@ -98,6 +99,7 @@ class Tokenizer:
             folder, header = gguf, read_header(gguf)  # Other files in its folder are not read.
             config, backend = tokenizer_config(header), build_tokenizer(header)
         else:
+            folder = transformer_folder(folder)
             config = read_config(folder)
             backend = _load_backend(folder, config)
         templates = {} if chat_template is not None else chat_templates(folder, config)
@@ -118,7 +120,8 @@ class Tokenizer:
         """Whether the checkpoint has a tokenizer. Raises CheckpointError if it cannot be read."""
         if (gguf := find_gguf(path)) is not None:
             return "tokenizer.ggml.tokens" in read_header(gguf).metadata
-        return any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+        folder = transformer_folder(path)
+        return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
 
     @property
     def vocab_size(self) -> int:

@@ -14,15 +14,21 @@ from quire.worker.model.families.decoder import dtype_name, extra_layers
 from quire.worker.model.families.rotary import max_positions
 from quire.worker.model.families.wrappers import architecture_of
 from quire.worker.model.fields import Fields
-from quire.worker.model.pooling import CLASSIFIER, Pooling
+from quire.worker.model.pooling import Pooling
+from quire.worker.model.sentence_folder import CLASSIFIER
 from quire.worker.model.spec import ModelSpec, Norm
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _ENDINGS = ("ForCausalLM", "LMHeadModel")
 _WITHOUT_HEAD = ("Model", "ForMaskedLM", CLASSIFIER)
-_AFTER_PADDING = ("camembert", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl")
-"""Models whose position ids start after that of the padding token."""
+AFTER_PADDING = {
+    **dict.fromkeys(("camembert", "roberta", "roberta-prelayernorm", "xlm-roberta"), 1),
+    **dict.fromkeys(("data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "xmod"), 1),
+    **{"xlm-roberta-xl": 1, "lilt": 0, "markuplm": 0},
+}
+"""Models whose position ids start after that of the padding token, and its default id. A dry run
+refuses others that count so."""
 _LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention")
 _ALIBI = ("bloom", "mpt")
 _NO_ATTENTION = (
@@ -30,7 +36,7 @@ _NO_ATTENTION = (
     *("state_size", "conv_kernel", "time_step_", "attention_hidden_size"),
     *("attn_layer_period", "hybrid_override_pattern"),
 )
-"""Prefixes of fields that only models with recurrent layer states have."""
+"""Prefixes of fields that only models with recurrent layer states or convolutions have."""
 _SPARSE = ("index_topk", "index_n_heads", "index_head_dim", "nsa_", "moba_")
 _NOT_IN_RESULTS = (
     *("eos_token_id", "bos_token_id", "dtype", "torch_dtype", "use_cache"),
@@ -38,8 +44,8 @@ _NOT_IN_RESULTS = (
 )
 
 
-def other(config: Fields, *, for_embeddings: bool = False) -> ModelSpec:
-    """A model that runs through transformers. ``for_embeddings`` leaves out the head of a decoder,
+def other(config: Fields, *, for_states: bool = False) -> ModelSpec:
+    """A model that runs through transformers. ``for_states`` leaves out its LM head or classifier,
     and computes each text as a whole.
 
     Raises:
@@ -48,19 +54,29 @@ def other(config: Fields, *, for_embeddings: bool = False) -> ModelSpec:
     raw, model_type = config.raw, str(config.raw.get("model_type", "unknown"))
     name = architecture_of(config)
     if config.flag("is_encoder_decoder"):
+        if name.endswith("EncoderModel"):
+            raise config.broken(
+                f"{name} is the encoder of a model with an encoder and a decoder, whose attention "
+                "has biases by position, which ours does not compute"
+            )
         raise config.broken(f"{name} has an encoder and a decoder; only decoders run")
-    has_head = (name == model_type or name.endswith(_ENDINGS)) and not for_embeddings
-    if not has_head and not for_embeddings and not name.endswith(_WITHOUT_HEAD):
+    has_head = (name == model_type or name.endswith(_ENDINGS)) and not for_states
+    if not has_head and not for_states and not name.endswith(_WITHOUT_HEAD):
         known = " or ".join(f"…{ending}" for ending in (*_ENDINGS, *_WITHOUT_HEAD))
         raise config.broken(
             f"architecture {name!r} is not supported: it is no decoder or encoder of text ({known})"
         )
-    is_classifier = name.endswith(CLASSIFIER)
+    is_classifier = name.endswith(CLASSIFIER) and not for_states
     if is_classifier and (labels := _num_labels(config)) != 1:
         raise config.broken(f"{name} has {labels} labels: a model that scores pairs has one")
     first = 0
-    if model_type in _AFTER_PADDING:
-        first = 1 + (1 if raw.get("pad_token_id") is None else int(raw["pad_token_id"]))
+    if model_type in AFTER_PADDING:
+        padding = config.token_id("pad_token_id")
+        first = 1 + (AFTER_PADDING[model_type] if padding is None else padding)
+    if first and has_head:
+        raise config.broken(
+            f"{name} has positions after the padding token's, which run in encoders only"
+        )
     if model_type in _ALIBI or raw.get("alibi"):
         raise config.broken(f"{name} has alibi, which our attention does not compute")
     for field, value in raw.items():
@@ -92,7 +108,7 @@ def other(config: Fields, *, for_embeddings: bool = False) -> ModelSpec:
         has_head=has_head,
         is_encoder=not has_head,
         first_position=first,
-        pooling=Pooling(kind="classifier", normalize=False) if is_classifier else None,
+        pooling=Pooling(modes=("classifier",), reads_pairs=True) if is_classifier else None,
     )
 
 
@@ -134,7 +150,9 @@ def refuse_states(config: Fields) -> None:
     for field, value in config.raw.items():
         is_said = value not in (None, False, 0, [])
         if not kinds and is_said and field.startswith(_NO_ATTENTION):
-            raise config.broken(f"{name} has {field}: layers with a state, which no KV cache holds")
+            raise config.broken(
+                f"{name} has {field}: layers with a state or a convolution, which no KV cache holds"
+            )
 
 
 def _num_labels(config: Fields) -> int:

@@ -5,6 +5,7 @@ between. A model that needs something that Quire's cache or kernels cannot do is
 """
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -113,6 +114,8 @@ def dry_run(
                 .eval()
             )
         model = packed_part(whole, spec)
+        if not spec.first_position and _counts_from_padding(model):
+            raise Refused("its position ids start after that of the padding token")
         found.plan = install_for_dry_run(
             model, num_positions=max_model_len, dtype=dtype, is_strict=is_deterministic
         )
@@ -123,15 +126,7 @@ def dry_run(
     except NotALayer as error:
         raise CheckpointError(f"{path}: {name} cannot run: it computes {error}") from error
     except Exception as error:
-        if isinstance(error, KeyError) and _NAME in error.args:
-            raise CheckpointError(
-                f"{path}: {name} cannot run: its layers do not call transformers' attention "
-                "interface, through which Quire attends"
-            ) from error
-        raise CheckpointError(
-            f"{path}: {name} cannot run: a dry run of transformers' code raised "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        raise CheckpointError(f"{path}: {name} cannot run: {_reason(error)}") from error
     num_layers = config.get_text_config().num_hidden_layers
     called = list(recorder.calls)
     if len(called) != num_layers:
@@ -167,6 +162,33 @@ def dry_run(
         )
     found.plan.by_rows = sorted({where for op in _REPLACED & ops.keys() for where in ops[op]})
     return found
+
+
+def _reason(error: Exception) -> str:
+    """Why a dry run fails with ``error``, an exception of transformers' or torch's code."""
+    said = str(error).splitlines()[0] if str(error) else ""
+    if isinstance(error, KeyError) and _NAME in error.args:
+        return (
+            "its layers do not call transformers' attention interface, through which Quire attends"
+        )
+    if isinstance(error, TypeError | AttributeError) and _Mask.__name__ in said:
+        return (
+            "its layers attend by code of their own, for example with relative positions, and do "
+            "not call transformers' attention interface, through which Quire attends"
+        )
+    if isinstance(error, RuntimeError) and "meta" in said:
+        return f"transformers' code for it decides by values of tensors, before they exist: {said}"
+    return f"a dry run of transformers' code raised {type(error).__name__}: {said}"
+
+
+def _counts_from_padding(model: nn.Module) -> bool:
+    """Whether a module computes position ids from the positions of padding tokens."""
+    name = "create_position_ids_from_input_ids"
+    return any(
+        hasattr(module, name)
+        or (hasattr(module, "padding_idx") and hasattr(sys.modules[type(module).__module__], name))
+        for module in model.modules()
+    )
 
 
 def _run(

@@ -78,7 +78,10 @@ def install_for_dry_run(
                 if is_experts(module):
                     expert_matrices(module)
                     continue
-                raise NotALayer(f"with {name} {list(parameter.shape)}, which is of no known layer")
+                raise NotALayer(
+                    f"with {name} {list(parameter.shape)}, which is neither of a linear layer nor "
+                    "of experts in a known form"
+                )
     return plan
 
 

@@ -1,6 +1,7 @@
 """Runs a transformers model as a `quire.kernels.ops.ProgramRunner`: the model's own modules compute
 a packed step, and its attention reads and writes Quire's KV cache."""
 
+import math
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
@@ -20,7 +21,7 @@ from quire.kernels.batch import Batch, GreedyEdits, WantedColumns
 from quire.kernels.ops import KvCache
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.loader import Weights
-from quire.worker.model.pooling import PoolingKind
+from quire.worker.model.pooling import Pooling, PoolingMode
 from quire.worker.model.spec import Attention, ModelSpec
 from quire.worker.model.through.classes import (
     auto_class,
@@ -39,7 +40,7 @@ _NAME = "quire"
 _OTHER_TASKS = (
     r"(^|\.)pooler\.",
     r"(^|\.)embeddings\.position_ids$",
-    r"^(cls|lm_head|head|decoder|predictions|vocab_\w+)\.",
+    r"^(cls|classifier|lm_head|head|decoder|predictions|score|vocab_\w+)\.",
 )
 """Tensors of encoders that embeddings do not need."""
 
@@ -76,9 +77,12 @@ class ThroughTransformers:
             module.quire_step = self._step
             module.quire_layer = (number, found.attentions[number], options[number])
         self._first_position = spec.first_position
-        self._pooling = spec.pooling.kind if spec.is_encoder and spec.pooling else None
+        self._pooling = spec.pooling if spec.is_encoder else None
+        self._types = None
+        if self._pooling is not None and self._pooling.reads_pairs:
+            self._types = _Types(whole.config, path=weights.checkpoint.path)
         if spec.is_classifier:
-            self._classifier = _Classifier(whole, self._model, path=weights.checkpoint.path)
+            self._classifier = _Classifier(whole, self._model)
             self._classifier.model.to(device)
         if self._pooling is None:
             head = self._model.get_output_embeddings()
@@ -108,15 +112,15 @@ class ThroughTransformers:
         ).logits[0]
         return logits_SV.float() if logits_SV.device.type == "cpu" else logits_SV
 
-    def _encode(self, batch: Batch, pooling: PoolingKind) -> Tensor:
+    def _encode(self, batch: Batch, pooling: Pooling) -> Tensor:
         """Sets the vector of each sequence, all of which are whole; returns no logits."""
         bounds = list(pairwise(batch.query_starts_B1.tolist()))
         more = {}
-        if pooling == "classifier":
-            more = self._classifier.types_of(batch.token_ids_T, bounds)
+        if self._types is not None:
+            more = self._types.of(batch.token_ids_T, bounds)
         states_TC: Tensor = self._model(
             input_ids=batch.token_ids_T[None],
-            position_ids=batch.positions_T[None] + self._first_position,
+            position_ids=self._positions(batch, bounds)[None],
             **more,
         ).last_hidden_state[0]
         if batch.hidden is not None:
@@ -128,25 +132,32 @@ class ThroughTransformers:
                     self._classifier.logits(states_TC[text], batch.token_ids_T[text])
                     for text in texts
                 ]
-                if pooling == "classifier"
-                else [_pooled(states_TC[text], pooling) for text in texts]
+                if pooling.modes == ("classifier",)
+                else [
+                    torch.cat([_pooled(states_TC[text], mode) for mode in pooling.modes])
+                    for text in texts
+                ]
             )
         return states_TC.new_empty(len(batch.last_tokens_S), 0)
 
+    def _positions(self, batch: Batch, bounds: list[tuple[int, int]]) -> Tensor:
+        """The position ids of all texts."""
+        if not self._first_position:
+            return batch.positions_T
+        padding = self._first_position - 1
+        counts_T = (batch.token_ids_T != padding).to(batch.positions_T.dtype)
+        positions = [counts_T[begin:end].cumsum(0) for begin, end in bounds]
+        return torch.cat(positions).to(counts_T.dtype) * counts_T + padding
 
-class _Classifier:
-    """The classifier after an encoder, which runs on one text at a time."""
 
-    def __init__(self, model: Any, encoder: Any, *, path: Path) -> None:
-        self.model = model
-        self._states = _States(getattr(encoder, "pooler", None))
-        setattr(model, model.base_model_prefix, self._states)
-        self._separator = None
-        has_types = getattr(model.config, "type_vocab_size", 1) > 1
-        if has_types and gives_types(read_config(path)):
-            self._separator = named_token_id(path, "sep_token")
+class _Types:
+    """Tells the two texts of a pair apart, if the model and its tokenizer do."""
 
-    def types_of(self, token_ids_T: Tensor, bounds: list[tuple[int, int]]) -> dict[str, Tensor]:
+    def __init__(self, config: Any, *, path: Path) -> None:
+        has_types = getattr(config, "type_vocab_size", 1) > 1 and gives_types(read_config(path))
+        self._separator = named_token_id(path, "sep_token") if has_types else None
+
+    def of(self, token_ids_T: Tensor, bounds: list[tuple[int, int]]) -> dict[str, Tensor]:
         """Token type ids: 0 up to a text's first separator, 1 after it; empty if unused."""
         if self._separator is None:
             return {}
@@ -156,6 +167,15 @@ class _Classifier:
             for begin, end in bounds
         ]
         return {"token_type_ids": torch.cat(types)[None]}
+
+
+class _Classifier:
+    """The classifier after an encoder, which runs on one text at a time."""
+
+    def __init__(self, model: Any, encoder: Any) -> None:
+        self.model = model
+        self._states = _States(getattr(encoder, "pooler", None))
+        setattr(model, model.base_model_prefix, self._states)
 
     def logits(self, states_LC: Tensor, token_ids_L: Tensor) -> Tensor:
         """One logit for each label, float32."""
@@ -220,14 +240,21 @@ class _Step:
         return attended_THD[None, ..., : attention.value_size]
 
 
-def _pooled(states_LC: Tensor, kind: PoolingKind) -> Tensor:
-    match kind:
+def _pooled(states_LC: Tensor, mode: PoolingMode) -> Tensor:
+    match mode:
         case "cls":
             return states_LC[0].float()
         case "last":
             return states_LC[-1].float()
+        case "max":
+            return states_LC.max(0).values.float()
     # In float64, the effect of torch's order of the sum is lost in rounding.
-    return states_LC.double().mean(0).float()
+    states_LC = states_LC.double()
+    if mode == "weighted_mean":
+        weights_L = torch.arange(1, len(states_LC) + 1, device=states_LC.device).double()
+        return ((states_LC * weights_L[:, None]).sum(0) / weights_L.sum()).float()
+    divisor = math.sqrt(len(states_LC)) if mode == "mean_sqrt" else len(states_LC)
+    return (states_LC.sum(0) / divisor).float()
 
 
 def _attend(
