@@ -10,6 +10,7 @@ from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
 from quire.worker.api.sampling_params import PARAMETERS
 from quire.worker.model.checkpoint import open_checkpoint, read_json
 from quire.worker.model.families.other import other
+from quire.worker.model.families.own_code import refuse_own_code
 from quire.worker.model.families.registry import FAMILIES
 from quire.worker.model.families.wrappers import architecture_of, text_part, with_defaults
 from quire.worker.model.fields import Fields
@@ -51,9 +52,9 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path}: has no config.json; is it a Hugging Face checkpoint?")
-    config = Fields(read_json(file), file)
-    text = text_part(config)
-    is_text_part, config = text is not None, text or config
+    whole = Fields(read_json(file), file)
+    text = text_part(whole)
+    is_text_part, config = text is not None, text or whole
     written = config
     architecture = architecture_of(config)
     decoder = f"{architecture.removesuffix('Model')}ForCausalLM"
@@ -64,21 +65,24 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
             f"{file}: architecture {architecture!r} is not supported with model_impl='quire'; "
             f"supported: {', '.join(FAMILIES)}; model_impl='auto' runs others through transformers"
         )
-    if model_impl == "transformers":
+    is_causal = config.flag("is_causal", default=True)
+    if model_impl == "transformers" or not is_causal:
         family = None
+    if model_impl == "quire" and not is_causal:
+        raise config.refused("is_causal", False, " with model_impl='quire'; leave that out")
     if family is not None:
         config = with_defaults(config, is_text_part=is_text_part)
     spec = other(config) if family is None else family(config)
     has_head = spec.has_head and not is_bare
     pooling = spec.pooling or read_pooling(path, is_encoder=spec.is_encoder, has_head=has_head)
-    if pooling is not None and pooling.kind != "last" and not spec.is_encoder:
+    if pooling is not None and not spec.is_encoder and (pooling.kind != "last" or not is_causal):
         if model_impl == "quire":
             raise CheckpointError(
                 f"{path}: pools the {pooling.kind} of a decoder's states, which "
                 "model_impl='quire' does not; leave it out"
             )
         family, has_head = None, False
-        spec = other(written, for_embeddings=True)  # Pooling needs all states.
+        spec = other(written, for_embeddings=True)  # Each text is computed as a whole.
     spec = replace(
         spec,
         eos_token_ids=_eos_token_ids(path, config),
@@ -91,6 +95,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     )
     if pooling is not None and pooling.max_tokens is not None:
         spec = replace(spec, max_positions=min(spec.max_positions, pooling.max_tokens))
+    refuse_own_code(whole, spec)
     if family is not None:
         check_runnable(spec, file)
     return spec
