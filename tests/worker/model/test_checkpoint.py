@@ -85,6 +85,42 @@ def test_a_model_of_a_foreign_kind_is_refused_by_name(
     assert message in failure(config_of, copy)
 
 
+OWN = {"AutoConfig": "configuration_own.OwnConfig"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"auto_map": OWN | {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}},
+            "auto_map.AutoModelForCausalLM='modeling_own.OwnForCausalLM' is not supported: code",
+        ),
+        (
+            {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.LlamaForCausalLM"}},
+            "auto_map.AutoModelForCausalLM='own.LlamaForCausalLM' is not supported: code",
+        ),
+        (
+            {"architectures": ["LlamaModel"], "auto_map": {"AutoModel": "o/r--own.LlamaModel"}},
+            "auto_map.AutoModel='o/r--own.LlamaModel' is not supported: code",
+        ),
+        ({"is_causal": False}, "LlamaAttention is not causal"),
+        ({"architectures": ["LlamaBidirectionalModel"]}, "'LlamaBidirectionalModel' is not supp"),
+    ],
+)
+def test_code_of_a_checkpoint_is_not_replaced_without_a_word(
+    fields: dict[str, Any], message: str, config_of: ConfigOf, copy: Path
+) -> None:
+    edit_config(copy, **fields)
+    assert message in failure(config_of, copy)
+
+
+def test_code_of_the_class_that_is_computed_is_no_reason_to_refuse(copy: Path) -> None:
+    plain = read_model_spec(copy)
+    modeling = {"AutoModel": "m.LlamaModel", "AutoModelForCausalLM": "m.LlamaForCausalLM"}
+    edit_config(copy, auto_map=OWN | modeling)
+    assert read_model_spec(copy) == plain
+
+
 def test_missing_weights_are_told_apart_from_foreign_ones(config_of: ConfigOf, copy: Path) -> None:
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     assert "found pytorch_model.bin" in failure(config_of, copy)

@@ -11,6 +11,7 @@ from quire.worker.api.sampling_params import PARAMETERS
 from quire.worker.api.scoring import LogitScore
 from quire.worker.model.checkpoint import open_checkpoint, read_json
 from quire.worker.model.families.other import other
+from quire.worker.model.families.own_code import refuse_own_code
 from quire.worker.model.families.registry import FAMILIES
 from quire.worker.model.families.wrappers import architecture_of, text_part, with_defaults
 from quire.worker.model.fields import Fields
@@ -57,9 +58,9 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path}: has no config.json; is it a Hugging Face checkpoint?")
-    config = Fields(read_json(file), file)
-    text = text_part(config)
-    is_text_part, config = text is not None, text or config
+    whole = Fields(read_json(file), file)
+    text = text_part(whole)
+    is_text_part, config = text is not None, text or whole
     written = config
     architecture = architecture_of(config)
     decoder = f"{architecture.removesuffix('Model')}ForCausalLM"
@@ -70,15 +71,19 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
             f"{file}: architecture {architecture!r} is not supported with model_impl='quire'; "
             f"supported: {', '.join(FAMILIES)}; model_impl='auto' runs others through transformers"
         )
-    if model_impl == "transformers":
+    is_causal = config.flag("is_causal", default=True)
+    if model_impl == "transformers" or not is_causal:
         family = None
+    if model_impl == "quire" and not is_causal:
+        raise config.refused("is_causal", False, " with model_impl='quire'; leave that out")
     if family is not None:
         config = with_defaults(config, is_text_part=is_text_part)
     ignores_head = folder is not None and folder.pooling is not None and is_classifier(config)
     spec = other(config, for_states=ignores_head) if family is None else family(config)
     has_head = spec.has_head and not is_bare
     pooling = _pooling(root, folder, spec, has_head=has_head)
-    if pooling is not None and not pooling.is_causal and not spec.is_encoder:
+    as_a_whole = not is_causal or (pooling is not None and not pooling.is_causal)
+    if pooling is not None and as_a_whole and not spec.is_encoder:
         if model_impl == "quire":
             raise CheckpointError(
                 f"{path}: pools the {pooling.modes[0]} of a decoder's states, which "
@@ -99,6 +104,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     if pooling is not None or folder is not None:
         limit = most_tokens(path) or spec.max_positions
         spec = replace(spec, max_positions=min(spec.max_positions, limit))
+    refuse_own_code(whole, spec)
     if family is not None:
         check_runnable(spec, file)
     return spec

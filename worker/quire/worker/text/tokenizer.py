@@ -12,6 +12,7 @@ are raised as InvalidRequest.
 
 import io
 import json
+import reprlib
 import zipfile
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
@@ -27,10 +28,12 @@ from quire.worker.model.gguf.vocabulary import build_tokenizer, tokenizer_config
 from quire.worker.model.hub import model_name
 from quire.worker.model.modules_file import transformer_folder
 from quire.worker.model.tokenizer_config import (
+    CONFIG_FILE,
     TEMPLATES_FOLDER,
     chat_templates,
     named_tokens,
     read_config,
+    vocab_size,
     with_added_tokens,
 )
 from quire.worker.text.bounds import TextBound, text_bound
@@ -44,6 +47,9 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """One turn of a chat: ``{"role": …, "content": …}``."""
 
+_OLDER = (("tokenizer.model",), ("tekken.json",), ("vocab.json", "merges.txt"), ("vocab.txt",))
+"""The files of tokenizers without a ``tokenizer.json``, which transformers converts."""
+_MISTRAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 _MANY_TOKENS = 4_000
 _REPLACEMENT = "\ufffd"
 
@@ -86,8 +92,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path, *, chat_template: str | None = None) -> "Tokenizer":
-        """Reads ``tokenizer.json``, ``tokenizer_config.json`` and the files of chat templates, or
-        the metadata of the GGUF file at ``path``.
+        """Reads ``tokenizer.json``, or the files of an older tokenizer, ``tokenizer_config.json``
+        and the files of chat templates, or the metadata of the GGUF file at ``path``.
 
         ``chat_template`` is a Jinja template to use instead of the checkpoint's own.
 
@@ -98,17 +104,18 @@ class Tokenizer:
         if (gguf := find_gguf(folder)) is not None:
             folder, header = gguf, read_header(gguf)  # Other files in its folder are not read.
             config, backend = tokenizer_config(header), build_tokenizer(header)
+            names: Mapping[str, str] = named_tokens(config)
         else:
             folder = transformer_folder(folder)
             config = read_config(folder)
-            backend = _load_backend(folder, config)
+            backend, names = _load_backend(folder, config)
         templates = {} if chat_template is not None else chat_templates(folder, config)
         try:
             return cls(
                 backend,
                 chat_template=chat_template or templates.get("default"),
                 tools_template=templates.get("tool_use"),
-                special_tokens=named_tokens(config),
+                special_tokens=names,
                 response_template=config.get("response_template"),
                 name=model_name(folder),
             )
@@ -121,7 +128,7 @@ class Tokenizer:
         if (gguf := find_gguf(path)) is not None:
             return "tokenizer.ggml.tokens" in read_header(gguf).metadata
         folder = transformer_folder(path)
-        return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
+        return any(_has(folder, files) for files in (("tokenizer.json",), *_OLDER))
 
     @property
     def vocab_size(self) -> int:
@@ -278,8 +285,13 @@ def _is_of_library(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def _load_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    file, model = folder / "tokenizer.json", folder / "tokenizer.model"
+def _load_backend(
+    folder: Path, config: Mapping[str, Any]
+) -> tuple[tokenizers.Tokenizer, Mapping[str, str]]:
+    """The tokenizer in ``folder``, and the texts of its named tokens."""
+    file = folder / "tokenizer.json"
+    if config.get("split_special_tokens"):
+        raise CheckpointError(f"{folder / CONFIG_FILE}: split_special_tokens=true is not supported")
     if file.is_file():
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -287,34 +299,52 @@ def _load_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokeniz
             if not _is_of_library(error):
                 raise
             raise CheckpointError(f"{file} cannot be read as a tokenizer: {error}") from error
-        backend = with_added_tokens(backend, config)
-    elif model.is_file():
-        backend = _converted(model)
+        backend = with_added_tokens(backend, config, num_ids=vocab_size(folder))
+        names: Mapping[str, str] = named_tokens(config)
+    elif any(_has(folder, files) for files in _OLDER):
+        backend, names = _converted(folder, config)
     else:
+        known = ", ".join(" with ".join(files) for files in _OLDER)
         raise CheckpointError(
-            f"{folder}: has neither tokenizer.json nor tokenizer.model; is it a Hugging Face "
-            "checkpoint?"
+            f"{folder}: has neither tokenizer.json nor another tokenizer ({known}); is it a "
+            "Hugging Face checkpoint?"
         )
     # Saved truncation and padding are settings of the training, and do not apply to prompts.
     backend.no_truncation()
     backend.no_padding()
-    return backend
+    return backend, names
 
 
-def _converted(model: Path) -> tokenizers.Tokenizer:
-    """The tokenizer of an older checkpoint, converted by transformers, which takes seconds."""
+def _has(folder: Path, files: Sequence[str]) -> bool:
+    return all((folder / name).is_file() for name in files)
+
+
+def _converted(
+    folder: Path, config: Mapping[str, Any]
+) -> tuple[tokenizers.Tokenizer, Mapping[str, str]]:
+    """An older checkpoint's tokenizer, converted by transformers, which takes seconds."""
     from transformers import AutoTokenizer
 
+    code = config.get("auto_map")
+    if code and (not isinstance(code, dict) or code.get("AutoTokenizer")):
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE}: auto_map={reprlib.repr(code)} is not supported: code that "
+            "comes with a checkpoint (trust_remote_code) is not run; save a tokenizer.json there"
+        )
     try:
-        backend: tokenizers.Tokenizer = AutoTokenizer.from_pretrained(
-            model.parent, use_fast=True
-        ).backend_tokenizer
+        found: Any = AutoTokenizer.from_pretrained(folder, use_fast=True, trust_remote_code=False)
+        backend, names = found.backend_tokenizer, found.special_tokens_map
+        if (folder / "tekken.json").is_file() and not names:
+            names = _MISTRAL  # Neither they nor BOS before a text are in the file.
+            backend.post_processor = tokenizers.processors.TemplateProcessing(
+                single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+            )
+        return backend, names
     except Exception as error:  # It raises many types, also those of its parsers.
         raise CheckpointError(
-            f"{model} cannot be converted: {error}; install sentencepiece if it is missing, or "
-            "save a tokenizer.json beside it"
+            f"{folder}: the tokenizer cannot be converted: {error}; install sentencepiece if it is "
+            "missing, or save a tokenizer.json beside it"
         ) from error
-    return backend
 
 
 def _chat_template(

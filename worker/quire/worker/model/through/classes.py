@@ -40,7 +40,8 @@ def transformers_config(path: Path, spec: ModelSpec) -> Any:
     if spec.is_classifier:
         classes = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     kinds = [each for each, known in classes.items() if known == name]
-    if (name == kind or not spec.has_head) and kind in classes:
+    is_of_kind = name == kind or (not spec.has_head and _is_class_of(name, kind))
+    if is_of_kind and kind in classes:
         kinds = [kind]
     if not kinds:
         raise CheckpointError(f"{path}: {unknown(name)}")
@@ -63,6 +64,12 @@ def transformers_config(path: Path, spec: ModelSpec) -> Any:
     if spec.is_encoder:
         config.is_decoder = False
     return config
+
+
+def _is_class_of(name: str, kind: Any) -> bool:
+    """Whether transformers has a class ``name`` for models of type ``kind``."""
+    config = getattr(getattr(transformers, name, None), "config_class", None)
+    return config is not None and config.model_type == kind
 
 
 def auto_class(spec: ModelSpec) -> Any:
