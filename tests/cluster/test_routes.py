@@ -173,6 +173,8 @@ async def test_a_stranger_learns_nothing_of_which_paths_exist(tmp_path: Path) ->
         assert await stranger.ask("GET", "/metrics%0a") == 400
         for path, status in {"/metrics%0a": 400, "/metrics/": 307, "/nothing": 404}.items():
             assert await tenant.ask("GET", path) == status
+        assert await tenant.ask("PUT", "/v1/models") == 405
+        assert await tenant.ask("PUT", "/metrics") == 403
         stranger.close()
         tenant.close()
 

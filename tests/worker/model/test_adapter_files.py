@@ -96,6 +96,7 @@ def read(folder: Path, spec: ModelSpec | None = None, *, max_rank: int = 64) -> 
         ({"alpha_pattern": {"(?!a)b": 1}}, r"alpha_pattern: .*\(invalid perl operator: \(\?!"),
         ({"alpha_pattern": {"a" * 1001: 1}}, "1011 characters: at most 1000.*name the modules"),
         ({"rank_pattern": dict.fromkeys(map(str, range(2001)), 1)}, "2000 names at most"),
+        ({"rank_pattern": {f"{n:0900}": 1 for n in range(112)}}, "100000 characters at most"),
     ],
 )
 def test_a_configuration_that_is_not_served_is_refused_by_name(

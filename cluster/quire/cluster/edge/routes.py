@@ -46,7 +46,8 @@ class _Unknown(BaseRoute):
         self._routes = routes
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        return (Match.FULL if scope["type"] == "http" else Match.NONE), {}
+        # A route that fits but for the method comes first, and answers 405.
+        return (Match.PARTIAL if scope["type"] == "http" else Match.NONE), {}
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         check_access(Access.KEY, scope["state"]["caller"])

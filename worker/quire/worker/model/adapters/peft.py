@@ -55,7 +55,7 @@ _REFUSED = {
     "monteclora_config": "MonteCLoRA is not served; train without monteclora_config",
     "arrow_config": "a mixture of adapters is not served; serve one of them",
 }
-_MAX_PATTERNS = 2000  # PEFT writes one for each module where ranks differ.
+_MAX_PATTERNS, _MAX_PATTERN_CHARS = 2000, 100_000  # PEFT may write one for each module.
 _MOST = {"float16": 65504.0, "bfloat16": 3.38e38, "float32": 3.4e38}
 """The largest magnitude of a value for each type of computation."""
 
@@ -299,6 +299,8 @@ def _patterns(raw: Any, *, is_rank: bool) -> tuple[tuple[Pattern, float], ...]:
     """
     if not isinstance(raw, dict) or len(raw) > _MAX_PATTERNS:
         raise ValueError(f"must be an object of {_MAX_PATTERNS} names at most")
+    if sum(map(len, raw)) > _MAX_PATTERN_CHARS:
+        raise ValueError(f"must have {_MAX_PATTERN_CHARS} characters at most")
     found = []
     for pattern, value in raw.items():
         is_good = type(value) is int and value >= 1 if is_rank else _is_number(value)
