@@ -20,7 +20,7 @@ from quire.worker.api.hashing import TokenIds
 from quire.worker.api.structured import Constraint
 from quire.worker.text.gbnf_lark import lark_of
 from quire.worker.text.grammar_process import GrammarProcess
-from quire.worker.text.json_schema import check_embedded, checked, place_of
+from quire.worker.text.json_schema import checked, checked_embedded, place_of
 from quire.worker.text.kept import Kept
 from quire.worker.text.lark import WHITESPACE, Lark
 from quire.worker.text.mask_cost import MaskCost
@@ -197,8 +197,7 @@ def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
         lark = written(Lark(special_tokens), lark)
     elif _LLAMA_CPP.search(lark):
         lark = lark_of(lark)
-    check_embedded(lark)
-    return LLMatcher.grammar_from_lark(lark)
+    return LLMatcher.grammar_from_lark(checked_embedded(lark))
 
 
 def _refusal(constraint: Constraint, error: str) -> str:
