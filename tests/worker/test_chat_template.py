@@ -167,7 +167,7 @@ def test_a_message_that_the_template_leaves_out_is_refused() -> None:
     assert template(only_users).render(said("system ", "user b")) == "b"
     call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     calls: list[Any] = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    with pytest.raises(InvalidRequest, match="shows no tool_calls"):
+    with pytest.raises(InvalidRequest, match="does not show tool_calls"):
         template(CHATML).render(calls)
 
 

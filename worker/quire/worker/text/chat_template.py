@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # The process that renders for a gateway needs no tokenizer.
     from quire.worker.text.tokenizer import Message
 
 _MAX_REASON_CHARS = 500
+NO_CALLS = "the model's chat template does not show tool_calls"
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
@@ -128,8 +129,7 @@ class _OneTemplate:
         texts = [text for text in self._call_texts if text is not None]
         if texts and not any(PROBE in text for text in texts):
             raise InvalidRequest(
-                "messages: the model's chat template shows no tool_calls, so that they would be "
-                "lost: send them as content",
+                f"messages: {NO_CALLS}, so that they would be lost: send them as content",
                 param="messages",
             )
         if message.get("content") is not None:
@@ -151,7 +151,8 @@ class _OneTemplate:
     @cached_property
     def _call_texts(self) -> list[str | None]:
         """A chat with a call, with each form of `_NO_CONTENT`."""
-        function = {"name": PROBE, "arguments": _Arguments("{}", {})}
+        arguments = {"p": PROBE}  # Some templates show the id in place of the name.
+        function = {"name": PROBE, "arguments": _Arguments(json.dumps(arguments), arguments)}
         calls = [{"type": "function", "id": CALL_ID, "function": function}]
         call: Message = {"role": "assistant", "tool_calls": calls}
         result = {"role": "tool", "tool_call_id": CALL_ID, "content": "?"}
