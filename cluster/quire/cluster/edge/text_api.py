@@ -50,7 +50,7 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: TokenIds
-    skip_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = False
 
 
 def text_routes(models: Models, bodies: BodyReader) -> list[Route]:
