@@ -46,7 +46,10 @@ CODEX: dict[str, Any] = {
     "tools": [
         {"type": "function", "name": "shell", "description": "", "parameters": SCHEMA},
         {"type": "web_search", "external_web_access": False},
-        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}},
+        {
+            **{"type": "custom", "name": "apply_patch", "description": "Edits files."},
+            "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+        },
         {"type": "namespace", "name": "mcp", "tools": []},
     ],
     "tool_choice": "auto",
@@ -71,7 +74,7 @@ async def test_agents_are_served_and_told_what_is_left_out(start_cluster: Any) -
             (
                 "/v1/responses",
                 CODEX,
-                "client_metadata, text.verbosity, tools[1], tools[2], tools[3]",
+                "client_metadata, text.verbosity, tools[1], tools[2].format, tools[3]",
             ),
         ):
             answer = await client.post(path, json=body)
@@ -120,8 +123,17 @@ async def test_values_by_which_clients_mean_none_or_greedy(start_cluster: Any) -
             assert answer.json()["error"]["param"] == "seed"
         chat = {"messages": [{"role": "user", "content": "?"}]}
         for name in ("max_tokens", "max_completion_tokens"):
-            answer = await client.post("/v1/chat/completions", json=chat | {name: -1})
+            answer = await client.post("/v1/chat/completions", json=chat | {name: -2})
             assert answer.json()["error"]["param"] == name
+            answer = await client.post("/v1/chat/completions", json=chat | {name: -1})
+            assert answer.json()["usage"]["completion_tokens"] > 16
+        hints = {
+            **{"service_tier": "flex", "provider": {"order": ["x"]}, "usage": {"include": True}},
+            **{"cache_prompt": True, "keep_alive": "5m", "stream": True},
+            "stream_options": {"include_usage": None, "include_obfuscation": True},
+        }
+        answer = await client.post("/v1/chat/completions", json=chat | hints | {"max_tokens": 1})
+        assert answer.status_code == 200, answer.text
         for path in ("/v1/models", "/v1/models/"):
             listed = (await client.get(path)).json()
             assert [each["id"] for each in listed["data"]] == ["hash"]

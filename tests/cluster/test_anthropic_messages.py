@@ -10,6 +10,8 @@ import pytest
 from tests.cluster.test_openai_tools import HERMES, TWO_CALLS, collected, says
 
 from quire.cluster.edge.auth import ApiKeys
+from quire.cluster.edge.messages_input import turns_of
+from quire.cluster.edge.messages_schema import MessagesBody
 
 pytestmark = pytest.mark.anyio
 __all__ = ["says"]  # A fixture.
@@ -240,6 +242,27 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     ({"system": [IMAGE]}, "system[0]: a block of type 'image'"),
     ({"tools": [{"name": "w"}]}, "input_schema=None"),
+    (
+        {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+        "type='bash_20250124' is not supported",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "i",
+                            "content": [{"type": "text", "text": "x", "cache_control": 5}],
+                        }
+                    ],
+                }
+            ]
+        },
+        "messages[0].content[0].content[0].cache_control=5: must be of type 'ephemeral'",
+    ),
     ({"tools": [{**WEATHER, "defer_loading": True}]}, "defer_loading=True"),
     ({"tools": [WEATHER], "tool_choice": "any"}, "must be an object of type 'auto'"),
     ({"tools": [WEATHER], "tool_choice": {"type": "tool", "name": "x"}}, "it is not in tools"),
@@ -252,6 +275,23 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"top_p": 7}, "top_p=7"),
 ]
+
+
+def test_consecutive_turns_of_a_user_are_one() -> None:
+    result = {"type": "tool_result", "tool_use_id": "i", "content": "r"}
+    turns: list[Any] = [
+        {"role": "user", "content": "Hi"},
+        {"role": "user", "content": [{"type": "text", "text": "there"}]},
+        {"role": "user", "content": [result, {"type": "text", "text": "a"}]},
+        {"role": "user", "content": []},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "!"},
+        {"role": "user", "content": []},
+    ]
+    body = MessagesBody.model_validate({"max_tokens": 1, "messages": turns})
+    messages = [(turn.role, turn.content) for turn in turns_of((), body.messages)]
+    shown = [("user", "Hithere"), ("tool", "r"), ("user", "ab"), ("assistant", "!"), ("user", "")]
+    assert messages == shown
 
 
 async def test_errors_are_in_anthropics_words(start_cluster: Any) -> None:

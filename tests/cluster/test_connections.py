@@ -184,8 +184,23 @@ async def test_trailers_and_chunk_extensions_are_bounded(piece: bytes) -> None:
     async with serving() as server:
         head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + HEAD + b"\r\n"
         endless = (b"0\r\n" if piece == b"A: " else b"") + piece + b"x" * 1_000_000
-        assert await server.answer(head + endless) == b""
+        assert status_of(await server.answer(head + endless)) in (400, 431)
         assert server.app.num_lost == 1
+
+
+async def test_a_body_that_cannot_be_read_is_answered() -> None:
+    async with serving() as server:
+        head = b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n" + HEAD + b"\r\n"
+        for body in (b"xyz\r\n", b"2\r\nhe\r\n-1\r\n"):
+            assert (await server.answer(head + body)).count(b"HTTP/1.1 400 ") == 1
+        assert server.app.num_lost == 2
+
+
+async def test_an_unknown_expectation_is_refused() -> None:
+    async with serving() as server:
+        for value, status in ((b"200-x", 417), (b"100-Continue", 100)):
+            asked = b"GET / HTTP/1.1\r\nExpect: " + value + b"\r\nConnection: close\r\n" + HEAD
+            assert status_of(await server.answer(asked + b"\r\n")) == status
 
 
 UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAQ\r\n"

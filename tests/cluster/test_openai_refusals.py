@@ -24,6 +24,9 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str | None, str]] = [
     ({"stream_options": {"include_usage": True}}, 400, "stream_options", "stream"),
     ({"logit_bias": {"5": 101}}, 400, "logit_bias", "from -100 to 100"),
     ({"logit_bias": {"five": 1}}, 400, "logit_bias", "'five'"),
+    ({"logit_bias": {"1" * 5000: 1}}, 400, "logit_bias", "out of range"),
+    ({"logit_bias": {"٣": 1}}, 400, "logit_bias", "out of range"),
+    ({"repetition_penalty": 1e-300}, 400, "repetition_penalty", "0.01 to 100"),
     ({"logit_bias": {"99999": 1}}, 400, "logit_bias", "99999"),
     ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, 400, "logit_bias", "at most 1024"),
     ({"suffix": "."}, 400, "suffix", "not supported"),
@@ -57,6 +60,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
         "'image_url' is not supported",
     ),
     ({"messages": [{"content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "User", "content": "x"}]}, "messages[0].role='User': must be one of"),
     ({"top_logprobs": 2}, "logprobs is true"),
     ({"logprobs": True, "top_logprobs": 21}, "0 to 20"),
     ({"tools": [{"type": "function"}]}, "tools[0]: function=None must be an object"),
@@ -114,9 +118,14 @@ async def test_a_body_that_cannot_be_read_is_a_bad_request(
 async def test_unknown_paths_and_methods_answer_in_the_same_form(start_cluster: Any) -> None:
     async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         unknown = await client.get(f"{cluster.http_url}/v1/nothing")
+        near = await client.get(f"{cluster.http_url}/v1/chat/completion")
+        root = await client.get(f"{cluster.http_url}/")
         wrong = await client.get(f"{cluster.http_url}/v1/completions")
     assert (unknown.status_code, wrong.status_code) == (404, 405)
-    assert "/v1/nothing" in unknown.json()["error"]["message"]
+    assert near.json()["error"]["message"].endswith("; is /v1/chat/completions meant?")
+    for answer, path in ((unknown, "/v1/nothing"), (root, "/")):
+        message = answer.json()["error"]["message"]
+        assert message == f"GET {path}: Not Found; GET /docs shows all paths"
     assert wrong.headers["allow"] == "POST"
 
 

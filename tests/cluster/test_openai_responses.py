@@ -11,6 +11,9 @@ import pytest
 from openai.types.responses import Response
 from tests.cluster.test_openai_tools import CALL, HERMES, TWO_CALLS, collected, says
 
+from quire.cluster.edge.responses_input import turns_of
+from quire.cluster.edge.responses_schema import ResponsesBody
+
 pytestmark = pytest.mark.anyio
 __all__ = ["says"]  # A fixture.
 
@@ -242,9 +245,9 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ({"conversation": "c"}, "conversation", "send the earlier items in input"),
     ({"background": True}, "background", "wait for the answer or stream it"),
     ({"include": ["file_search_call.results"]}, "include", "is not supported: leave it out"),
-    ({"truncation": "auto"}, "truncation", "is not supported"),
+    ({"truncation": "last"}, "truncation", "is not supported"),
     ({"top_logprobs": 2}, "top_logprobs", "is not supported"),
-    ({"service_tier": "flex"}, "service_tier", "is not supported"),
+    ({"service_tier": "free"}, "service_tier", "is not supported"),
     (
         {"stream": True, "stream_options": {"include_usage": True}},
         "stream_options",
@@ -276,9 +279,24 @@ BAD: list[tuple[dict[str, Any], str | None, str]] = [
     ),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "store=False"),
     (
-        {"input": [{"type": "computer_call"}]},
+        {"input": [{"type": "mcp_list_tools"}]},
         "input[0]",
-        "input[0]: an item of type 'computer_call'",
+        "input[0]: an item of type 'mcp_list_tools'",
+    ),
+    (
+        {"input": [{"role": "robot", "content": "x"}]},
+        "input[0].role",
+        "input[0].role='robot': must be user, assistant, system, developer",
+    ),
+    (
+        {"tools": [{"type": "local_shell"}]},
+        "tools[0]",
+        "tools[0]: type='local_shell' is not supported, the model would not see the tool",
+    ),
+    (
+        {"tools": [{"type": "namespace", "name": "mcp", "tools": [WEATHER]}]},
+        "tools[0]",
+        "type='namespace' is not supported",
     ),
     ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0]", "encrypted_content"),
     (
@@ -307,7 +325,8 @@ async def test_what_is_not_served_is_refused_by_name(start_cluster: Any) -> None
             **{"background": False, "include": [], "truncation": "disabled", "top_logprobs": 0},
             **{"service_tier": "auto", "previous_response_id": None, "user": "me", "store": True},
             **{"reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "medium"}},
-            **{"stream_options": {"include_obfuscation": False}, "stream": True},
+            **{"stream_options": {"include_obfuscation": True}, "stream": True},
+            **{"truncation": "auto", "service_tier": "flex", "max_tool_calls": 4},
         }
         body = {"input": "x", "max_output_tokens": 1, **neutral}
         assert (await client.post(url, json=body)).status_code == 200
@@ -317,6 +336,67 @@ async def test_what_is_not_served_is_refused_by_name(start_cluster: Any) -> None
     fields = reference["components"]["schemas"]["ResponsesBody"]["properties"]
     assert {"input", "text", "top_k"} <= fields.keys()
     assert not {"n", "response_format", "reasoning_effort"} & fields.keys()
+
+
+async def test_a_custom_tool_takes_one_text(start_cluster: Any, says: Any) -> None:
+    tool: Any = {"type": "custom", "name": "weather", "description": "Of a city."}
+    says(CALL.replace("city", "input"))
+    async with start_cluster(num_groups=1, model_len=900, config=HERMES) as cluster:
+        create = cluster.openai.responses.create
+        answer = checked(await create(**ASKED, tools=[tool]))
+        events = await collected(await create(**ASKED, tools=[tool], stream=True))
+        (call,) = answer.output
+        output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "rain"}
+        items: Any = [{"role": "user", "content": "?"}, call, output]
+        again = {"input": items, "max_output_tokens": 1, "tools": [tool]}
+        assert (await create(**{**ASKED, **again})).status == "incomplete"
+    assert (call.type, call.name, call.input, call.status) == (
+        *("custom_tool_call", "weather", "Ulm"),
+        "completed",
+    )
+    assert answer.tools[0].type == "custom"
+    told = [event for event in events if "custom_tool_call_input" in event.type]
+    assert [getattr(event, "delta", None) or event.input for event in told] == ["Ulm", "Ulm"]
+
+
+def test_other_items_of_a_history_are_calls_or_text() -> None:
+    items: list[dict[str, Any]] = [
+        {"role": "user", "content": "?"},
+        {"type": "web_search_call", "id": "w", "status": "completed", "action": {"query": "q"}},
+        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": 'a "b"'},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+        {"type": "local_shell_call", "call_id": "l", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "call_id": "l", "output": "x"},
+        {"type": "shell_call", "call_id": "s", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "s", "output": [{"stdout": "y"}]},
+        {"role": "developer", "content": "d"},
+        {"role": "assistant", "content": "!"},
+    ]
+    asked = ResponsesBody.model_validate({"input": items})
+    messages = [turn.message() for turn in turns_of(None, asked.input)]
+    shown = [
+        (each["role"], each["content"], *(call["function"] for call in each.get("tool_calls", ())))
+        for each in messages
+    ]
+    assert shown == [
+        ("user", "?"),
+        (
+            "assistant",
+            '[web_search: {"action": {"query": "q"}}]',
+            {"name": "apply_patch", "arguments": '{"input": "a \\"b\\""}'},
+        ),
+        ("tool", "done"),
+        (
+            "assistant",
+            None,
+            {"name": "local_shell", "arguments": '{"action": {"command": ["ls"]}}'},
+        ),
+        ("tool", "x"),
+        ("assistant", None, {"name": "shell", "arguments": '{"action": {"commands": ["ls"]}}'}),
+        ("tool", '[{"stdout": "y"}]'),
+        ("system", "d"),
+        ("assistant", "!"),
+    ]
 
 
 async def test_a_stream_that_fails_says_so_with_what_there_is(

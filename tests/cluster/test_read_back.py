@@ -212,7 +212,7 @@ def test_a_template_decides_against_a_table_that_writes_its_marks_otherwise(
         (
             "{{ tools | tojson }}{% for m in messages %}<|{{ m.role }}|><say>{{ m.content or '' }}"
             "</say>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}",
-            "cannot be told from text",
+            "does not show the calls",
         ),
         # It has the markers of a known format, but writes arguments as nested tags.
         (
@@ -230,6 +230,12 @@ def test_a_template_whose_calls_cannot_be_read_shows_no_format(source: str, why:
 
 
 def test_tools_are_refused_where_no_format_is_shown() -> None:
+    nameless = choose_dialect(with_template("{{ messages[0].content }}"))
+    with pytest.raises(InvalidRequest, match=r"does not name .*serve it with a --chat-template"):
+        nameless.check(ToolUse(tools=tuple(TOOLS)))
+    unread = choose_dialect(with_template(TURNS))
+    with pytest.raises(InvalidRequest, match="serve it with --tool-call-parser"):
+        unread.check(ToolUse(tools=tuple(TOOLS)))
     dialect = choose_dialect(Tokenizer.load(demo_model.PATH))
     with pytest.raises(InvalidRequest, match="chat template shows none of the known formats of"):
         dialect.check(ToolUse(tools=tuple(TOOLS)))

@@ -123,6 +123,20 @@ async def serving(handler: Callable[[web.Request], Awaitable[web.Response]]) -> 
         await runner.cleanup()
 
 
+async def test_a_request_that_was_worked_on_is_not_sent_again(tmp_path: Path) -> None:
+    num_asked = 0
+
+    async def late(_: web.Request) -> web.Response:
+        nonlocal num_asked
+        num_asked += 1
+        return web.json_response({}, status=504)
+
+    source = written(tmp_path / "in.jsonl", request("a", "/v1/completions", prompt="x"))
+    async with serving(late) as url:
+        ended = await run(source, tmp_path / "out.jsonl", server=url)
+    assert (num_asked, ended.num_failed) == (1, 1)
+
+
 async def test_a_server_that_is_not_there_ends_the_run_at_once(tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", request("a"), request("b"))
     with pytest.raises(QuireError, match=r"server=http://127.0.0.1:1: cannot be reached"):

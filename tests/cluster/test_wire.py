@@ -67,7 +67,7 @@ SAMPLING: dict[str, st.SearchStrategy[Any]] = {
     "logprobs": st.none() | st.integers(0, 20),
     "presence_penalty": st.floats(-2, 2, width=32),
     "frequency_penalty": st.floats(-2, 2, width=32),
-    "repetition_penalty": st.floats(0, 100, width=32, exclude_min=True),
+    "repetition_penalty": st.floats(0.125, 100, width=32),
     "logit_bias": st.none()
     | st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100, width=32), max_size=3),
     "allowed_token_ids": st.lists(st.integers(0, 2**32 - 1), max_size=3),
@@ -113,7 +113,7 @@ TRAVELS: dict[str, st.SearchStrategy[Any]] = {
 STAYS = {
     "key_name",
     *("client_id", "explain_routing", "shown_token_ids", "hashes", "model", "is_checked"),
-    *("cache_key", "source", "progress"),
+    *("cache_key", "source", "progress", "reasoning"),
     *("arrival_s", "deadline_s", "outputs"),
 }
 

@@ -127,6 +127,76 @@ def test_a_developer_is_the_system_where_the_template_knows_none() -> None:
     assert template(raises + ROLES_KNOWN).render(chat) == "[S]Be brief.[U]Hi?"
 
 
+ALTERNATING = (
+    "{% if messages[0].role == 'system' %}[S]{{ messages[0].content }}{% set rest = messages[1:] %}"
+    "{% else %}{% set rest = messages %}{% endif %}{% for m in rest %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
+    "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+"""As of Mistral's and Gemma's: a user's turns and the assistant's alternate."""
+
+
+def said(*turns: str) -> list[dict[str, Any]]:
+    return [dict(zip(("role", "content"), turn.split(" ", 1), strict=True)) for turn in turns]
+
+
+@pytest.mark.parametrize("role", ["User", "robot", "", "content_type", 7, None, ["user"]])
+def test_an_unknown_role_is_refused(role: object) -> None:
+    chat: list[Any] = [USER, {"role": role, "content": "x"}]
+    for source in (ROLES_KNOWN, CHATML):
+        with pytest.raises(InvalidRequest, match=r"messages\[1\].role=.*must be one of system"):
+            template(source).render(chat)
+
+
+def test_a_role_that_the_template_names_is_shown() -> None:
+    source = ROLES_KNOWN.replace(
+        "{% elif", "{% elif m.role == 'ipython' %}[I]{{ m.content }}{% elif"
+    )
+    assert template(source).render(said("user a", "ipython b")) == "[U]a[I]b"
+
+
+def test_a_message_that_the_template_leaves_out_is_refused() -> None:
+    only_users = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    for chat in (
+        said("system a", "user b"),
+        said("user a", "tool b"),
+        said("developer a", "user b"),
+    ):
+        with pytest.raises(InvalidRequest, match="shows no message of the role"):
+            template(only_users).render(chat)
+    assert template(only_users).render(said("system ", "user b")) == "b"
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    calls: list[Any] = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(InvalidRequest, match="does not show tool_calls"):
+        template(CHATML).render(calls)
+
+
+def test_a_system_message_behind_others_is_shown() -> None:
+    chat = said("system a", "user b", "assistant c", "developer d", "user e")
+    assert template(ALTERNATING).render(chat) == "[S]a\n\nd[user]b[assistant]c[user]e"
+    assert template(ALTERNATING).render(chat[1:]) == "[S]d[user]b[assistant]c[user]e"
+    for role in ("system", "developer"):  # Only the first one is shown, as in gpt-oss's template.
+        first = f"{{% if messages[0].role == '{role}' %}}{{{{ messages[0].content }}}}{{% endif %}}"
+        shown = template(first + ROLES_KNOWN.replace("system", "none")).render(
+            [
+                {**message, "role": role} if message["content"] in "ad" else message
+                for message in chat
+            ]
+        )
+        assert shown == "a\n\nd[U]b[U]e"
+    assert template(ROLES_KNOWN).render(chat) == "[S]a[U]b[S]d[U]e"  # It shows them in place.
+
+
+def test_turns_of_one_role_are_joined_where_the_template_refuses_them() -> None:
+    chat = said("user a", "user b", "assistant c", "assistant d", "system e", "user f")
+    text = "[S]e[user]a\n\nb[assistant]c\n\nd[user]f"
+    assert template(ALTERNATING).render(chat) == text
+    assert template(ROLES_KNOWN).render(said("user a", "user b")) == "[U]a[U]b"
+    named = [{"role": "user", "content": "a", "name": "x"}, {"role": "user", "content": "b"}]
+    with pytest.raises(InvalidRequest, match="alternate"):
+        template(ALTERNATING).render(named)
+
+
 def test_functions_of_the_older_api_are_calls_of_tools() -> None:
     source = (
         "{% for m in messages %}{% for c in m.tool_calls %}{{ c.id }} {{ c.function.name }} "

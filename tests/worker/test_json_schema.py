@@ -112,3 +112,71 @@ def test_what_would_not_hold_is_refused_by_name(
 def test_a_property_may_be_called_as_a_keyword_of_values(grammars: Grammars) -> None:
     names = {"default": {"type": "integer"}, "b": {"$ref": "#/properties/default"}}
     grammars.check(json_constraint({"properties": names}))
+
+
+BOOLEAN, INTEGER = {"type": "boolean"}, {"type": "integer"}
+DRAFT_7 = {"$schema": "http://json-schema.org/draft-07/schema#"}
+
+
+def within(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": {"anyOf": [schema]}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"prefixItems": [BOOLEAN], "additionalItems": True}, ["[true,1]"], ['["b"]']),
+        ({"prefixItems": [BOOLEAN], "additionalItems": False}, ["[true,1]"], ['["b"]']),
+        ({"prefixItems": [BOOLEAN], "items": INTEGER, "additionalItems": BOOLEAN},
+         ["[true,1]"], ["[1]", "[true,true]"]),
+        ({**DRAFT_7, "prefixItems": [BOOLEAN]}, ["[true,1]"], ["[1]"]),
+        ({**DRAFT_7, "prefixItems": [BOOLEAN], "items": INTEGER}, ["[true,1]"], ["[true,true]"]),
+        ({"items": [BOOLEAN], "additionalItems": INTEGER}, ["[true,1]"], ["[true,true]"]),
+        ({"additionalItems": INTEGER, "anyOf": [{}], "items": [BOOLEAN]},
+         ["[true,1]"], ["[true,true]"]),
+        ({"items": BOOLEAN, "additionalItems": INTEGER}, ["[true,true]"], ["[true,1]"]),
+        ({"items": [{"$ref": "#/$defs/b"}], "$defs": {"b": BOOLEAN}}, ["[true,1]"], ["[1]"]),
+        ({"minimum": 3, "exclusiveMinimum": True}, ["4"], ["3"]),
+        ({"exclusiveMaximum": True, "allOf": [{"type": "integer"}], "maximum": 3}, ["2"], ["3"]),
+        ({"maximum": 3, "exclusiveMaximum": False}, ["3"], ["4"]),
+        ({**DRAFT_7, "$defs": {"b": {"$id": "#b", **BOOLEAN}}, "$ref": "#b"}, ["true"], ["1"]),
+        ({**DRAFT_7, "$defs": {"b": BOOLEAN}, "definitions": {"b": INTEGER}, "$ref": "#/$defs/b"},
+         ["true"], ["1"]),
+        ({"x-form": {"extends": "b"}, "ui": {"required": True}, **BOOLEAN}, ["true"], ["1"]),
+    ],
+)  # fmt: skip
+def test_keywords_of_several_drafts_count_together(
+    schema: dict[str, Any],
+    allowed: list[str],
+    refused: list[str],
+    marked: Tokenizer,
+    grammars: Grammars,
+) -> None:
+    kind = "array" if "[" in allowed[0] else "boolean" if allowed == ["true"] else "integer"
+    schema = {**schema, "type": kind}
+    in_lark = Constraint("grammar", f"start: %json {json.dumps(schema)}")
+    for text in allowed + refused:
+        assert allows(grammars, marked, json_constraint(schema), text) == (text in allowed)
+        assert allows(grammars, marked, in_lark, text) == (text in allowed)
+        if "$ref" not in json.dumps(schema):
+            nested = json_constraint(within(schema))
+            assert allows(grammars, marked, nested, f'{{"a":{text}}}') == (text in allowed)
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"items": [BOOLEAN], "prefixItems": [INTEGER]}, "/prefixItems: "),
+        ({"exclusiveMinimum": True}, "/exclusiveMinimum: true needs minimum"),
+        ({"type": "integer", "required": True}, "/required: true"),
+        ({"divisibleBy": 2}, "/divisibleBy: is not supported: write multipleOf"),
+        ({**DRAFT_7, "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({**DRAFT_7, "$recursiveRef": "#"}, "recursiveRef"),
+    ],
+)
+def test_keywords_that_no_draft_has_together_are_refused_by_name(
+    schema: dict[str, Any], named: str, grammars: Grammars
+) -> None:
+    for asked in (json_constraint(schema), json_constraint(within(schema))):
+        with pytest.raises(ConstraintRefused, match=named):
+            grammars.check(asked)

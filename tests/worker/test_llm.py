@@ -335,11 +335,27 @@ def test_the_public_surface_is_this() -> None:
     ]
 
 
+def test_a_template_that_takes_too_much_memory_is_ended(
+    demo: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = (
+        "{% set ns = namespace(x='xxxx') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}"
+    )
+    doubling = ChatTemplate(source + "{% endfor %}{{ ns.x }}", special_tokens={})
+    monkeypatch.setattr(demo.get_tokenizer(), "_template", doubling)
+    monkeypatch.setattr(demo, "_templates", None)
+    with pytest.raises(InvalidRequest, match="the chat template refuses these messages"):
+        demo.chat([{"role": "user", "content": "?"}], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequest, match="messages: are no JSON"):
+        demo.chat([{"role": "user", "content": cast(str, {1j})}], GREEDY, use_tqdm=False)
+
+
 def test_tools_reach_the_chat_template(demo: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = {"type": "function", "function": {"name": "weather"}}
     source = "{{ messages[0].content }}{{ tools[0].function.name }}"
     template = ChatTemplate(source, special_tokens={})
     monkeypatch.setattr(demo.get_tokenizer(), "_template", template)
+    monkeypatch.setattr(demo, "_templates", None)
     (output,) = demo.chat(
         [{"role": "user", "content": "the "}], SamplingParams(max_tokens=1), tools=[tool]
     )

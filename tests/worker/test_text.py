@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from quire.worker.api.errors import CheckpointError, InvalidRequest
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.text.chat_template import ChatTemplate
+from quire.worker.text.reasoning import REASONING_FORMATS
 from quire.worker.text.text_stream import TextStream
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -129,8 +130,10 @@ def test_a_template_may_have_more_variables() -> None:
 
 
 def test_a_template_that_refuses_says_why(tokenizer: Tokenizer) -> None:
-    with pytest.raises(InvalidRequest, match="unknown role wizard"):
+    with pytest.raises(InvalidRequest, match=r"messages\[0\].role='wizard': must be one of"):
         tokenizer.apply_chat_template([{"role": "wizard", "content": "?"}])
+    with pytest.raises(InvalidRequest, match="refuses these messages: not so"):
+        ChatTemplate("{{ raise_exception('not so') }}", special_tokens={}).render(CHAT)
     with pytest.raises(InvalidRequest, match="messages is empty"):
         tokenizer.apply_chat_template([])
 
@@ -188,6 +191,33 @@ def test_a_stop_string_within_the_fewest_tokens_is_text(tokenizer: Tokenizer) ->
     for min_tokens, text in ((1, ""), (2, "abc"), (4, "abc"), (5, "abcab")):
         stream = TextStream(tokenizer, SamplingParams(stop="ab", min_tokens=min_tokens))
         assert _stream(stream, ids) == text
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "shown"),
+    [
+        ("", "<think>the cat</think>the cat", "<think>the cat</think>the "),
+        ("", " <think>\nthe cat</think>a", " <think>\nthe cat</think>a"),
+        ("", "the cat</think>", "the "),
+        ("", "<think>the cat", "<think>the cat"),
+        ("", "<thin cat", "<thin "),
+        ("", "<thi", "<thi"),
+        ("a<think>", "the cat</think>the cat", "the cat</think>the "),
+        ("a<think></think>", "the cat", "the "),
+    ],
+)
+def test_a_stop_string_within_reasoning_is_text(
+    tokenizer: Tokenizer, prompt: str, text: str, shown: str
+) -> None:
+    (think,) = (each for each in REASONING_FORMATS if each.name == "think")
+    for stops in (["cat"], ["cat", "</think>\n"]):
+        stream = TextStream(
+            tokenizer,
+            SamplingParams(stop=stops),
+            follows=tokenizer.encode(prompt),
+            reasoning=think,
+        )
+        assert _stream(stream, tokenizer.encode(text)) == shown
 
 
 def test_half_a_character_is_never_shown(tokenizer: Tokenizer) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -52,6 +52,9 @@ from quire.worker.text.embeddings import OfflineEmbedding, pair_token_ids
 from quire.worker.text.prompts import Prompt, read_prompt
 from quire.worker.text.reasoning import reasoning_of
 from quire.worker.text.tokenizer import Message, Tokenizer
+
+if TYPE_CHECKING:
+    from quire.worker.text.template_process import TemplateProcess
 
 __all__ = [
     "LLM",
@@ -195,6 +198,7 @@ class LLM:
         self._engine = Engine(self.config, facts, executor)
         self._adapters = AdapterStore()
         self._num_prompts = 0
+        self._templates: TemplateProcess | None = None
         # Ranks must not outlive an LLM that nobody closed.
         self._finalizer = weakref.finalize(self, self._engine.close)
 
@@ -266,21 +270,31 @@ class LLM:
 
         ``tools`` lists the tools that the model may call, as in OpenAI's API; its calls stay text.
         ``continue_final_message`` makes the model continue the last message.
-        ``chat_template_kwargs`` are extra template variables, such as ``enable_thinking``.
+        ``chat_template_kwargs`` are extra template variables, such as ``enable_thinking``. The
+        template is rendered in a process of its own, with limits on time and memory.
         """
         one_chat = bool(messages) and isinstance(messages[0], Mapping)
         chats = cast("Sequence[Sequence[Message]]", [messages] if one_chat else messages)
-        tokenizer = self.get_tokenizer()
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
             "template_kwargs": chat_template_kwargs,
         }
-        prompts = [
-            {"prompt_token_ids": tokenizer.apply_chat_template(chat, **options)} for chat in chats
-        ]
+        prompts = [{"prompt_token_ids": self._rendered(chat, options)} for chat in chats]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request)
+
+    def _rendered(self, chat: Sequence[Message], options: Mapping[str, Any]) -> list[int]:
+        """The token ids of a chat. Raises InvalidRequest, as `ChatTemplate.render` does."""
+        tokenizer = self.get_tokenizer()
+        if tokenizer.template is None or not chat:
+            return tokenizer.apply_chat_template(chat, **options)  # Which refuses them.
+        if self._templates is None:
+            from quire.worker.text.template_process import TemplateProcess  # Jinja is slow.
+
+            self._templates = TemplateProcess(tokenizer.template)
+        text = self._templates.render(chat, **options)
+        return tokenizer.encode(text, add_special_tokens=False)  # The template has written them.
 
     def embed(
         self,
@@ -473,6 +487,8 @@ class LLM:
     def close(self) -> None:
         """Stops the ranks and frees the KV cache. Can be called again."""
         self._finalizer()
+        if self._templates is not None:
+            self._templates.close()
 
     def __enter__(self) -> "LLM":
         return self

@@ -26,8 +26,9 @@ from quire.worker.api.errors import QuireError
 
 _MAX_SAID_CHARS = 1000
 _ATTEMPTS = 6
-_AGAIN = (429, 502, 503, 504)
-"""Statuses of requests that a server did not process and that may succeed later."""
+_AGAIN = (429, 502, 503)
+"""Statuses of requests that a server did not process and that may succeed later. A 504 is not one:
+the request was worked on until its time was over."""
 _MAX_PAUSE_S = 60.0
 _CHECK_TIMEOUT_S = 30.0
 _WRITTEN = 6

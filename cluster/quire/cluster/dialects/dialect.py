@@ -37,6 +37,9 @@ _log = logging.getLogger(__name__)
 F = TypeVar("F", ToolFormat, ReasoningFormat)
 
 
+_NO_TOOLS = "it does not name tools"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
     calls: ToolFormat | None = None
@@ -55,9 +58,12 @@ class Dialect:
             return
         if self.calls is None and (self.parses_calls or use.has_form):
             because = f" ({self.why_no_calls})" if self.why_no_calls else ""
+            remedy = "--tool-call-parser"
+            if self.why_no_calls == _NO_TOOLS:  # A parser would not put them into the prompt.
+                remedy = "a --chat-template that shows them"
             raise InvalidRequest(
                 "tools are not supported: the model's chat template shows none of the known "
-                f"formats of calls{because}, serve it with --tool-call-parser",
+                f"formats of calls{because}, serve it with {remedy}",
                 param="tools",
             )
 
@@ -172,7 +178,7 @@ def _is_header(found: ToolFormat, signed: list[ToolFormat]) -> bool:
 def _told(template: ChatTemplate) -> Probed:
     """How the template renders tool calls."""
     if "tool" not in template.text:
-        return Probed(reason="it does not name tools")
+        return Probed(reason=_NO_TOOLS)
     special = tuple(template.special_tokens.items())
     return _told_once(template.source, template.tools_source, special)
 

@@ -10,6 +10,7 @@ from typing import Any
 from quire.cluster.dialects.formats import Around
 from quire.cluster.dialects.tools import Tool
 from quire.worker.api.errors import InvalidRequest
+from quire.worker.text.chat_template import NO_CALLS
 
 Render = Callable[[list[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
 """Renders a chat with its tools to text; the flag says whether the generation prompt follows.
@@ -104,7 +105,8 @@ def probed(render: Render) -> Probed:
         try:
             return render([_USER, *messages], _TOOLS, prompts)
         except InvalidRequest as error:
-            refusals.append(str(error))
+            if NO_CALLS not in str(error):
+                refusals.append(str(error))
             return ""
 
     def called(*calls: Mapping[str, Any]) -> str:
@@ -113,7 +115,7 @@ def probed(render: Render) -> Probed:
 
     plain = rendered({"role": "assistant", "content": TEXT})
     one, both = called(FIRST.message), called(FIRST.message, SECOND.message)
-    if TEXT not in plain or not one:
+    if TEXT not in plain or (refusals and not one):
         return Probed(reason=(refusals or ["it does not show what an assistant says"])[0])
     if FIRST.name not in one or FIRST.name in common_end(one, plain):
         return Probed(reason="it does not show the calls of an assistant")

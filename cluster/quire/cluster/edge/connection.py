@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from quire.cluster.edge.call_records import Finish, ended
-from quire.cluster.edge.error_kinds import HeadTooLarge
+from quire.cluster.edge.error_kinds import HeadTooLarge, UnknownExpectation
 from quire.cluster.edge.http_errors import error_response
 from quire.cluster.edge.limits import MAX_HEAD_BYTES, MAX_HEADERS, ConnectionLimits
 from quire.cluster.telemetry.timeline import Timeline
@@ -268,6 +268,11 @@ class HttpConnection(HttpToolsProtocol):
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() != "1.0"):
             return InvalidRequest(f"the request has {num_hosts} Host headers: it must have one")
+        for name, value in self.headers:
+            if name == b"expect" and value.lower() != b"100-continue":
+                return UnknownExpectation(
+                    f"Expect: {value[:64].decode('latin-1')}: only 100-continue is known"
+                )
         return None
 
     def _settle(self) -> None:
@@ -319,8 +324,12 @@ class HttpConnection(HttpToolsProtocol):
             return
         self._is_refused = True
         if self.cycle is not None and not self.cycle.response_complete:
-            self.abort()  # In the middle of another answer.
-            return
+            if self.cycle.response_started or not self._is_in_body:
+                self.abort()  # In the middle of another answer.
+                return
+            # The error is in its body: the answer is this one.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self._unset_keepalive_if_required()
         self._say_last(raw_response(self._answer(error, Timeline())))
 

@@ -33,6 +33,10 @@ class HeadTooLarge(QuireError):
     """The request's first line and headers are more than the server reads."""
 
 
+class UnknownExpectation(QuireError):
+    """The request's header Expect asks for something unknown."""
+
+
 class BodyTooSlow(QuireError):
     """The request's body is large and does not arrive in time."""
 
@@ -88,6 +92,7 @@ _KINDS: dict[type[Exception], Kind] = {
     BodyTooLarge: _unread(413),
     NotJson: _unread(415),
     HeadTooLarge: _unread(431),
+    UnknownExpectation: _unread(417),
     RateLimited: _kind(
         429, "rate_limit_error", "rate_limit_exceeded", StatusCode.RESOURCE_EXHAUSTED
     ),

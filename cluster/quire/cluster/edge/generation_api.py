@@ -46,6 +46,7 @@ from quire.cluster.telemetry.timing import server_timing
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prepared, Prompt, Request
 from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.text.reasoning import ReasoningFormat
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Timeout in seconds from the request's arrival to its last token, like ``timeout`` in the body."""
@@ -124,13 +125,22 @@ class _OfModel:
         params, prompts = body.params(), body.prompts()
         self._gateway.check_num_completions(len(prompts) * params.n)
         shown_token_ids: frozenset[int] = frozenset()
+        reasoning = None
         use = body.tool_use
         if use is not None:
             dialect = self._gateway.dialect
             dialect.check(use)
             shown_token_ids = dialect.shown_token_ids(with_calls=bool(use.tools))
+            reasoning = dialect.reasoning
         return [
-            _asked_for(request, body, prompt=prompt, params=params, shown_token_ids=shown_token_ids)
+            _asked_for(
+                request,
+                body,
+                prompt=prompt,
+                params=params,
+                shown_token_ids=shown_token_ids,
+                reasoning=reasoning,
+            )
             for prompt in prompts
         ]
 
@@ -234,6 +244,7 @@ def _asked_for(
     prompt: Prompt,
     params: SamplingParams,
     shown_token_ids: frozenset[int],
+    reasoning: ReasoningFormat | None,
 ) -> Request:
     caller = http_caller(request)
     return Request(
@@ -248,6 +259,7 @@ def _asked_for(
         timeout_s=_timeout_s(request, body),
         client_id=client_id(request.headers),
         shown_token_ids=shown_token_ids,
+        reasoning=reasoning,
     )
 
 

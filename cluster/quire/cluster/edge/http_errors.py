@@ -114,7 +114,7 @@ async def _handle_http(request: Request, error: HTTPException) -> Response:
         routes = [route.path_format for route in request.app.routes if isinstance(route, Route)]
         paths = [path for path in routes if path != "/" and not path.startswith("/ui/")]
         near = _meant(request.url.path, paths)
-        message += f"; is {near} meant?" if near else f"; there are {', '.join(paths)}"
+        message += f"; is {near} meant?" if near else "; GET /docs shows all paths"
     elif error.headers and "Allow" in error.headers:
         message += f"; use {error.headers['Allow']}"
     body = _body(message, INVALID)

@@ -6,7 +6,7 @@ and finds the same cached blocks, through either API.
 
 import json
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -91,7 +91,7 @@ def turns_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[ChatTurn]:
         elif turn.role == "assistant":
             _add_assistant(messages, turn.content)
         else:
-            messages += _user(turn.content, place)
+            _add_user(messages, turn.content, place)
     if len(messages) == num_before:
         raise InvalidRequest("messages is empty: send a list of messages", param="messages")
     if messages[-1].get("tool_calls"):
@@ -106,11 +106,18 @@ def marks_of(system: Iterable[Block], turns: Iterable[Turn]) -> list[tuple[str, 
     """The ``cache_control`` of each block, with the block's place."""
     lists = [("system", system)]
     lists += [(f"messages[{index}].content", turn.content) for index, turn in enumerate(turns)]
-    return [
-        (f"{place}[{number}].cache_control", (block.model_extra or {}).get("cache_control"))
-        for place, blocks in lists
-        for number, block in enumerate(blocks)
-    ]
+    marks = []
+    for place, blocks in lists:
+        for number, block in enumerate(blocks):
+            where = f"{place}[{number}]"
+            marks.append((f"{where}.cache_control", (block.model_extra or {}).get("cache_control")))
+            within = block.content if isinstance(block.content, list) else ()
+            marks += [
+                (f"{where}.content[{index}].cache_control", each.get("cache_control"))
+                for index, each in enumerate(within)
+                if isinstance(each, dict)
+            ]
+    return marks
 
 
 _Message = dict[str, Any]
@@ -131,9 +138,9 @@ def _add_system(messages: list[_Message], text: str) -> None:
         messages.append({"role": "system", "content": [text]})
 
 
-def _user(blocks: Iterable[Block], place: str) -> list[_Message]:
-    """The messages of a user's turn: each tool result is one, consecutive texts are one."""
-    messages: list[_Message] = []
+def _add_user(messages: list[_Message], blocks: Sequence[Block], place: str) -> None:
+    """Adds a user's turn: each tool result is a message, consecutive texts are one, also those of
+    consecutive turns."""
     for number, block in enumerate(blocks):
         if block.type == "tool_result":
             where = f"{place}.content[{number}].content"
@@ -141,11 +148,17 @@ def _user(blocks: Iterable[Block], place: str) -> list[_Message]:
             text = _texts(_Result.model_validate({"content": content}).content, where)
             message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": [text]}
             messages.append(message)
-        elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"].append(block.text)
         else:
-            messages.append({"role": "user", "content": [block.text]})
-    return messages or [{"role": "user", "content": []}]
+            _user(messages)["content"].append(block.text)
+    if not blocks:
+        _user(messages)
+
+
+def _user(messages: list[_Message]) -> _Message:
+    """The user's message at the end; a new one if another's is there."""
+    if not messages or messages[-1]["role"] != "user":
+        messages.append({"role": "user", "content": []})
+    return messages[-1]
 
 
 def _add_assistant(messages: list[_Message], blocks: Iterable[Block]) -> None:

@@ -21,6 +21,7 @@ _TOOL_FIELDS = {
     "strict": "strict",
 }
 _TOOL_HINTS = ("type", "cache_control", "eager_input_streaming")
+_HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "mcp_toolset")
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _CHOICE_FIELDS = ("type", "name", "disable_parallel_tool_use")
@@ -176,15 +177,21 @@ def _mark_s(place: str, mark: object) -> float:
 
 
 def _is_hosted(tool: object) -> bool:
-    """Whether a tool runs on Anthropic's servers, or is known only to its models. The model here
-    does not see such a tool."""
-    return isinstance(tool, dict) and tool.get("type") not in (None, "custom")
+    """Whether a tool runs on Anthropic's servers. The model does not see it."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind.startswith(_HOSTED)
 
 
 def _tool(place: str, tool: object) -> object:
     """``tool`` in the form of chats. Raises InvalidRequest if it is not a client's own tool."""
     if not isinstance(tool, dict):
         raise InvalidRequest(f"{place}={reprlib.repr(tool)}: must be an object", param=place)
+    if tool.get("type") not in (None, "custom"):
+        raise InvalidRequest(
+            f"{place}: type={reprlib.repr(tool['type'])} is not supported, the model does not know "
+            "the tool: send it with a description and an input_schema",
+            param=place,
+        )
     for name, value in tool.items():
         if name not in (*_TOOL_FIELDS, *_TOOL_HINTS) and value not in (None, False, []):
             shown = f"{name[:64]}={reprlib.repr(value)}"

@@ -30,10 +30,10 @@ _JSON: Mapping[object, Any] = {
 
 
 class StreamOptions(Body):
-    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = {"include_obfuscation": (False,)}
+    accepted = frozenset({"include_obfuscation"})  # A hint: it hides the lengths of tokens.
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
     """vLLM's: each event has the usage so far."""
 
 
@@ -59,7 +59,9 @@ class GenerationBody(Body):
     accepted = frozenset(
         {
             *("user", "metadata", "safety_identifier"),  # OpenAI's own records.
-            "prediction",  # A hint, for speed.
+            *("prediction", "cache_prompt", "keep_alive"),  # Hints, for speed.
+            # OpenRouter's choice of a provider, and its form of include_usage.
+            *("provider", "route", "transforms", "usage"),
         }
     )
     unserved = frozenset(
@@ -134,6 +136,8 @@ class GenerationBody(Body):
         given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         if given.get("seed") == -1:  # Some clients send -1 for "no seed".
             del given["seed"]
+        if given.get("max_tokens") == -1:  # And for "no limit".
+            del given["max_tokens"]
         if given.get("top_p") == 0:  # Only the likeliest token, whatever its share.
             given |= {"top_p": 1.0, "top_k": 1}
         return SamplingParams(**{"max_tokens": None, **given})
@@ -145,7 +149,7 @@ _SHARED = PARAMETERS.keys() & GenerationBody.model_fields.keys()
 # other value is refused.
 NOWHERE: Mapping[str, tuple[object, ...]] = {
     # OpenAI's.
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "flex", "scale", "priority"),
     # vLLM's.
     "allowed_token_strs": (),
     "early_stopping": (False,),
@@ -177,6 +181,9 @@ class CompletionBody(GenerationBody):
         "best_of": (1,),
         "prompt_embeds": (),
         "add_special_tokens": (True,),
+    }
+    remedies: ClassVar[Mapping[str, str]] = {
+        "suffix": "write the model's own marks of prefix and suffix into prompt",
     }
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], MANY]

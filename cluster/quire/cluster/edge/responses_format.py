@@ -21,9 +21,15 @@ from quire.cluster.dialects.events import CallArguments, CallBegun, CallEnded, C
 from quire.cluster.edge.openai_format import Format, Json
 from quire.cluster.edge.openai_schema import GenerationBody, StreamOptions
 from quire.cluster.edge.responses_schema import ResponsesBody
+from quire.cluster.edge.responses_tools import input_of
 from quire.cluster.failover.chunk import Chunk
 
-_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+}
 _PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
@@ -33,6 +39,7 @@ class ResponsesFormat(Format):
     def __init__(self, *, asked: Json, **fields: Any) -> None:
         super().__init__(**fields)
         self._asked = asked
+        self._custom = {tool["name"] for tool in asked["tools"] if tool["type"] == "custom"}
         self._status = "in_progress"
         self._items: list[Json] = []
         self._texts: list[str] | None = None
@@ -66,7 +73,10 @@ class ResponsesFormat(Format):
                     told += self._say("reasoning", text)
                 case CallBegun(index, name):
                     call_id = self._answers[0].call_id(index)
-                    told += self._begin("function_call", call_id=call_id, name=name, arguments="")
+                    is_custom = name in self._custom
+                    kind = "custom_tool_call" if is_custom else "function_call"
+                    more = {"input" if is_custom else "arguments": ""}
+                    told += self._begin(kind, call_id=call_id, name=name, **more)
                 case CallArguments(_, text):
                     told += self._add(text)
                 case CallEnded(_, is_whole):
@@ -138,6 +148,8 @@ class ResponsesFormat(Format):
     def _add(self, text: str) -> list[Json]:
         assert self._texts is not None
         self._texts.append(text)
+        if self._items[-1]["type"] == "custom_tool_call":
+            return []  # The input is known when the arguments are whole.
         return [self._of_text("delta", delta=text)]
 
     def _end(self, status: str = "completed") -> list[Json]:
@@ -150,6 +162,10 @@ class ResponsesFormat(Format):
         if kind == "function_call":
             told = [self._of_text("done", arguments=text, name=item["name"])]
             done: Json = {"arguments": text}
+        elif kind == "custom_tool_call":
+            text = input_of(text)
+            told = [self._of_text("delta", delta=text), self._of_text("done", input=text)]
+            done = {"input": text}
         else:
             part = _part(kind, text)
             told = [
@@ -168,6 +184,8 @@ class ResponsesFormat(Format):
         kind = self._items[-1]["type"]
         if kind == "function_call":
             return self._of_id(f"response.function_call_arguments.{what}", **fields)
+        if kind == "custom_tool_call":
+            return self._of_id(f"response.custom_tool_call_input.{what}", **fields)
         more: Json = {"logprobs": []} if kind == "message" else {}
         return self._of_part(f"response.{_PART_TYPES[kind]}.{what}", **fields, **more)
 

@@ -10,13 +10,18 @@ from pydantic import Field
 from quire.cluster.dialects.tools import ToolUse, check_tool_use
 from quire.cluster.edge.openai_schema import NOWHERE, ChatFields, Effort, GenerationBody
 from quire.cluster.edge.responses_input import Input, turns_of
+from quire.cluster.edge.responses_tools import (
+    echoed_tools,
+    ignored_parts,
+    is_hosted,
+    nested_choice,
+    nested_tool,
+)
 from quire.cluster.edge.served_fields import Body
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prompt
 from quire.worker.api.sampling_params import SamplingParams
 
-_TOOL_FIELDS = ("name", "description", "parameters", "strict")
-_CHOICES = ("auto", "none", "required")
 _MAX_METADATA = 16
 _MAX_METADATA_CHARS = (64, 512)
 
@@ -41,10 +46,9 @@ class ResponsesBody(ChatFields, GenerationBody):
         "background": (False,),
         # Reasoning is returned as plain text, and clients can send it back as such.
         "include": ([], ["reasoning.encrypted_content"]),
-        "truncation": ("disabled",),
+        "truncation": ("disabled", "auto"),
         "top_logprobs": (0,),
-        "stream_options": ({}, {"include_obfuscation": False}),
-        "max_tool_calls": (),
+        "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
         "moderation": (),
         "prompt": (),
         # Fields of the other endpoints.
@@ -66,6 +70,8 @@ class ResponsesBody(ChatFields, GenerationBody):
     }
     parts: ClassVar[Mapping[str, type[Body]]] = {"text": TextFields, "reasoning": ReasoningFields}
 
+    accepted = GenerationBody.accepted | {"max_tool_calls"}  # A limit of OpenAI's own tools.
+
     input: Input
     instructions: str | None = None
     max_output_tokens: int | None = Field(default=None, ge=1)
@@ -76,8 +82,7 @@ class ResponsesBody(ChatFields, GenerationBody):
 
     @property
     def ignored(self) -> Sequence[str]:
-        tools = enumerate(self.tools or ())
-        return [*super().ignored, *(f"tools[{index}]" for index, each in tools if _is_hosted(each))]
+        return [*super().ignored, *ignored_parts(self.tools or ())]
 
     def check(self) -> None:
         super().check()
@@ -103,11 +108,11 @@ class ResponsesBody(ChatFields, GenerationBody):
     @cached_property
     def tool_use(self) -> ToolUse:
         tools = [
-            _nested_tool(f"tools[{index}]", tool)
+            nested_tool(f"tools[{index}]", tool)
             for index, tool in enumerate(self.tools or ())
-            if not _is_hosted(tool)
+            if not is_hosted(tool)
         ]
-        choice = _nested_choice(self.tool_choice)
+        choice = nested_choice(self.tool_choice)
         return check_tool_use(tools, choice, is_parallel=self.parallel_tool_calls is not False)
 
     def prompts(self) -> list[Prompt]:
@@ -119,17 +124,12 @@ class ResponsesBody(ChatFields, GenerationBody):
     def echoed(self) -> dict[str, Any]:
         """The fields of the request that the answer repeats."""
         params = self.params()
-        tools = [
-            {"type": "function"} | {name: tool.get(name) for name in _TOOL_FIELDS}
-            for tool in self.tools or ()
-            if not _is_hosted(tool)
-        ]
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_output_tokens,
             "temperature": params.temperature,
             "top_p": params.top_p,
-            "tools": [tool | {"strict": bool(tool["strict"])} for tool in tools],
+            "tools": echoed_tools(self.tools or ()),
             "tool_choice": self.tool_choice or "auto",
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "text": {"format": (self.text and self.text.format) or {"type": "text"}},
@@ -143,34 +143,3 @@ class ResponsesBody(ChatFields, GenerationBody):
             "top_logprobs": 0,
             "truncation": "disabled",
         }
-
-
-def _is_hosted(tool: object) -> bool:
-    """Whether a tool runs on OpenAI's servers, or is not a function tool. The model does not see
-    such a tool."""
-    return isinstance(tool, dict) and tool.get("type", "function") != "function"
-
-
-def _nested_tool(place: str, tool: object) -> object:
-    """A function ``tool`` in the form of chats; another one unchanged."""
-    if not isinstance(tool, dict) or tool.get("type") != "function":
-        return tool
-    for name, value in tool.items():
-        if name not in ("type", *_TOOL_FIELDS) and value not in (None, False):
-            shown = f"{name[:64]}={reprlib.repr(value)}"
-            raise InvalidRequest(f"{place}: {shown} is not supported: leave it out", param=place)
-    function = {name: tool[name] for name in _TOOL_FIELDS if name in tool}
-    return {"type": "function", "function": function}
-
-
-def _nested_choice(choice: object) -> object:
-    if choice is None or choice in _CHOICES:
-        return choice
-    is_named = isinstance(choice, dict) and choice.get("type") == "function"
-    if not is_named or not isinstance(choice, dict) or not isinstance(choice.get("name"), str):
-        raise InvalidRequest(
-            f"tool_choice={reprlib.repr(choice)}: must be 'auto', 'none', 'required' or "
-            '{"type": "function", "name": …}',
-            param="tool_choice",
-        )
-    return {"type": "function", "function": {"name": choice["name"]}}

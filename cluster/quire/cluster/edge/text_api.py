@@ -55,7 +55,7 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: TokenIds
-    skip_special_tokens: bool | None = None
+    skip_special_tokens: bool | None = False
 
 
 @contextmanager

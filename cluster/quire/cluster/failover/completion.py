@@ -112,6 +112,7 @@ class Completion:
             request.sampling,
             follows=request.prompt_token_ids,
             shown_token_ids=request.shown_token_ids,
+            reasoning=request.reasoning,
         )
         self._token_ids: list[int] = []
         self._is_started = False  # The attempt's first delta has arrived.

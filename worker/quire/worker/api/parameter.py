@@ -15,6 +15,7 @@ from quire.worker.api.errors import InvalidRequest
 
 _IDS = "token ids, 0 or more"
 _MAX_SHOWN_CHARS = 200
+_MAX_DIGITS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ def biases(most: int, *, limit: float) -> Rule:
         if len(value) > most:
             raise InvalidRequest(f"{name} has {len(value)} tokens: at most {most}", param=name)
         for token, bias in value.items():
-            is_id = token.isdecimal() if isinstance(token, str) else _is_id(token)
+            is_id = _is_decimal(token) if isinstance(token, str) else _is_id(token)
             if not is_id or int(token) >= 2**31:
                 raise _out_of_range(name, token, _IDS)
             if not _is_in(bias, (int, float), -limit, limit):
@@ -150,7 +151,10 @@ def _out_of_range(name: str, value: object, allowed: str) -> InvalidRequest:
 
 def shown(value: object) -> str:
     """``value`` as it appears in a message: its repr, shortened."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of thousands of digits.
+        return "a number of thousands of digits"
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}…"
 
 
@@ -160,6 +164,11 @@ def _is_in(value: Any, types: Any, low: float, high: float) -> bool:
 
 def _is_id(value: object) -> bool:
     return _is_in(value, int, 0, math.inf)
+
+
+def _is_decimal(text: str) -> bool:
+    """Whether ``text`` is a number that `int` takes: it refuses thousands of digits."""
+    return text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS
 
 
 def _listed(name: str, value: Any, allowed: str) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ is a `Prepared` with ``n`` of 1; an attempt is a completion with the tokens gene
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from quire.worker.api.kv_format import PeerSource
 from quire.worker.api.model_card import ModelCard
 from quire.worker.api.progress import Progress
 from quire.worker.api.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from quire.worker.text.reasoning import ReasoningFormat
 
 MAX_SALT_CHARS = 1000
 MAX_CACHE_KEY_CHARS = 1000
@@ -56,6 +59,8 @@ class Terms:
     """Whether the client is sent an explanation with every group that was considered."""
     shown_token_ids: frozenset[int] = frozenset()
     """Special tokens that appear in the text, although other special tokens are left out."""
+    reasoning: "ReasoningFormat | None" = None
+    """The marks of the answer's reasoning, in which stop strings do not count."""
     cache_key: str = ""
     """Requests with the same key go to the same group if groups are otherwise equal."""
     keep_s: float = 0.0

@@ -71,8 +71,9 @@ class SamplingParams:
     """Subtracted from the logit of each token that is already in the output."""
     frequency_penalty: Annotated[float, real(-2, 2)] = 0.0
     """Subtracted from a token's logit once for each time that it is in the output."""
-    repetition_penalty: Annotated[float, real(0, 100, but=0, said="above 0, up to 100")] = 1.0
+    repetition_penalty: Annotated[float, real(0.01, 100)] = 1.0
     """Divides positive and multiplies negative logits of tokens in the prompt or output."""
+    # Logits overflow their float32 with a factor that is much smaller or greater.
     logit_bias: Annotated[Mapping[int, float] | None, biases(1024, limit=100)] = field(
         default=None, hash=False
     )

@@ -21,11 +21,13 @@ import jinja2.parser
 import jinja2.sandbox
 
 from quire.worker.api.errors import CheckpointError, InvalidRequest
+from quire.worker.text.chat_roles import CALL_ID, PROBE, TOOL, USER, Roles
 
 if TYPE_CHECKING:  # The process that renders for a gateway needs no tokenizer.
     from quire.worker.text.tokenizer import Message
 
 _MAX_REASON_CHARS = 500
+NO_CALLS = "the model's chat template does not show tool_calls"
 _RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
 
 
@@ -68,8 +70,8 @@ class ChatTemplate:
 
         Messages are as in OpenAI's API, including older forms. They are converted to forms that the
         template can read: several text parts become one text, the arguments of a call an object, a
-        function's result a tool's result, a ``developer`` that the template does not know
-        ``system``, and missing content the form that is not shown.
+        function's result a tool's result, and missing content the form that is not shown. `Roles`
+        brings them into an order that it shows.
 
         ``tools`` are the tools that the model may call, as in OpenAI's API; ``template_kwargs`` are
         more variables, such as ``enable_thinking``. With ``continue_final_message`` the text ends
@@ -78,8 +80,8 @@ class ChatTemplate:
         The template's use of time and memory is not limited here, but in `TemplateProcess`.
 
         Raises:
-            InvalidRequest: The template refuses the messages or fails on them, or they are not
-                messages.
+            InvalidRequest: The template refuses the messages, fails on them or would leave one out,
+                or they are not messages.
         """
         template = self._with_tools if tools else self._plain
         plain = template.readable(_plain(messages))
@@ -105,6 +107,7 @@ class _OneTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = _compile(source)
         self._special_tokens = special_tokens
+        self._roles = Roles(source, self._tried)
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """Renders the template. Raises InvalidRequest: it refuses the messages or fails on them."""
@@ -118,53 +121,54 @@ class _OneTemplate:
 
     def readable(self, messages: "Sequence[Message]") -> "list[Message]":
         """The messages, converted to the forms that this template can read."""
-        return [self._readable(message) for message in messages]
+        return [self._readable(message) for message in self._roles.arranged(messages)]
 
     def _readable(self, message: "Message") -> "Message":
-        if message.get("role") == "developer" and not self._shows_developer:
-            message = {**message, "role": "system"}
-        if message.get("content") is not None or not message.get("tool_calls"):
+        if not message.get("tool_calls"):
+            return message
+        texts = [text for text in self._call_texts if text is not None]
+        if texts and not any(PROBE in text for text in texts):
+            raise InvalidRequest(
+                f"messages: {NO_CALLS}, so that they would be lost: send them as content",
+                param="messages",
+            )
+        if message.get("content") is not None:
             return message
         rest = {name: value for name, value in message.items() if name != "content"}
         return {**rest, **self._no_content}
-
-    @cached_property
-    def _shows_developer(self) -> bool:
-        return _PROBE in self._probe({"role": "developer", "content": _PROBE}, _USER)
 
     @cached_property
     def _no_content(self) -> "Message":
         """The content for a message that has calls and no text. Some templates test it for None,
         others append it to text or print it. So this tries several forms, and takes the first one
         that is not refused, shows the call and prints the fewest None."""
-        function = {"name": _PROBE, "arguments": _Arguments("{}", {})}
-        calls = [{**_CALL, "function": function}]
-        call: Message = {"role": "assistant", "tool_calls": calls}
-        result = {"role": "tool", "tool_call_id": _CALL["id"], "content": "?"}
-        forms: list[Message] = [{"content": None}, {}, {"content": ""}]
-        texts = [self._probe(_USER, {**call, **form}, result, tools=[_TOOL]) for form in forms]
         faults = [
-            (not text, _PROBE not in text, len(re.findall("None|null", text))) for text in texts
+            (not text, PROBE not in text, len(re.findall("None|null", text)))
+            for text in (text or "" for text in self._call_texts)
         ]
-        return forms[faults.index(min(faults))]
+        return _NO_CONTENT[faults.index(min(faults))]
 
-    def _probe(self, *messages: "Message", tools: Sequence[Any] | None = None) -> str:
+    @cached_property
+    def _call_texts(self) -> list[str | None]:
+        """A chat with a call, with each form of `_NO_CONTENT`."""
+        arguments = {"p": PROBE}  # Some templates show the id in place of the name.
+        function = {"name": PROBE, "arguments": _Arguments(json.dumps(arguments), arguments)}
+        calls = [{"type": "function", "id": CALL_ID, "function": function}]
+        call: Message = {"role": "assistant", "tool_calls": calls}
+        result = {"role": "tool", "tool_call_id": CALL_ID, "content": "?"}
+        return [self._tried([USER, {**call, **form}, result], [TOOL]) for form in _NO_CONTENT]
+
+    def _tried(self, messages: "Sequence[Message]", tools: Sequence[Any] | None) -> str | None:
+        """The text of a chat; ``None`` if the template refuses it."""
         try:
             return self.render(
-                {"messages": messages, "tools": tools, "add_generation_prompt": False}
+                {"messages": list(messages), "tools": tools, "add_generation_prompt": False}
             )
         except InvalidRequest:
-            return ""
+            return None
 
 
-_PROBE = "quireprobe"
-_USER = {"role": "user", "content": "?"}
-_CALL = {"type": "function", "id": "probe0000"}  # Mistral's templates require nine characters.
-_PARAMETERS = {"type": "object", "properties": {"p": {"type": "string", "description": "?"}}}
-_TOOL = {
-    "type": "function",
-    "function": {"name": "f", "description": "?", "parameters": {**_PARAMETERS, "required": ["p"]}},
-}
+_NO_CONTENT: "list[Message]" = [{"content": None}, {}, {"content": ""}]
 
 
 def _up_to_the_end_of_the_last(messages: "list[Message]", render: Callable[[], str]) -> str:

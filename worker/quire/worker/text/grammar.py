@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 from quire.worker.api.errors import CheckpointError, ConstraintRefused
 from quire.worker.api.hashing import TokenIds
 from quire.worker.api.structured import Constraint
+from quire.worker.text.gbnf_lark import lark_of
 from quire.worker.text.grammar_process import GrammarProcess
-from quire.worker.text.json_schema import check_embedded, checked, place_of
+from quire.worker.text.json_schema import checked, checked_embedded, place_of
 from quire.worker.text.kept import Kept
 from quire.worker.text.lark import WHITESPACE, Lark
 from quire.worker.text.mask_cost import MaskCost
@@ -44,8 +45,6 @@ how close usual grammars come to them."""
 _MAX_TENANTS = 1_024
 """Most tenants whose costs are remembered."""
 _LLAMA_CPP = re.compile(r"^[ \t\r]*[\w-]+[ \t]*::=", re.MULTILINE)
-_MAX_LLAMA_CPP_RULES = 400
-"""Most rules of a llama.cpp grammar: translation takes quadratic time and holds the GIL."""
 
 
 class Grammar:
@@ -197,24 +196,8 @@ def _source(constraint: Constraint, special_tokens: Mapping[int, str]) -> str:
     if constraint.kind == "structural_tag":
         lark = written(Lark(special_tokens), lark)
     elif _LLAMA_CPP.search(lark):
-        lark = _translated(lark)
-    check_embedded(lark)
-    return LLMatcher.grammar_from_lark(lark)
-
-
-def _translated(grammar: str) -> str:
-    """Translates a grammar from llama.cpp's syntax to Lark's. Raises ValueError if invalid."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    num_rules = grammar.count("::=")
-    if num_rules > _MAX_LLAMA_CPP_RULES:
-        raise ValueError(
-            f"{num_rules} rules take too long to translate: write at most {_MAX_LLAMA_CPP_RULES}"
-        )
-    try:
-        return gbnf_to_lark(grammar)
-    except Exception as error:  # It raises IndexError and plain Exceptions too.
-        raise ValueError(str(error)) from None
+        lark = lark_of(lark)
+    return LLMatcher.grammar_from_lark(checked_embedded(lark))
 
 
 def _refusal(constraint: Constraint, error: str) -> str:

@@ -15,22 +15,10 @@ from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
-_NAMES = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
-"""Keywords whose value is an object with names as keys and schemas as values."""
-_VALUES = frozenset({"enum", "const", "default", "examples", "required", "x-guidance"})
-"""Keywords whose values are not schemas."""
+from quire.worker.text.json_schema_drafts import NAMES, VALUES, schemas, settled
+
 _QUOTED = ("pattern", "format", "$ref", "type")
 """Keywords whose values are quoted in errors."""
-_SAID_ONLY = frozenset(
-    {"$defs", "definitions", "$schema", "$id", "$anchor", "$comment", "title", "description"}
-    | {"default", "examples", "deprecated", "readOnly", "writeOnly"}
-    | {"contentMediaType", "contentEncoding"}
-)
-"""Keywords that do not change what is valid."""
-_FORMATS = frozenset(
-    {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"}
-)
-"""The formats that llguidance enforces. It refuses others, which are treated as annotations."""
 _MAX_EXPONENT, _MAX_DIGITS, _MAX_WHOLE = 22, 19, 2**53
 """Limits of numbers that are read exactly: greater powers of ten are not exact as floats, and 19
 digits fit 64 bits."""
@@ -99,7 +87,7 @@ def checked(text: str) -> str:
     """The schema to pass to llguidance. Raises ValueError if ``text`` is not JSON, or llguidance
     would not enforce the schema exactly."""
     given = _DECODER.decode(text)
-    schema = without_unknown_formats(given)
+    schema = settled(given)
     if schema is not given:
         text = json.dumps(schema)
         schema = _DECODER.decode(text)  # Numbers may have been written differently.
@@ -107,38 +95,21 @@ def checked(text: str) -> str:
     return text
 
 
-def check_embedded(grammar: str) -> None:
-    """Checks the schemas in a ``grammar`` in Lark's syntax. Raises ValueError if one would not be
-    enforced exactly."""
-    at = 0
+def checked_embedded(grammar: str) -> str:
+    """A ``grammar`` in Lark's syntax with its schemas as `checked` returns them. Raises ValueError
+    if one would not be enforced exactly."""
+    pieces, at = [], 0
     while found := _LARK.search(grammar, at):
+        pieces.append(grammar[at : found.end()])
         at = found.end()
         if found["json"]:
             try:
-                schema, at = _DECODER.raw_decode(grammar, at)
+                _, end = _DECODER.raw_decode(grammar, at)
             except (ValueError, RecursionError):
                 continue  # llguidance refuses invalid JSON.
-            _check_exact(schema)
-
-
-def is_annotation(key: str, value: Any) -> bool:
-    """Whether a keyword with this value does not restrict the valid values."""
-    is_unknown_format = key == "format" and isinstance(value, str) and value not in _FORMATS
-    return is_unknown_format or key in _SAID_ONLY or key.startswith("x-")
-
-
-def without_unknown_formats(schema: Any) -> Any:
-    """``schema``, or a copy without the formats that are annotations if it has some."""
-
-    def unknown(schema: Any) -> list[dict[str, Any]]:
-        found = (each for _, each in _schemas(schema) if "format" in each)
-        return [each for each in found if is_annotation("format", each["format"])]
-
-    if unknown(schema):
-        schema = json.loads(json.dumps(schema))
-        for each in unknown(schema):
-            del each["format"]
-    return schema
+            pieces.append(checked(grammar[at:end]))
+            at = end
+    return "".join([*pieces, grammar[at:]])
 
 
 def _check_exact(schema: Any) -> None:
@@ -193,9 +164,9 @@ def _check_target(target: str) -> None:
     """Raises ValueError if a reference points into a value, which is not checked as a schema."""
     is_name = False
     for step in target.rpartition("#")[2].split("/")[1:]:
-        if not is_name and step in _VALUES:
+        if not is_name and step in VALUES:
             raise ValueError(f"$ref to {target!r}: {step} holds no schema")
-        is_name = not is_name and step in _NAMES
+        is_name = not is_name and step in NAMES
 
 
 def _check_values(path: str, value: Any) -> None:
@@ -217,28 +188,5 @@ def _is_number(value: Any) -> bool:
 
 def _keywords(schema: Any) -> Iterator[tuple[str, str, Any]]:
     """Every keyword: the JSON pointer to its schema, the keyword and its value."""
-    for path, each in _schemas(schema):
+    for path, each in schemas(schema):
         yield from ((path, key, value) for key, value in each.items())
-
-
-def _schemas(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every schema that is an object, with the JSON pointer to it."""
-    waiting = [("", schema)]
-    while waiting:
-        path, value = waiting.pop()
-        if isinstance(value, list):
-            waiting += [(f"{path}/{index}", each) for index, each in enumerate(value)][::-1]
-        elif isinstance(value, dict):
-            yield path, value
-            for key, each in reversed(value.items()):
-                if key in _NAMES and isinstance(each, dict):
-                    waiting += [
-                        (f"{path}/{key}/{_escaped(name)}", one)
-                        for name, one in reversed(each.items())
-                    ]
-                elif key not in _VALUES:
-                    waiting.append((f"{path}/{_escaped(key)}", each))
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")

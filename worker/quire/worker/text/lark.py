@@ -5,8 +5,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from quire.worker.text.json_schema import without_unknown_formats
-
 ANYTHING = r"(.|\n)*"
 WHITESPACE = r"[ \n\t]{0,40}"
 """Whitespace between two tokens of JSON. Without a limit, some models write spaces forever."""
@@ -51,7 +49,6 @@ class Lark:
         )
 
     def json(self, schema: Any) -> str:
-        schema = without_unknown_formats(schema)
         if isinstance(schema, dict):
             given = schema.get("x-guidance")
             options = {

@@ -4,8 +4,9 @@ A template is a program, and messages may make it slow.
 """
 
 import json
+import reprlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +73,11 @@ class TemplateProcess:
             InvalidRequest: The template refuses the messages, fails on them or exceeds a limit.
         """
         chat = {"messages": messages, **options}
-        # Not escaped: an escaped character may take twelve bytes.
-        request = json.dumps(chat, ensure_ascii=False).encode("utf-8", "replace")
+        try:  # Not escaped: an escaped character may take twelve bytes.
+            text = json.dumps(chat, ensure_ascii=False, default=_as_dict)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest(f"messages: are no JSON: {error}", param="messages") from error
+        request = text.encode("utf-8", "replace")
         timeout_s = self._limits.timeout_s
         try:
             with self._lock:
@@ -97,3 +101,10 @@ class TemplateProcess:
     def close(self) -> None:
         """Ends the process; a later `render` starts another."""
         self._child.close()
+
+
+def _as_dict(value: object) -> dict[Any, Any]:
+    """For `json.dumps`, which only knows ``dict`` itself."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{reprlib.repr(value)} is of type {type(value).__name__}")

@@ -3,8 +3,9 @@
 from collections.abc import Sequence, Set
 from typing import NamedTuple
 
-from quire.worker.api.hashing import TokenIds
+from quire.worker.api.hashing import TokenIds, as_token_ids
 from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.text.reasoning import ReasoningFormat
 from quire.worker.text.tokenizer import Tokenizer
 
 
@@ -30,9 +31,10 @@ class TextStream:
         *,
         follows: Sequence[int] | TokenIds = (),
         shown_token_ids: Set[int] = frozenset(),
+        reasoning: ReasoningFormat | None = None,
     ) -> None:
         """``follows`` is the prompt. ``shown_token_ids`` are special tokens that appear in the text
-        although other special tokens do not."""
+        although other special tokens do not. Stop strings are not looked for in ``reasoning``."""
         self._text = tokenizer.detokenizer(
             skip_special_tokens=params.skip_special_tokens,
             shown_token_ids=shown_token_ids,
@@ -42,6 +44,10 @@ class TextStream:
         self._keep_stop = params.include_stop_str_in_output
         self._num_unstopped = params.min_tokens
         """How many of the next tokens cannot complete a stop string."""
+        self._reasoning = None
+        if reasoning is not None and self._stops:
+            begun = reasoning.begun(tokenizer, as_token_ids(follows))
+            self._reasoning = None if begun is False else _Reasoning(reasoning, begun=bool(begun))
         self._held = ""  # Text that could be the beginning of a stop string.
         self._stopped = False
         self.stop_string: str | None = None
@@ -54,7 +60,7 @@ class TextStream:
         text = self._text.push(token_id)
         if self._stops:
             self._num_unstopped -= 1
-            text = self._hold_back_stops(text)
+            text = self._searched(text)
         return TextDelta(text, self._stopped)
 
     def finish(self) -> str:
@@ -62,10 +68,19 @@ class TextStream:
         if self._stopped:
             return ""
         rest = self._text.finish()
-        shown = self._hold_back_stops(rest) if self._stops else rest
+        shown = self._searched(rest, is_last=True) if self._stops else rest
         rest, self._held = ("" if self._stopped else self._held), ""
         self._stopped = True
         return shown + rest
+
+    def _searched(self, text: str, *, is_last: bool = False) -> str:
+        """Returns the part of ``text`` that can be shown, and holds back the rest."""
+        reasoned = ""
+        if self._reasoning is not None:
+            reasoned, text = self._reasoning.push(text, is_last=is_last)
+            if self._reasoning.is_over:
+                self._reasoning = None
+        return reasoned + self._hold_back_stops(text)
 
     def _hold_back_stops(self, text: str) -> str:
         """Returns ``text`` without a tail that may become a stop string."""
@@ -86,6 +101,36 @@ class TextStream:
         num_held = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held]
+
+
+class _Reasoning:
+    """The reasoning at the beginning of a text."""
+
+    def __init__(self, marks: ReasoningFormat, *, begun: bool) -> None:
+        self._marks = marks
+        self._is_begun = begun
+        self._held = ""
+        self.is_over = False
+
+    def push(self, text: str, *, is_last: bool) -> tuple[str, str]:
+        """Returns the text that belongs to the reasoning, and the text behind it."""
+        text, self._held = self._held + text, ""
+        if not self._is_begun:
+            start, opens = text.lstrip(), self._marks.opens
+            if not is_last and len(start) < len(opens) and opens.startswith(start):
+                self._held = text
+                return "", ""
+            self._is_begun = start.startswith(opens)
+            self.is_over = not self._is_begun
+        if self.is_over:
+            return "", text
+        before, closes, behind = text.partition(self._marks.closes)
+        if closes:
+            self.is_over = True
+            return before + closes, behind
+        num_held = 0 if is_last else _overlap(text, self._marks.closes)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], ""
 
 
 def _overlap(text: str, stop: str) -> int:
