@@ -4,6 +4,7 @@ python -m bench.kv equal [--requests N]      answers are the same wherever their
 python -m bench.kv faults [--requests N]     answers are the same if transfers fail
 python -m bench.kv disturb [--rounds N]      slowdown of a group's decodes while it sends KV
 python -m bench.kv drain [--streams N]       the gap of streams that move to another group
+python -m bench.kv prefill [--requests N]    streams of prefill groups are whole if groups change
 """
 
 import os
@@ -13,6 +14,7 @@ from bench.kv.disturb import disturb
 from bench.kv.drain import drain
 from bench.kv.equal import DTYPES, equal
 from bench.kv.faults import faults
+from bench.kv.prefill import prefill
 from bench.peers.checkpoints import SHAPES, make_checkpoint
 from bench.provenance import commit, cpu
 from bench.report import command
@@ -36,6 +38,8 @@ def main() -> int:
     add("--streams", type=int, default=50)
     add("--tokens", type=int, default=2048, help="of each prompt")
     add("--rounds", type=int, default=2)
+    add = commands.add_parser("prefill").add_argument
+    add("--requests", type=int, default=1000)
     add = commands.add_parser("disturb").add_argument
     add("--shape", choices=SHAPES, default="M")
     add("--streams", type=int, default=8)
@@ -53,6 +57,8 @@ def main() -> int:
             if arguments.shape is not None:
                 model = make_checkpoint(SHAPES[arguments.shape], arguments.cache)
             return faults(num_requests=arguments.requests, model=model)
+        case "prefill":
+            return prefill(num_requests=arguments.requests)
         case "disturb":
             return disturb(
                 shape=arguments.shape,

@@ -130,13 +130,13 @@ async def _move(config: ClusterConfig, prompts: list[TokenIds]) -> Moved:
     async with (
         Remote(config, "giver") as giver,
         Remote(config, "taker") as taker,
-        _gateway(config) as served,
+        gateway(config) as served,
     ):
         service = served.service
         # A group without blocks would take the giver's when it joins, before any stream moves.
         await taker.call(answers, prompts[:1])
         served.set_groups([giver.contact])
-        await _until_ready(service, 1)
+        await until_ready(service, 1)
         streams = [_Stream() for _ in prompts]
         running = [
             asyncio.create_task(_generate(service, prompt, stream))
@@ -144,7 +144,7 @@ async def _move(config: ClusterConfig, prompts: list[TokenIds]) -> Moved:
         ]
         await _until_all_have(streams, [_TOKENS_BEFORE] * len(streams), running)
         served.set_groups([giver.contact, taker.contact])
-        await _until_ready(service, 2)
+        await until_ready(service, 2)
         before = await taker.call(stats)
         begin_s = asyncio.get_running_loop().time()
         await giver.call(drain_group)
@@ -163,7 +163,7 @@ async def _move(config: ClusterConfig, prompts: list[TokenIds]) -> Moved:
 
 
 @contextlib.asynccontextmanager
-async def _gateway(config: ClusterConfig) -> AsyncIterator[ServedModel]:
+async def gateway(config: ClusterConfig) -> AsyncIterator[ServedModel]:
     table = RoutingTable(block_size=config.engine.block_size, config=config.routing)
     served = ServedModel(read_model(config), table=table)
     try:
@@ -179,7 +179,7 @@ async def _generate(service: ModelService, prompt: TokenIds, stream: _Stream) ->
     await service.run([await service.prepare(request)], stream.take)
 
 
-async def _until_ready(service: ModelService, num_groups: int) -> None:
+async def until_ready(service: ModelService, num_groups: int) -> None:
     while service.groups.num_ready != num_groups:
         await service.groups.wait_for_change(timeout_s=_WAIT_S)
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import tempfile
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ from bench.kv.groups import (
     travel_of,
 )
 from bench.kv.lenders import Lenders, stop
+from bench.kv.resting import Flips, before_cache, before_disk, before_sending, in_threads
 from bench.kv.wire_faults import EDITS, behave, flip_kept, wire_faults
 from tests.flaky_proxy import Fault
 
@@ -73,6 +75,12 @@ _PATIENCE_S = 60.0
 _TOO_LATE = " too late: "
 
 _CUT = "connection cut"
+_BEHIND_CANCELLED = "flipped behind a cancelled request"
+_IN_THREADS = 0.3
+"""Share of requests whose checksums are computed and compared by threads, as of long prefixes."""
+_CANCELLED_S = (0.0, 0.03)
+"""When a request is cancelled."""
+_SAVED_S = 10.0
 _WIRE = (_CUT, "byte flipped on the wire", "link stalls", "slow link", *EDITS)
 _MAY_COME = {"slow link", "link stalls", "lender stopped", "lender killed", "slow disk"}
 """Faults in spite of which all blocks may come, as they should be."""
@@ -83,6 +91,9 @@ _LENT = {
     "lender stopped": 0.02,
     "lender killed": 0.0,  # Every `_KILLED_EVERY` requests.
     "lender's host memory flipped": 0.04,
+    "flipped before it is sent": 0.03,
+    "flipped when received": 0.03,
+    "cancelled, from a peer": 0.03,
     "wrong address": 0.02,
     "wrong token": 0.02,
     "other weights": 0.03,
@@ -92,6 +103,10 @@ _OWN = {
     "new": 0.1,
     "again": 0.2,
     "host memory flipped": 0.05,
+    _BEHIND_CANCELLED: 0.03,
+    "flipped before it is written": 0.03,
+    "flipped when read": 0.03,
+    "cancelled": 0.03,
     **dict.fromkeys(FILE_FAULTS, 0.025),
     "disk fails": 0.015,
     "slow disk": 0.015,
@@ -259,6 +274,17 @@ class _Bench:
         async with self._lending(kind, token_ids) as source:
             if source is None:  # It cannot be.
                 kind, source = "peer", self._lenders.lender.source(token_ids)
+            if kind.startswith("cancelled"):
+                await self._cancel(token_ids, source)
+                kind = "peer"
+            if kind == "flipped when received":
+                num_before = await self._num_corrupt()
+                with before_cache(self._group, self._rng) as flips:
+                    said = await self._ask(kind, token_ids, source)
+                if flips.num:
+                    is_named = await self._num_corrupt() > num_before
+                    self._judge(kind, said, False, is_named=is_named)
+                return
             said = await self._ask(kind, token_ids, source)
         if kind != "peer":
             self._judge(kind, said, said.fetched.num_peer_tokens == num_wanted)
@@ -284,6 +310,10 @@ class _Bench:
             number = int(rng.integers(2**31))
             is_flipped = await lender.call(flip_kept, token_ids, number)
             yield source if is_flipped else None
+        elif kind == "flipped before it is sent":
+            await lender.call(before_sending, int(rng.integers(2**31)))
+            yield source
+            await lender.call(before_sending, None)
         elif kind in self._lenders.wrong:
             wrong = self._lenders.wrong[kind]
             await wrong.call(answers, [token_ids])
@@ -301,13 +331,39 @@ class _Bench:
             await self._ask("new", self._new_prompt())
         elif kind == "again":
             await self._ask(kind, self._known[self._rng.integers(len(self._known))].token_ids)
-        elif kind == "host memory flipped":
+        elif kind == "cancelled":
+            known = self._known[self._rng.integers(len(self._known))]
+            await self._cancel(known.token_ids)
+            await self._ask("again", known.token_ids)
+        elif kind in ("host memory flipped", _BEHIND_CANCELLED):
             await self._ask_flipped(kind)
+        elif kind == "flipped before it is written":
+            await self._ask_written(kind)
         else:
             await self._ask_disk(kind)
 
+    async def _cancel(self, token_ids: TokenIds, source: PeerSource | None = None) -> None:
+        """Asks, and leaves soon."""
+        asking = asyncio.create_task(ask(self._group, token_ids, source))
+        await asyncio.sleep(self._rng.uniform(*_CANCELLED_S))
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    async def _ask_written(self, kind: str) -> None:
+        """A request that evicts blocks, one of which changes before it is on disk."""
+        num_before = await self._num_corrupt()
+        with before_disk(self._group, self._rng) as flips:
+            said = await self._ask(kind, self._new_prompt())
+        saver, until_s = travel_of(self._group)._saver, time.monotonic() + _SAVED_S
+        while saver is not None and saver.num_coming and time.monotonic() < until_s:
+            await asyncio.sleep(0.01)
+        if flips.num:
+            self._judge(kind, said, False, is_named=await self._num_corrupt() > num_before)
+
     async def _ask_flipped(self, kind: str) -> None:
         for known in self._some_known():
+            if kind == _BEHIND_CANCELLED:
+                await self._cancel(known.token_ids)
             if await flip_kept(self._group, known.token_ids, int(self._rng.integers(2**31))):
                 num_before = await self._num_corrupt()
                 said = await self._ask(kind, known.token_ids)
@@ -321,7 +377,7 @@ class _Bench:
             begin, end = await in_engine(self._group, partial(_on_disk, known.names, self._group))
             if end - begin < 2:
                 continue
-            harm: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            harm: contextlib.AbstractContextManager[Flips | None] = contextlib.nullcontext()
             if kind in FILE_FAULTS:
                 name = known.names[int(self._rng.integers(begin, end))]
                 others = [each for each, _ in store.blocks() if each != name]
@@ -330,10 +386,18 @@ class _Bench:
                     FILE_FAULTS[kind](
                         file_of(self._group, name), file_of(self._group, other), self._rng
                     )
+            elif kind == "flipped when read":
+                harm = before_cache(self._group, self._rng)
             else:
                 harm = failing_reads() if kind == "disk fails" else slow_reads(read_s=0.02)
-            with harm:
+            num_before = await self._num_corrupt()
+            with harm as flips:
                 said = await self._ask(kind, known.token_ids)
+            if flips is not None:
+                if flips.num:
+                    is_named = await self._num_corrupt() > num_before
+                    self._judge(kind, said, False, is_named=is_named)
+                return
             num_tokens = (end - begin) * BLOCK_SIZE
             self._judge(kind, said, said.fetched.num_disk_tokens == num_tokens)
             return
@@ -350,8 +414,12 @@ class _Bench:
         """Computes the prompt and then asks for it, each alone, and compares the answers."""
         computed = await self._compute(token_ids)
         is_patient = kind not in ("new", "again") and self._rng.random() < 0.5
-        with mock.patch.object(
-            arriving, "MIN_SLACK_S", _PATIENCE_S if is_patient else arriving.MIN_SLACK_S
+        is_in_threads = self._rng.random() < _IN_THREADS
+        with (
+            mock.patch.object(
+                arriving, "MIN_SLACK_S", _PATIENCE_S if is_patient else arriving.MIN_SLACK_S
+            ),
+            in_threads() if is_in_threads else contextlib.nullcontext(),
         ):
             said = await ask(self._group, token_ids, source)
         if not self._num_asked % _COMPUTED_AGAIN_EVERY:

@@ -129,7 +129,8 @@ class DiskSaver:
                 self._shelf.give_back([job.slot])
                 self._num_slots -= 1
             if put is None:
-                self._on_corrupt(job.name, job.slot, job.is_kept)
+                is_kept = job.is_kept and self._shelf.find(job.name) == job.slot
+                self._on_corrupt(job.name, job.slot, is_kept)
         return stored, removed
 
     @property
