@@ -244,6 +244,7 @@ def _run_all(commands: Sequence[list[str]]) -> None:
                 if process.returncode:
                     lines = output.splitlines()
                     first = next((line for line in lines if "error" in line), output[:300])
+                    assert isinstance(process.args, list)
                     command = shlex.join(map(str, process.args))
                     raise BuildError(f"{command} failed: {first.strip()}")
     finally:
