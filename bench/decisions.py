@@ -22,6 +22,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -29,7 +30,8 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from bench.provenance import PARTS, ROOT
+from bench.checkout import interpreter_of
+from bench.provenance import ROOT
 from bench.report import command, markdown
 
 from quire.router.policies.policy import GroupLoad
@@ -200,35 +202,31 @@ def _rounds(
     travels: bool,
 ) -> dict[str, Times]:
     """Each way in turn."""
-    ways: dict[str, Path | None] = {"now": None}
+    ways = {"now": sys.executable}
     if travels:
-        ways["travels"] = None
-    if beside is not None:
-        ways["before"] = beside
-    found: dict[str, list[Times]] = {way: [] for way in ways}
-    for _ in range(num_rounds):
-        for way, checkout in ways.items():
-            more = ["--travels"] if way == "travels" else []
-            found[way].append(_in_process(num_groups, num_decisions, checkout, more))
+        ways["travels"] = sys.executable
+    with tempfile.TemporaryDirectory() as folder:
+        if beside is not None:
+            ways["before"] = interpreter_of(beside, Path(folder))
+        found: dict[str, list[Times]] = {way: [] for way in ways}
+        for _ in range(num_rounds):
+            for way, python in ways.items():
+                more = ["--travels"] if way == "travels" else []
+                found[way].append(_in_process(num_groups, num_decisions, python, more))
     return {
         way: {name: median(each[name] for each in times) for name in times[0]}
         for way, times in found.items()
     }
 
 
-def _in_process(
-    num_groups: int, num_decisions: int, checkout: Path | None, more: list[str]
-) -> Times:
-    environment = dict(os.environ)
-    if checkout is not None:
-        environment["PYTHONPATH"] = os.pathsep.join(str(checkout / part) for part in PARTS)
+def _in_process(num_groups: int, num_decisions: int, python: str, more: list[str]) -> Times:
     flags = ["--measure", "--groups", str(num_groups), "--decisions", str(num_decisions)]
     flags += more
     done = subprocess.run(
-        [sys.executable, "-m", "bench.decisions", *flags],
+        [python, "-m", "bench.decisions", *flags],
         cwd=ROOT,
         stdout=subprocess.PIPE,
-        env=environment,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
         check=True,
     )
     measured: Times = json.loads(done.stdout)

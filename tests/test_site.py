@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tools.fields import documented_fields
 from tools.reference.__main__ import PAGES, ROOT, written
-from tools.reference.configuration import _SECTIONS
+from tools.reference.configuration import _SECTIONS, page
 
 SOURCES = ("cluster", "kernels", "router", "worker")
 
@@ -23,6 +23,12 @@ def test_every_setting_is_described() -> None:
         for field in documented_fields(config).values():
             assert field.description, f"{config.__name__}.{field.name}"
             assert f"| `{field.name}` " in page
+
+
+def test_an_adapter_s_settings_are_given_no_flags_of_other_settings() -> None:
+    (adapter,) = re.findall(r"## An adapter\n(.*)", page(), re.DOTALL)
+    assert "`name` str" in adapter
+    assert "Flag" not in adapter
 
 
 def test_every_call_and_message_is_in_the_reference_of_grpc() -> None:

@@ -66,7 +66,7 @@ def main() -> int:
     )
     settings.logs.mkdir(parents=True, exist_ok=True)
     if options.against:
-        engines = [install(OURS, cache), another(options.against)]
+        engines = [install(OURS, cache), another(options.against, cache)]
     else:
         engines = [install(name, cache) for name in (OURS, *options.peers)]
     checkpoints = {shape.name: make_checkpoint(shape, cache / "checkpoints") for shape in shapes}

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench.provenance import PARTS
+from bench.checkout import interpreter_of
 
 from quire.llm import LLM
 
@@ -163,18 +163,15 @@ def install(name: str, folder: Path) -> Engine:
     )
 
 
-def another(checkout: Path) -> Engine:
-    """Quire as in another checkout.
+def another(checkout: Path, folder: Path) -> Engine:
+    """Quire as in another checkout, with an environment under ``folder``.
 
     Raises:
-        SystemExit: It is no checkout of Quire.
+        SystemExit: It is no checkout of Quire, or cannot be imported alone.
     """
-    there = checkout.resolve()
-    if not (there / "worker").is_dir():
-        raise SystemExit(f"{there} is no checkout of Quire: it has no folder worker")
-    ours = install(OURS, there)
-    paths = ":".join(str(there / part) for part in PARTS)
-    return replace(ours, name="there", environment={"PYTHONPATH": paths})
+    ours = install(OURS, folder)
+    command = (interpreter_of(checkout, folder), *ours.command[1:])
+    return replace(ours, name="there", command=command)
 
 
 def converted(engine: Engine, checkpoint: Path, *, dtype: str) -> Path:

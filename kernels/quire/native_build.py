@@ -34,7 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, TypeVar, cast
+from typing import IO, TypeVar
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +244,8 @@ def _run_all(commands: Sequence[list[str]]) -> None:
                 if process.returncode:
                     lines = output.splitlines()
                     first = next((line for line in lines if "error" in line), output[:300])
-                    command = shlex.join(cast("list[str]", process.args))
+                    assert isinstance(process.args, list)
+                    command = shlex.join(map(str, process.args))
                     raise BuildError(f"{command} failed: {first.strip()}")
     finally:
         for process in running.values():

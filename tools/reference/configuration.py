@@ -69,16 +69,17 @@ def page() -> str:
         own = documented_fields(config)
         if config is ClusterConfig:
             own = {name: each for name, each in own.items() if name not in _model_fields()}
-        rows = [_row(each, chart) for each in own.values()]
+        # Those of an adapter stand within the one flag --lora-modules.
+        rows = [_row(each, chart, has_flag=config is not LoraModule) for each in own.values()]
         header = ("setting", "default", "meaning")
         parts.append(f"## {title}\n{text}\n\n{table(header, rows)}\n")
     return "".join(parts)
 
 
-def _row(field: DocumentedField, chart: str) -> tuple[str, str, str]:
+def _row(field: DocumentedField, chart: str, *, has_flag: bool) -> tuple[str, str, str]:
     name = field.name
     said = [re.sub(r"``([^`]+)``", r"`\1`", field.description)]
-    if flag := _flag(name):
+    if has_flag and (flag := _flag(name)):
         said.append(f"Flag: `{flag}`.")
     if value := _value(name, chart):
         said.append(f"Chart: `{value}`.")

@@ -7,15 +7,17 @@ before is left as it was.
 import atexit
 import contextlib
 import errno
+import itertools
 import logging
 import math
 import os
+import re
 import shutil
 import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +53,12 @@ _CONNECT_S = 5.0
 # A socket's path has at most 107 characters, of which Ray's names and Quire's take 81.
 _MAX_TEMP_CHARS = 26
 _START_ATTEMPTS = 3
+_STARVED_S = 30.0  # How long Ray waits for a raylet.
+_START_TIMEOUT_S = 600.0
 _LAST_WORDS = 1000
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_TOLD = re.compile(r"\[.* [CE] \d+ \d+\]")
+"""The beginning of an error's line in a log of Ray's core."""
 _REMOVALS = 50
 _SHUTDOWN_S = 10.0  # Limit of Ray's own stop, which waits without limit for a GCS that is gone.
 _WITHOUT_GCS_S = 60  # How long Ray's processes survive without GCS, plus the time of the drain.
@@ -209,13 +216,20 @@ def _start_node(folder: Path, *, without_gcs_s: int) -> None:
     """Starts a Ray node that keeps its files in ``folder``. Retries if the raylet does not start.
 
     A raylet must report within half a minute that it runs, and some never do, for example because
-    another process took its port. Ray then leaves the processes that it has started behind.
+    another process took its port. Ray then leaves the processes that it has started behind. On a
+    loaded machine a raylet only takes longer: then there are more attempts.
+
+    Raises:
+        ConfigError: Ray cannot keep its token.
+        StartFailed: No raylet ran.
     """
     import psutil  # Ray brings it.
     import ray
 
     us = psutil.Process()
-    for attempt in range(_START_ATTEMPTS):
+    begin_s, num_failed = time.monotonic(), 0
+    for attempt in itertools.count(1):
+        attempt_s = time.monotonic()
         before = us.children()
         try:
             ray.init(
@@ -229,22 +243,41 @@ def _start_node(folder: Path, *, without_gcs_s: int) -> None:
         except BaseException as error:
             # Also after a signal: a process that outlives the folder would create it again.
             started = [child for child in us.children() if child not in before]
+            is_late = time.monotonic() - attempt_s >= _STARVED_S and _has_raylet(started)
             ray.shutdown()  # An orderly end, if all processes had started.
             kill(started)
             node = _half_started(error)
             if node is not None:
                 node.kill_all_processes(check_alive=False)  # Notices that they are gone.
+            if node is None and isinstance(error, OSError):
+                raise ConfigError(
+                    f"Ray cannot keep its token in ~/.ray ({error}): set HOME to a folder that can "
+                    "be written"
+                ) from error
             if node is None or not isinstance(error, Exception):
                 raise
-            if attempt == _START_ATTEMPTS - 1:
+            num_failed += not is_late
+            is_over = time.monotonic() - begin_s > _START_TIMEOUT_S
+            if num_failed == _START_ATTEMPTS or is_over:
                 raise StartFailed(
-                    f"no Ray node of this machine's own started in {_START_ATTEMPTS} attempts "
+                    f"no Ray node of this machine's own started in {attempt} attempts "
                     f"({error}); is the machine short of memory or processors, or /dev/shm full? "
                     f"The raylet's last words: {_last_words(folder)}"
                 ) from error
             _log.warning("a Ray node did not start (%s): starting another", error)
         else:
             return
+
+
+def _has_raylet(started: "Sequence[psutil.Process]") -> bool:
+    """Whether the raylet among the processes ``started`` still runs."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return any(
+            each.name() == "raylet" and each.status() != psutil.STATUS_ZOMBIE for each in started
+        )
+    return False
 
 
 def _half_started(error: BaseException) -> Any:
@@ -264,7 +297,8 @@ def _last_words(folder: Path) -> str:
         for name in ("raylet.out", "raylet.err")
         if (log := logs / name).exists()
     )
-    return text[-_LAST_WORDS:].strip() or "none"
+    lines = [line for line in _COLOURS.sub("", text).splitlines() if _TOLD.match(line)]
+    return ("\n".join(lines) or text)[-_LAST_WORDS:].strip() or "none"
 
 
 @contextlib.contextmanager
