@@ -341,7 +341,7 @@ class LLM:
         adapters = self._digests(lora_request, num_prompts=len(listed))
         if self._use.is_chat:
             listed = [
-                self._rendered(index, each, truncate_prompt_tokens)
+                self._as_chat(index, each, truncate_prompt_tokens)
                 for index, each in enumerate(listed)
             ]
         batch = [
@@ -353,14 +353,13 @@ class LLM:
         self._run(batch, shown=use_tqdm)
         return [each.output() for each in batch]
 
-    def _rendered(self, index: int, prompt: Prompt, kept: int | None) -> Prompt:
+    def _as_chat(self, index: int, prompt: Prompt, kept: int | None) -> Prompt:
         """A text as the model's chat template renders it. Other prompts are unchanged."""
         if not isinstance(prompt, str):
             return prompt
         use = self._use
-        token_ids = self.get_tokenizer().apply_chat_template(
-            use.messages(prompt), add_generation_prompt=use.add_generation_prompt
-        )
+        options = {"add_generation_prompt": use.add_generation_prompt}
+        token_ids = self._rendered(use.messages(prompt), options)
         try:
             use.check_uncut(len(token_ids), self._engine.max_model_len if kept == -1 else kept)
         except InvalidRequest as error:
