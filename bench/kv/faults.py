@@ -119,10 +119,12 @@ def faults(*, num_requests: int, model: Path = demo_model.PATH, seed: int = 0) -
     could be noticed was not named. ``model`` is a folder with a checkpoint."""
     report = Report()
     logging.getLogger("quire").addHandler(logging.NullHandler())
-    # What there is after Ctrl-C is reported all the same.
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_run(num_requests, model, np.random.default_rng(seed), report))
-    print("\n".join(report.lines()))
+    # What there is after Ctrl-C, which lenders get too, is reported all the same.
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(_run(num_requests, model, np.random.default_rng(seed), report))
+    finally:
+        print("\n".join(report.lines()))
     return int(report.has_failed)
 
 

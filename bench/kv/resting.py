@@ -1,5 +1,5 @@
 """Flips bits of blocks that rest in queues: to be written, to be sent, and to be copied into the KV
-cache. Each block's checksum is known by then, or is being computed where limits say so."""
+cache. Each block's checksum is known by then: what a thread still has to read is left alone."""
 
 import contextlib
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def before_disk(group: GroupServer, rng: np.random.Generator) -> Iterator[Flips]
     def change(jobs: list[Any]) -> None:
         with saver._changed:  # The thread that writes takes none of them meanwhile.
             begin(jobs)
-            flips.flip([job.slot for job in jobs])
+            flips.flip([job.slot for job, checksum in saver._jobs if checksum.done()])
 
     with mock.patch.object(saver, "_begin", change):
         yield flips

@@ -9,6 +9,7 @@ from bench.kv.equal import equal, places_of
 from bench.kv.fault_report import Asked, Report
 from bench.kv.faults import faults
 from bench.kv.groups import Said
+from bench.kv.prefill import prefill
 from bench.kv.wire_faults import cuts
 
 from quire.worker.api.outputs import Fetched
@@ -45,6 +46,12 @@ def test_streams_that_move_say_the_same_with_blocks_and_without(
 ) -> None:
     assert drain(num_streams=6, num_tokens=256, rounds=1) == 0
     assert "tokens are equal" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_streams_of_prefill_groups_are_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    assert prefill(num_requests=60) == 0
+    assert "| whole and equal | 60 |" in capsys.readouterr().out
 
 
 def test_a_place_is_where_tokens_came_from() -> None:
