@@ -409,6 +409,8 @@ def test_the_offline_api_renders_pairs_and_texts(tmp_path: Path) -> None:
     empties: list[tuple[list[str], list[str]]] = [([], ["x"]), (["x"], []), ([], [])]
     with LLM(tmp_path, device="cpu", num_blocks=64, num_threads=1) as llm:
         found = llm.score("a cat", [each for _, each in pairs], use_tqdm=False)
+        same = llm.score(*pairs[0], truncate_prompt_tokens=-1, use_tqdm=False)
+        assert same[0].outputs == found[0].outputs
         for first, second in empties:
             with pytest.raises(InvalidRequest, match="give one, or as many"):
                 llm.score(first, second, use_tqdm=False)

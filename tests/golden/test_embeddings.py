@@ -379,6 +379,11 @@ def test_positions_after_the_padding_tokens_are_known_or_refused(
 ) -> None:
     for name in ("Data2VecText", "Esm", "Roberta"):
         try_encoder(tmp_path, name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    decoder = config | {"architectures": ["RobertaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(decoder))
+    with pytest.raises(CheckpointError, match="which run in encoders only"):
+        read_model_spec(tmp_path)
     monkeypatch.setattr(other, "AFTER_PADDING", {})
     for name in ("Data2VecText", "Esm", "Roberta"):
         with pytest.raises(CheckpointError, match="position ids start after that of the padding"):

@@ -431,7 +431,7 @@ class LLM:
             raise InvalidRequest("this model scores two texts, not tokens", param="data_1")
         tokenizer = self.get_tokenizer()
         if isinstance(scoring, LogitScore):
-            if truncate_prompt_tokens is not None:
+            if truncate_prompt_tokens not in (None, -1):
                 raise InvalidRequest(
                     f"truncate_prompt_tokens={truncate_prompt_tokens} is not supported for this "
                     "model, whose chat template writes something behind a document",
