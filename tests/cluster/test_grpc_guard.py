@@ -30,17 +30,9 @@ from bench.http2_frames import (
 )
 
 from quire.cluster.edge.auth import ApiKeys
-from quire.cluster.edge.grpc_guard import (
-    _IDLE_LOOK_S,
-    _LOOK_S,
-    _MAX_SHARE,
-    Account,
-    GrpcGuard,
-    _Connection,
-)
+from quire.cluster.edge.grpc_guard import GrpcGuard
 from quire.cluster.edge.grpc_server import build_grpc_server
 from quire.cluster.edge.limits import ConnectionLimits
-from quire.cluster.edge.own_sockets import Cookie
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
 
@@ -116,14 +108,6 @@ class Server:
             while client.recv(2**16):
                 pass
         return True
-
-
-def test_without_connections_the_guard_seldom_looks() -> None:
-    guard = GrpcGuard(ConnectionLimits())
-    assert guard.pause_s(took_s=0.0) == _IDLE_LOOK_S
-    assert guard.pause_s(took_s=0.02) == 0.02 / _MAX_SHARE
-    guard._connections[5] = _Connection(Cookie(1), "::1", "ipv6:[::1]:9", Account())
-    assert guard.pause_s(took_s=0.0) == _LOOK_S
 
 
 @pytest.fixture

@@ -47,9 +47,6 @@ MAX_MESSAGE_BYTES = 4 * 2**20
 """Longest message from a client. gRPC holds each call's message whole before a handler sees it."""
 
 _LOOK_S = 0.01
-_IDLE_LOOK_S = 0.1
-"""`_LOOK_S` while there is no connection. gRPC core says nothing of new ones, and in this time it
-reads a quarter of a MiB of headers at most."""
 _MAX_SHARE = 0.05
 """Share of one core's time for checks: with thousands of connections, they become rarer."""
 _DESCRIPTORS_S = 0.5
@@ -189,19 +186,14 @@ class GrpcGuard:
             self._thread.join()
 
     def _run(self) -> None:
-        took_s = 0.0
-        while not self._stopping.wait(self.pause_s(took_s)):
+        pause_s = _LOOK_S
+        while not self._stopping.wait(pause_s):
             begin_s = time.thread_time()
             try:
                 self._look()
             except Exception:
                 _log.exception("gRPC's connections cannot be looked at")
-            took_s = time.thread_time() - begin_s
-
-    def pause_s(self, took_s: float) -> float:
-        """Seconds until the next check after one that took ``took_s`` of CPU time."""
-        least_s = _LOOK_S if self._connections or self._is_to_be_told else _IDLE_LOOK_S
-        return max(least_s, took_s / _MAX_SHARE)
+            pause_s = max(_LOOK_S, (time.thread_time() - begin_s) / _MAX_SHARE)
 
     def _look(self) -> None:
         now_s = time.monotonic()
