@@ -17,6 +17,10 @@ The throughput of a tenant is the output tokens that it was sent per second. Wha
 of a phase is missing in it, so the time until the first token is told too; of a request that waits
 at the end, it is the time until that. Where this process takes a whole core, it is the limit, and
 not the groups: the cores are printed.
+
+    python -m bench.tenants --crowd 200 1500 --step-s 0 --max-num-seqs 128 --duration-s 20
+
+measures 19 tenants of a client each beside one with many clients (`bench.tenant_crowd`).
 """
 
 import argparse
@@ -33,6 +37,7 @@ from pathlib import Path
 from statistics import fmean, quantiles
 from tempfile import TemporaryDirectory
 
+from bench import tenant_crowd
 from bench.report import command, markdown
 from bench.serving.gateways import Gateways
 from bench.serving.load import Request, Stream, run
@@ -55,7 +60,10 @@ _SHARED = "all"
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> None:
-    async with _servers(options, folder) as addresses:
+    async with _servers(options, folder) as (addresses, http):
+        if options.crowd:
+            await tenant_crowd.measure(http, options, _key)
+            return
         per_s = await _capacity_per_s(addresses, options)
         print(f"capacity: {per_s:.1f} requests/s", flush=True)
         rate = _SHARE * per_s / (len(SMALL) + 1)
@@ -171,9 +179,11 @@ def _clients(addresses: Sequence[str], tenant: str) -> Gateways:
 
 
 @contextlib.asynccontextmanager
-async def _servers(options: argparse.Namespace, folder: Path) -> AsyncIterator[list[str]]:
-    """The gateways' addresses."""
-    tenants = [*SMALL, GREEDY, _SHARED]
+async def _servers(
+    options: argparse.Namespace, folder: Path
+) -> AsyncIterator[tuple[list[str], list[str]]]:
+    """The gateways' addresses, for gRPC and for HTTP."""
+    tenants = [*SMALL, GREEDY, _SHARED, *tenant_crowd.LIGHT, tenant_crowd.HEAVY]
     keys = [
         f'- {{name: {each}, tenant: {each}, hash: "sha256:{_hash(_key(each))}"}}'
         for each in tenants
@@ -202,7 +212,7 @@ async def _servers(options: argparse.Namespace, folder: Path) -> AsyncIterator[l
             other.close()
             ends.append(end)
         contacts = [await asyncio.to_thread(each.recv) for each in ends]
-        addresses = []
+        addresses, http = [], []
         for _ in range(options.num_gateways):
             gateway = await GatewayServer.start(config)
             stack.push_async_callback(gateway.stop, drain_timeout_s=0)
@@ -211,7 +221,8 @@ async def _servers(options: argparse.Namespace, folder: Path) -> AsyncIterator[l
             while known.num_ready < len(contacts):
                 await known.wait_for_change(timeout_s=1)
             addresses.append(gateway.grpc_address)
-        yield addresses
+            http.append(gateway.http_address)
+        yield addresses, http
 
 
 def _run_group(config: ClusterConfig, group_id: str, step_s: float, end: Connection) -> None:
@@ -262,6 +273,12 @@ def main() -> None:
     add("--max-num-seqs", type=int, default=4, help="of each group")
     add("--prompt-tokens", type=int, default=40)
     add("--output-tokens", type=int, default=16)
+    add(
+        "--crowd",
+        type=int,
+        nargs="+",
+        help="instead: 19 tenants with a client each beside one with that many (`tenant_crowd`)",
+    )
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
         asyncio.run(measure(options, Path(folder)))

@@ -3,7 +3,7 @@
 It shares only the estimates of speeds with the product (`quire.router.policies.speeds`).
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import accumulate
 from math import inf
 
@@ -122,6 +122,16 @@ class PlainQueue:
     @property
     def first(self) -> Ticket | None:
         return next(iter(self), None)
+
+    def first_that(self, allows: Callable[[Ticket], bool]) -> Ticket | None:
+        waiting = list(self)
+        firsts = [
+            each
+            for place, each in enumerate(waiting)
+            if (each.priority, each.tenant)
+            not in [(other.priority, other.tenant) for other in waiting[:place]]
+        ]
+        return next(filter(allows, firsts), None)
 
     def goes_first(self, ticket: Ticket) -> bool:
         if any(each.priority < ticket.priority for each in self.waiting):
@@ -243,17 +253,23 @@ class PlainAdmission(Admission):
 
     def offer(self, ticket: Ticket, loads: Loads, *, now_s: float) -> list[Ticket]:
         displaced: list[Ticket] = []
+        self._slots.at(now_s)
         self._set_work(ticket)
-        if not (self._queue.goes_first(ticket) and self._can_begin(ticket, loads)):
+        if not self._begins(ticket, loads):
             displaced = self._make_room(ticket, loads, now_s)
             for victim in displaced:
                 self.leave(victim)
-        begins = self._queue.goes_first(ticket) and self._can_begin(ticket, loads)
+        begins = self._begins(ticket, loads)
         self._num_offered += 1
         ticket.number = self._num_offered
         self._waiting.add(ticket.num_requests, ticket.num_prompt_tokens)
         ticket.stage = Stage.QUEUED
+        self._slots.came(ticket)
         self._queue.add(ticket)
         if begins and self._queue.first is ticket:
             self._release(ticket)
         return displaced
+
+    def _begins(self, ticket: Ticket, loads: Loads) -> bool:
+        allowed = self._slots.allows(ticket, loads)
+        return allowed and self._queue.goes_first(ticket) and self._can_begin(ticket, loads)

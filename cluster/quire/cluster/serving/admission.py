@@ -2,7 +2,8 @@
 
 A request is *released* to the groups when one of them can begin it within ``max_group_wait_s``. A
 request that waits at a group can no longer be reordered, so only enough are released to keep the
-groups busy until their next frames. The others wait at the gateway, by priority, then in fair
+groups busy until their next frames. While several tenants are active, each has no more than its
+share of the groups' slots (`SlotShares`). The others wait at the gateway, by priority, then in fair
 shares of their tenants and then in order of arrival (`FairQueue`), for as long as their clients do.
 If ``max_queue_wait_s`` is set, a request whose predicted wait exceeds it or its own deadline is
 refused before it costs anything. Admitted requests are never delayed by later ones of the same
@@ -10,8 +11,9 @@ tenant and priority. Later requests of another tenant delay them only while that
 share.
 
 Always true: a request that could be released waits only behind one that could not; the queue is
-within its bounds; each request of lower priority waits behind each of higher priority; the requests
-of one tenant and priority are released in order of arrival.
+within its bounds; each request of lower priority waits behind each of higher priority, unless that
+one's tenant has its share of slots; the requests of one tenant and priority are released in order
+of arrival.
 
 A request that does not fit may displace waiting ones: first requests of lower priority, the last
 one first; then, within its own priority, the last request of the tenant with the most waiting work
@@ -19,12 +21,14 @@ over its weight, if that is more than its own tenant would have. There is no agi
 overload low priorities are refused, not left to starve.
 """
 
+from functools import partial
 from math import inf
 
 from quire.cluster.errors import Overloaded, RefusalReason
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.capacity import Capacity
 from quire.cluster.serving.fair_queue import OUTPUT_WORK, FairQueue
+from quire.cluster.serving.slot_shares import SlotShares
 from quire.cluster.serving.ticket import Queued, Stage, Ticket, WaitingLoad
 from quire.router.policies.loads import Loads
 
@@ -41,6 +45,7 @@ class Admission:
         self._config = config
         self._capacity = capacity
         self._queue = FairQueue()
+        self._slots = SlotShares()
         self._unrouted = WaitingLoad()
         self._waiting = WaitingLoad()  # Sums over the requests that no group has begun.
         self._num_offered = 0
@@ -69,8 +74,13 @@ class Admission:
             Overloaded: The request is refused; nothing has changed.
         """
         displaced: list[Ticket] = []
+        self._slots.at(now_s)
         self._set_work(ticket)
-        begins = self._queue.goes_first(ticket) and self._can_begin(ticket, loads)
+        begins = (
+            self._queue.goes_first(ticket)
+            and self._slots.allows(ticket, loads)
+            and self._can_begin(ticket, loads)
+        )
         if not begins:
             displaced = self._make_room(ticket, loads, now_s)
             for victim in displaced:
@@ -79,6 +89,7 @@ class Admission:
         ticket.number = self._num_offered
         self._waiting.add(ticket.num_requests, ticket.num_prompt_tokens)
         ticket.stage = Stage.QUEUED
+        self._slots.came(ticket)
         self._queue.add(ticket)
         if begins:
             self._release(ticket)
@@ -117,11 +128,13 @@ class Admission:
                 return victims
         return []
 
-    def release(self, loads: Loads) -> list[Ticket]:
+    def release(self, loads: Loads, *, now_s: float = 0.0) -> list[Ticket]:
         """Releases and returns the requests that groups can begin now, in order. Call it when the
-        groups' load has changed."""
+        groups' load has changed, and after `offer` has queued a request."""
+        self._slots.at(now_s)
+        allows = partial(self._slots.allows, loads=loads)
         released = []
-        while (first := self._queue.first) is not None and self._can_begin(first, loads):
+        while (first := self._queue.first_that(allows)) and self._can_begin(first, loads):
             released.append(first)
             self._release(first)
         return released
@@ -156,6 +169,7 @@ class Admission:
         """Removes a request that has ended or waits no longer. Repeated calls have no effect."""
         if ticket.stage in (Stage.NEW, Stage.LEFT):
             return
+        self._slots.left(ticket, was_released=ticket.stage is not Stage.QUEUED)
         if ticket.stage is Stage.QUEUED:
             self._queue.remove(ticket)
         else:
@@ -266,6 +280,7 @@ class Admission:
 
     def _release(self, ticket: Ticket) -> None:
         self._queue.take(ticket)
+        self._slots.released(ticket)
         ticket.num_done = float(ticket.num_prompt_tokens)
         self._unrouted.add_ticket(ticket)
         ticket.stage = Stage.RELEASED

@@ -12,12 +12,13 @@ when it is released. Its tenant is therefore charged the expected work at first,
 output outgrows that, and the exact work at the request's end. So running requests count in their
 tenant's share.
 
-Calls take O(log n), except three that visit each waiting tenant: `FairQueue.ahead_of`, which only a
-limit of the wait needs, `FairQueue.victims` for more than one victim, and iteration.
+Calls take O(log n), except four that visit each waiting tenant: `FairQueue.ahead_of`, which only a
+limit of the wait needs, `FairQueue.victims` for more than one victim, `FairQueue.first_that` if the
+first ticket's tenant has its share of slots, and iteration.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heapreplace
 from itertools import takewhile
 
@@ -114,6 +115,19 @@ class FairQueue:
         least = class_.waiting.least()
         assert least is not None, "a waiting priority has a waiting tenant"
         return class_.flows[least[1]].first
+
+    def first_that(self, allows: Callable[[Ticket], bool]) -> Ticket | None:
+        """The next ticket to be released of the tenants whose next ticket ``allows`` admits."""
+        first = self.first
+        if first is None or allows(first):
+            return first
+        for priority in sorted(self._waiting):
+            class_ = self._classes[priority]
+            flows = [class_.flows[tenant] for tenant in class_.waiting]
+            allowed = [each for each in flows if allows(each.first)]
+            if allowed:
+                return min(allowed, key=lambda each: (each.virtual, each.first.number)).first
+        return None
 
     def goes_first(self, ticket: Ticket) -> bool:
         """Whether ``ticket``, which is not in the queue yet, would be released next."""

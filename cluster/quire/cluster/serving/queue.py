@@ -154,6 +154,7 @@ class AdmissionQueue:
             for each in displaced:
                 self._displace(each)
             if ticket.stage is Stage.QUEUED:
+                self._pump_soon()  # Requests before it may wait for slots of their own tenants.
                 await self._wait(ticket)
             self._metrics.wait.observe(self._clock() - begin_s)
             yield
@@ -260,7 +261,7 @@ class AdmissionQueue:
         self._will_pump = False
         if not self._some_wait:
             return
-        for ticket in self._admission.release(self._table.loads()):
+        for ticket in self._admission.release(self._table.loads(), now_s=self._clock()):
             future = self._waiters[ticket].future
             if not future.done():
                 future.set_result(None)

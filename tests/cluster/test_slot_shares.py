@@ -1,0 +1,80 @@
+"""A tenant's share of the groups' slots while others are active."""
+
+from math import ceil
+from typing import Any
+
+from tests.cluster.test_admission import admission, group, loads
+
+from quire.cluster.serving.admission import Admission
+from quire.cluster.serving.ticket import Stage, Ticket
+
+FREE = loads(*[group(num_running=0, max_num_seqs=40)] * 2)
+"""Two groups, which could begin 80 requests."""
+
+
+def offered(
+    queue: Admission, tenant: str, number: int, *, now_s: float = 0.0, **more: Any
+) -> list[Ticket]:
+    tickets = [Ticket(num_prompt_tokens=1, tenant=tenant, **more) for _ in range(number)]
+    for each in tickets:
+        queue.offer(each, FREE, now_s=now_s)
+    queue.release(FREE, now_s=now_s)
+    return tickets
+
+
+def num_released(tickets: list[Ticket]) -> int:
+    return sum(each.stage is Stage.RELEASED for each in tickets)
+
+
+def finish(queue: Admission, tickets: list[Ticket]) -> None:
+    for each in tickets:
+        queue.begun(each)
+        queue.leave(each)
+
+
+def test_a_tenant_alone_takes_all_slots() -> None:
+    for tenant in ("", "alone"):
+        assert num_released(offered(admission(), tenant, 70)) == 70
+
+
+def test_beside_others_it_takes_twice_its_share() -> None:
+    queue = admission()
+    light = [offered(queue, f"light{number}", 1)[0] for number in range(3)]
+    greedy = offered(queue, "greedy", 70)
+    assert num_released(greedy) == 2 * 80 / 4
+    assert num_released(light) == 3
+    assert num_released(offered(queue, "light0", 5)) == 5, "others do not wait behind it"
+    finish(queue, greedy[:10])
+    assert len(queue.release(FREE, now_s=0.2)) == 10
+
+
+def test_shares_are_by_weight() -> None:
+    queue = admission()
+    offered(queue, "light", 1, weight=1.0)
+    assert num_released(offered(queue, "heavy", 75, weight=0.5)) == ceil(2 * 80 / 3)
+
+
+def test_a_tenant_counts_for_a_second_after_its_last_request() -> None:
+    queue = admission()
+    for number in range(3):
+        finish(queue, offered(queue, f"light{number}", 1))
+    greedy = offered(queue, "greedy", 70, now_s=0.5)
+    assert num_released(greedy) == 2 * 80 / 4
+    queue.release(FREE, now_s=1.1)
+    assert num_released(greedy) == 70
+
+
+def test_a_request_larger_than_the_share_goes_alone() -> None:
+    queue = admission()
+    light = [offered(queue, f"light{number}", 1)[0] for number in range(39)]
+    large = offered(queue, "greedy", 2, num_requests=20)
+    assert num_released(light) == 39
+    assert num_released(large) == 1
+
+
+def test_a_lower_priority_does_not_wait_behind_a_tenant_with_its_share() -> None:
+    queue = admission()
+    for number in range(3):
+        offered(queue, f"light{number}", 1)
+    assert num_released(offered(queue, "greedy", 70, priority=-1)) == 2 * 80 / 4
+    assert num_released(offered(queue, "light0", 1, priority=5)) == 1
