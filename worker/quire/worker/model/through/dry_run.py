@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from quire.worker.api.errors import CheckpointError
+from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.spec import Attention, ModelSpec
 from quire.worker.model.through.classes import (
     auto_class,
@@ -112,12 +113,15 @@ def dry_run(
                 .from_config(config, dtype=dtype, attn_implementation=_NAME, **no_pooler(config))
                 .eval()
             )
+        _check_size(path, spec, whole)
         model = packed_part(whole, spec)
         found.plan = install_for_dry_run(
             model, num_positions=max_model_len, dtype=dtype, is_strict=is_deterministic
         )
         out, ops = _run(model, recorder, has_head=spec.has_head)
         found.attentions = recorder.attentions()
+    except CheckpointError:
+        raise
     except Refused as error:
         raise CheckpointError(f"{path}: {name} cannot run: {error}") from error
     except NotALayer as error:
@@ -167,6 +171,23 @@ def dry_run(
         )
     found.plan.by_rows = sorted({where for op in _REPLACED & ops.keys() for where in ops[op]})
     return found
+
+
+def _check_size(path: Path, spec: ModelSpec, model: nn.Module) -> None:
+    """Raises CheckpointError: the configuration describes a much larger model than the files hold.
+    Memory for the model's sizes would be taken long before shapes are compared."""
+    try:
+        tensors = open_checkpoint(path).tensors.values()
+    except CheckpointError:  # Raised again when the weights are read.
+        return
+    packed = 1 if spec.stored is None else 32 // spec.stored.bits
+    in_files = packed * sum(math.prod(info.shape) for info in tensors)
+    described = sum(each.numel() for each in model.parameters())
+    if described > 2 * in_files:  # A tied head may count twice.
+        raise CheckpointError(
+            f"{path}: config.json describes {described} weights, but the files hold {in_files}: "
+            "correct its sizes, or get all files of the model"
+        )
 
 
 def _run(
