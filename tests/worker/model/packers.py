@@ -169,6 +169,11 @@ def compressed(layout: str, **weights: Any) -> dict[str, Any]:
     }
 
 
+def _without_order(weight_OI: Tensor) -> Packed:
+    parts, meant = gptq(weight_OI)
+    return {name: part for name, part in parts.items() if name != "g_idx"}, meant
+
+
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
 _INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": GROUP}
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
@@ -176,6 +181,18 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
     "gptq-v2": (_GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: gptq(w, version=2)),
     "gptq-8": (_GPTQ | {"bits": 8}, lambda w: gptq(w, bits=8)),
     "gptq-act-order": (_GPTQ | {"desc_act": True}, lambda w: gptq(w, act_order=True)),
+    "gptqmodel": (_GPTQ | {"quant_method": "gptqmodel"}, _without_order),
+    "auto-round": (
+        _GPTQ | {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"},
+        gptq,
+    ),
+    "awq-names": (
+        {
+            **{"quant_method": "awq", "bits": 4, "group_size": GROUP},
+            "modules_to_not_convert": ["layers.1.mlp.up_proj."],
+        },
+        awq,
+    ),
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
     "packed": (compressed("pack-quantized", **_INT4), packed),
     "packed-asym": (

@@ -157,6 +157,40 @@ def test_a_missing_tensor_is_named(
     assert "'model.layers.1.mlp.up_proj.weight' [96, 64] is in none of" in message
 
 
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("num_hidden_layers", "must be the number of layers in the weights, at most 2"),
+        ("hidden_size", "config.json asks for [320, 16777216]"),
+        ("vocab_size", "config.json asks for [16777216, 64]"),
+        ("num_attention_heads", "config.json asks for [268435456, 64]"),
+        ("head_dim", "config.json asks for [67108864, 64]"),
+        ("intermediate_size", "config.json asks for [16777216, 64]"),
+    ],
+)
+def test_sizes_are_compared_with_the_files_before_memory_is_taken(
+    field: str, message: str, config_of: ConfigOf, copy: Path
+) -> None:
+    edit_config(copy, **{field: 1 << 24})  # Torch raises a RuntimeError for most of them.
+    assert message in failure(config_of, copy)
+
+
+@pytest.mark.parametrize("field", ["hidden_size", "vocab_size", "head_dim"])
+def test_sizes_of_a_model_of_transformers_are_compared_with_the_files(
+    field: str, config_of: ConfigOf, copy: Path
+) -> None:
+    edit_config(copy, **{field: 1 << 24})
+    message = failure(config_of, copy, model_impl="transformers")
+    assert "weights, but the files hold" in message
+
+
+def test_a_million_layers_are_refused_before_the_weights_are_there(copy: Path) -> None:
+    (copy / "model.safetensors").unlink()
+    edit_config(copy, num_hidden_layers=10**6)
+    with pytest.raises(CheckpointError, match=r"num_hidden_layers=1000000 must .* at most 4096"):
+        read_model_spec(copy)
+
+
 def test_a_misshapen_tensor_is_named_with_both_shapes(config_of: ConfigOf, copy: Path) -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
     edit_tensors(copy, lambda tensors: tensors.update({name: tensors[name][:16].clone()}))

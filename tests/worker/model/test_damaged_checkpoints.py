@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint
 from quire.worker.model.config import check_parallel, read_model_spec
 from quire.worker.model.facts import model_facts
+from quire.worker.model.families.rotary import max_positions, rope
+from quire.worker.model.fields import Fields
+from quire.worker.model.rope import rotary_table
 from quire.worker.ranks.executor import make_executor
 from quire.worker.text.tokenizer import Tokenizer
 
@@ -212,7 +216,7 @@ def test_end_tokens_beyond_the_vocabulary_are_refused_in_the_file_that_names_the
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ('"temperature": NaN', "temperature=nan is out of range: 0 to 100; correct it, or remove"),
+        ('"temperature": NaN', "temperature=nan is out of range: 0 to 100; it is not used"),
         ('"temperature": -1', "temperature=-1 is out of range: 0 to 100"),
         ('"top_p": -5', "top_p=-5 is out of range: above 0, up to 1"),
         ('"top_k": 1e999', "top_k=inf is out of range: 0 or more"),
@@ -222,12 +226,55 @@ def test_end_tokens_beyond_the_vocabulary_are_refused_in_the_file_that_names_the
         ('"max_new_tokens": 0', "max_new_tokens=0 is out of range: 1 or more"),
     ],
 )
-def test_sampling_parameters_that_no_request_may_have_are_refused(
-    tmp_path: Path, entry: str, message: str
+def test_sampling_parameters_that_no_request_may_have_are_warned_of(
+    tmp_path: Path, entry: str, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """They are not used, so the model is served."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "generation_config.json").write_text(f"{{{entry}}}")
-    assert f"generation_config.json: {message}" in refusal(lambda: read_model_spec(tmp_path))
+    read_model_spec(tmp_path)
+    assert f"generation_config.json: {message}" in caplog.text
+
+
+_ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+}
+_ROPE_FIELDS = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+    *("original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim"),
+)
+
+
+@pytest.mark.parametrize("kind", _ROPES)
+def test_any_rotary_embedding_is_finite_or_refused(tmp_path: Path, kind: str) -> None:
+    for first, second in combinations(_ROPE_FIELDS, 2):
+        for values in product((1, 0, 0.5, 1e-30, 1e30, 1 << 24), repeat=2):
+            section = (
+                {"rope_type": kind} | _ROPES[kind] | dict(zip((first, second), values, strict=True))
+            )
+            raw = {"max_position_embeddings": 256, "rope_parameters": section}
+            config = Fields(raw, tmp_path / "config.json")
+            try:
+                described, longest = rope(config, head_size=16), max_positions(config)
+            except CheckpointError:
+                continue
+            table = rotary_table(described, 64, head_size=16, device=torch.device("cpu"))
+            assert table.cos_PR.isfinite().all(), section
+            assert longest <= 1 << 24, section
+
+
+def test_yarn_without_a_base_is_refused_by_field(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1}
+    config = CONFIG | {"architectures": ["LlamaForCausalLM"], "rope_parameters": yarn}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": None}))
+    assert "config.json: rope_theta=1.0 must be more than 1" in refusal(
+        lambda: read_model_spec(tmp_path)
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), {"factor": float("inf")}])

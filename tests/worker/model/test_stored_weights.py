@@ -16,11 +16,22 @@ from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.facts import model_facts
+from quire.worker.model.fields import Fields
 from quire.worker.model.loader import Weights
+from quire.worker.model.stored_weights import read_stored_weights
 from quire.worker.ranks.executor import make_executor
 
 PROMPT = list(range(3, 60))
-IN_GROUPS = {"gptq", "gptq-v2", "awq", "packed", "packed-asym"}
+IN_GROUPS = {
+    "gptq",
+    "gptq-v2",
+    "gptqmodel",
+    "auto-round",
+    "awq",
+    "awq-names",
+    "packed",
+    "packed-asym",
+}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -56,7 +67,7 @@ def test_a_rank_reads_its_part_of_a_matrix(
                     wanted = whole.narrow(axis, bounds[0], bounds[1] - bounds[0])
                     torch.testing.assert_close(decoded(part), wanted)
                     in_groups = name in IN_GROUPS and not (
-                        "packed" in name and module.endswith("up_proj")
+                        name.startswith(("packed", "awq-names")) and module.endswith("up_proj")
                     )
                     assert isinstance(part, GroupedWeight) == in_groups
 
@@ -86,11 +97,20 @@ _INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "hqq"}, "quant_method='hqq' is not supported; supported: 'awq',"),
+        ({"quant_method": "hqq"}, "quant_method='hqq' is not supported; supported: 'auto"),
         ({"bits": 4}, "quant_method=None is not supported"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "bits=3 is not supported; suppo"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 20}, "group_size=20 must be a multi"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size=0 must be"),
+        (
+            {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq"},
+            "packing_format='auto_round:auto_awq' is not supported",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32}
+            | {"modules_in_block_to_quantize": [[3]]},
+            "modules_in_block_to_quantize=[[3]] must be a list of names",
+        ),
         ({"quant_method": "awq", "bits": 8, "group_size": 32}, "bits=8 is not supported"),
         (
             {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"},
@@ -190,6 +210,26 @@ def test_weights_that_are_not_quantised_though_the_config_says_so_are_refused(
     _edit(path, quantization_config=FORMATS["fp8"][0])
     with pytest.raises(CheckpointError, match="has type F32; quantization_config says F8_E4M3"):
         runner_of(path)
+
+
+def test_gptq_lists_its_modules_by_their_last_names(tmp_path: Path) -> None:
+    listed = [["self_attn.q_proj", "self_attn.k_proj"], ["mlp.down_proj"]]
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    raw = {"quantization_config": gptq | {"modules_in_block_to_quantize": listed}}
+    stored = read_stored_weights(Fields(raw, tmp_path / "config.json"))
+    assert stored is not None
+    names = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj", "shared_mlp.down_proj")
+    has = [stored.has(f"model.layers.0.{name}") for name in names]
+    assert has == [True, False, True, False]
+
+
+def test_an_older_gptq_checkpoint_has_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "quantize_config.json").write_text(
+        '{"bits": 4, "group_size": 64, "desc_act": true}'
+    )
+    stored = read_stored_weights(Fields({}, tmp_path / "config.json"))
+    assert stored is not None
+    assert (stored.layout, stored.block, stored.may_lack_order) == ("gptq", (1, 64), False)
 
 
 def test_modelopt_has_a_file_of_its_own(tiny_llama: Path, tmp_path: Path) -> None:

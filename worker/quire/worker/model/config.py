@@ -1,7 +1,9 @@
 """Reads and checks a checkpoint's description, from ``config.json`` or a GGUF file, and combines it
 with an engine's settings. Does not import torch, so that a gateway can use it."""
 
+import logging
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from quire.worker.api.config import EngineConfig, ModelImpl
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
 from quire.worker.api.sampling_params import PARAMETERS
 from quire.worker.api.scoring import LogitScore
-from quire.worker.model.checkpoint import open_checkpoint, read_json
+from quire.worker.model.checkpoint import TensorInfo, open_checkpoint, read_json
 from quire.worker.model.families.other import other
 from quire.worker.model.families.own_code import refuse_own_code
 from quire.worker.model.families.registry import FAMILIES
@@ -27,11 +29,16 @@ from quire.worker.model.stored_weights import read_stored_weights
 from quire.worker.model.support import check_runnable
 from quire.worker.model.tokenizer_config import named_token_id
 
+_log = logging.getLogger(__name__)
 _SAMPLING = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
     **{"max_length": "max_tokens", "max_new_tokens": "max_tokens"},
 }
 """Fields of ``generation_config.json``, and the request parameter that each corresponds to."""
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_USUAL_LAYERS, _MOST_LAYERS = 128, 4096
+"""Fewer are not compared with the tensors; more are refused if there are no weight files yet."""
+_NUMBER = re.compile("[0-9]{1,8}")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
@@ -41,7 +48,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     ``tokenizer_config.json``), or the metadata of the GGUF file at ``path``.
 
     ``model_impl`` is that of `EngineConfig`. Sampling parameters of ``generation_config.json`` are
-    checked but not used.
+    checked, with a warning, but not used.
 
     Raises:
         CheckpointError: The files are missing or damaged, or Quire does not support the model.
@@ -62,6 +69,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     text = text_part(whole)
     is_text_part, config = text is not None, text or whole
     written = config
+    _check_layers(path, config)
     architecture = architecture_of(config)
     decoder = f"{architecture.removesuffix('Model')}ForCausalLM"
     is_bare = decoder in FAMILIES and architecture != decoder
@@ -254,14 +262,33 @@ def _divides(attention: Attention, size: int) -> bool:
     return attention.num_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
 
+def _check_layers(path: Path, config: Fields) -> None:
+    """Raises CheckpointError: there are more layers than the weights have. The description of each
+    of a million layers would take seconds and much memory before a tensor is missing."""
+    for name in _LAYERS:
+        count = config.raw.get(name)
+        if not isinstance(count, int) or count <= _USUAL_LAYERS:
+            continue
+        tensors = _tensors(path)
+        numbers = (part for each in tensors for part in each.split("."))
+        there = max((int(part) + 1 for part in numbers if _NUMBER.fullmatch(part)), default=0)
+        most = there if tensors else _MOST_LAYERS
+        if count > max(most, _USUAL_LAYERS):
+            raise config.wrong(name, count, f"the number of layers in the weights, at most {most}")
+
+
+def _tensors(path: Path) -> dict[str, TensorInfo]:
+    """The tensors in ``path``; none if there are no weight files yet."""
+    try:
+        return open_checkpoint(path).tensors
+    except CheckpointError:  # Raised again when the weights are read.
+        return {}
+
+
 def _dtype_of_weights(path: Path) -> str:
     """The type of most unquantised weights; float32 if there are no weight files yet."""
-    try:
-        tensors = open_checkpoint(path).tensors.values()
-    except CheckpointError:  # Raised again when the weights are read.
-        tensors = {}.values()
     sizes = dict.fromkeys(_DTYPES, 0)
-    for info in tensors:
+    for info in _tensors(path).values():
         if info.dtype in sizes:
             sizes[info.dtype] += math.prod(info.shape)
     return _DTYPES[max(sizes, key=lambda each: sizes[each])]
@@ -273,7 +300,7 @@ def _eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
     fields, generation = config, path / "generation_config.json"
     if generation.is_file():
         from_generation = Fields(read_json(generation), generation)
-        _check_sampling(from_generation)
+        _warn_of_sampling(from_generation)
         if from_generation.raw.get("eos_token_id") is not None:
             fields = from_generation
     eos = fields.raw.get("eos_token_id")
@@ -291,8 +318,8 @@ def _eos_token_ids(path: Path, config: Fields) -> tuple[int, ...]:
     return tuple(token_ids)
 
 
-def _check_sampling(generation: Fields) -> None:
-    """Raises CheckpointError: a sampling parameter has a value that requests may not have."""
+def _warn_of_sampling(generation: Fields) -> None:
+    """Logs sampling parameters with values that requests may not have; they are not used."""
     for name, parameter in _SAMPLING.items():
         value = generation.raw.get(name)
         if value is None:
@@ -300,7 +327,7 @@ def _check_sampling(generation: Fields) -> None:
         try:
             PARAMETERS[parameter].kept(name, value)
         except InvalidRequest as error:
-            raise generation.broken(f"{error}; correct it, or remove it from the file") from None
+            _log.warning("%s: %s; it is not used", generation.file, error)
 
 
 def _what_instead(path: Path) -> str:

@@ -132,6 +132,7 @@ class Weights:
         columns: tuple[int, int] | None = None,
     ) -> Tensor:
         """A tensor of ``shape`` in the file, or the given rows or columns of it."""
+        self._find(name, shape)  # A wrong shape may ask for more memory than there is.
         out_shape = list(shape)
         for axis, bounds in enumerate((rows, columns)):
             if bounds is not None:
@@ -195,6 +196,8 @@ class Weights:
             return stacked(
                 [self.read_matrix(name, (size, in_size), rows=rows) for name, size, rows in parts]
             )
+        for name, out_size, _ in parts:
+            self._find(f"{name}.weight", (out_size, in_size))
         out = torch.empty(
             sum(last - first for _, _, (first, last) in parts),
             in_size,

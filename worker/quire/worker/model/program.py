@@ -93,11 +93,10 @@ class _Maker:
         self._shard = shard
         self._backend = backend
         self._max_model_len = max_model_len
+        self._tables: dict[int | None, RotaryTable] = {}
 
     def ops(self) -> Iterator[Op]:
         spec, weights, names = self._spec, self._weights, self._spec.names
-        used = dict.fromkeys(layer.attention.rope for layer in spec.layers)
-        tables = {each: self._table(each) for each in used}
         shape = (spec.vocab_size, spec.hidden_size)
         has_head = weights.has(names.lm_head)
         # As in transformers, the tensor that exists serves as both.
@@ -110,7 +109,7 @@ class _Maker:
             scaled_VC = embedding_VC * embedding_VC.new_tensor(spec.embedding_scale)
         yield Embed(weight_VC=scaled_VC, out="residual")
         for number in range(len(spec.layers)):
-            yield from self._attention(number, tables)
+            yield from self._attention(number)
             yield from self._mlp(number)
         vocab = self._shard.range_of(spec.vocab_size)
         lm_head_VC: Tensor | GroupedWeight = embedding_VC[slice(*vocab)]
@@ -125,7 +124,7 @@ class _Maker:
             name="lm_head", layer=lm_head, x="normed", scale=spec.logit_scale, cap=spec.logit_cap
         )
 
-    def _attention(self, number: int, tables: dict[int | None, RotaryTable]) -> Iterator[Op]:
+    def _attention(self, number: int) -> Iterator[Op]:
         layer, names, hidden = (
             self._spec.layers[number],
             self._spec.names,
@@ -143,13 +142,14 @@ class _Maker:
             (prefix + names.v, kv_size, kv_range),
         ]
         qkv = _stacked(qkv)
-        weights, order_D = self._weights, channel_order(self._rope(attention.rope), head)
+        weights = self._weights
         x: Value = "residual"
         if "attention_in" in layer.norms:
             x = "normed"
             yield self._norm(prefix + names.attention_in, layer.norm, x="residual", out=x)
         weight_OI = weights.read_fused(qkv, hidden)
         bias_O = weights.read_fused_bias(qkv) if attention.qkv_bias else None
+        order_D = channel_order(self._rope(attention.rope), head)
         qk_size = q_range[1] - q_range[0] + kv_range[1] - kv_range[0]
         weight_OI = _reordered(weight_OI, qk_size, order_D, head)
         bias_O = None if bias_O is None else _reordered(bias_O, qk_size, order_D, head)
@@ -180,7 +180,7 @@ class _Maker:
             num_heads=q_heads[1] - q_heads[0],
             num_kv_heads=kv_heads[1] - kv_heads[0],
             head_size=head,
-            table=tables[attention.rope],
+            table=self._table(attention.rope),
             options=options,
             x="qkv",
             out="queries",
@@ -356,12 +356,15 @@ class _Maker:
         return None if number is None else self._spec.ropes[number]
 
     def _table(self, rope: int | None) -> RotaryTable:
-        return rotary_table(
-            self._rope(rope),
-            self._max_model_len,
-            head_size=self._spec.layers[0].attention.key_size,
-            device=self._weights.device,
-        )
+        """The table of all layers with this rotary embedding."""
+        if rope not in self._tables:
+            self._tables[rope] = rotary_table(
+                self._rope(rope),
+                self._max_model_len,
+                head_size=self._spec.layers[0].attention.key_size,
+                device=self._weights.device,
+            )
+        return self._tables[rope]
 
     def _query_scale(self, attention: Attention) -> Tensor | None:
         scale_P = query_scale(attention, self._max_model_len)

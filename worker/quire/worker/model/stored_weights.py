@@ -17,6 +17,8 @@ from quire.worker.model.patterns import of_wildcards, pattern
 _INSTEAD = "; serve a checkpoint that is not quantized (quantization='w4' or 'int8' rounds it)"
 _LM_HEAD = "lm_head"
 MODELOPT_NAME = "hf_quant_config.json"
+_OLD_GPTQ_NAME = "quantize_config.json"
+_GPTQ_MODULES = "modules_in_block_to_quantize"
 _SCALES = ("weight_scale", "weight_scale_inv")
 """Names of scales; both multiply. Writers of fp8 without blocks use either name."""
 
@@ -38,15 +40,21 @@ class StoredWeights:
     """Added to stored zero points."""
     order: str | None = None
     """The name of the tensor that maps inputs to groups; ``None`` if groups are consecutive."""
+    may_lack_order: bool = False
+    """Whether groups are consecutive in a checkpoint without such tensors."""
     ignored: tuple[str, ...] = ()
     """Modules that are not quantised: parts of names, or regular expressions after ``re:``."""
     modules: tuple[str, ...] | None = None
     """The modules that are quantised, if they are listed."""
+    endings: tuple[str, ...] | None = None
+    """The last parts of the names of modules that are quantised, if they are listed."""
 
     def named_as_in(self, names: Iterable[str]) -> "StoredWeights":
-        """A copy whose name of scales is the one that occurs in ``names``, the tensor names."""
+        """A copy whose tensors of scales and of orders are those in ``names``, the tensor names."""
+        endings = {name.rpartition(".")[2] for name in names}
+        if self.may_lack_order and self.order not in endings:
+            return replace(self, order=None)
         if self.scale in _SCALES:
-            endings = {name.rpartition(".")[2] for name in names}
             for scale in _SCALES:
                 if scale in endings and self.scale not in endings:
                     return replace(self, scale=scale)
@@ -56,6 +64,8 @@ class StoredWeights:
         """Whether ``module``, which is one matrix, is stored in this format."""
         if self.modules is not None:
             return module in self.modules
+        if self.endings is not None and not f".{module}".endswith(self.endings):
+            return False
         return self.layout != "mxfp4" and not any(_matches(module, each) for each in self.ignored)
 
 
@@ -69,6 +79,9 @@ def read_stored_weights(config: Fields) -> StoredWeights | None:
     fields, file = config.section("quantization_config"), config.file.with_name(MODELOPT_NAME)
     if not fields.raw and file.is_file():
         fields = Fields(read_json(file), file).section("quantization")
+    older = config.file.with_name(_OLD_GPTQ_NAME)
+    if not fields.raw and older.is_file():
+        fields = Fields({"quant_method": "gptq"} | read_json(older), older)
     if not fields.raw:
         return None
     if "quant_algo" in fields.raw:
@@ -81,9 +94,16 @@ def read_stored_weights(config: Fields) -> StoredWeights | None:
 def _gptq(fields: Fields) -> StoredWeights:
     bits = _one_of(fields, "bits", (4, 8))
     version = _one_of(fields, "checkpoint_format", ("gptq", "gptq_v2"), default="gptq")
-    for name in ("dynamic", "pack_dtype"):
-        if fields.raw.get(name) not in (None, {}, "int32"):
+    for name in ("dynamic", "pack_dtype", "is_marlin_format"):
+        if fields.raw.get(name) not in (None, {}, "int32", False):
             raise _refused(fields, name, fields.raw[name])
+    endings = None
+    if listed := fields.raw.get(_GPTQ_MODULES):
+        listed = listed if isinstance(listed, list) else [0]
+        names = [name for part in listed for name in (part if isinstance(part, list) else [part])]
+        if not all(isinstance(name, str) for name in names):
+            raise fields.wrong(_GPTQ_MODULES, listed, "a list of names, or of lists of names")
+        endings = tuple(f".{name}" for name in names)
     return StoredWeights(
         layout="gptq",
         bits=bits,
@@ -92,8 +112,18 @@ def _gptq(fields: Fields) -> StoredWeights:
         scale="scales",
         zero_offset=1 if version == "gptq" else 0,
         order="g_idx",
+        may_lack_order=not fields.flag("desc_act"),
         ignored=() if fields.flag("lm_head") else (_LM_HEAD,),
+        endings=endings,
     )
+
+
+def _auto_round(fields: Fields) -> StoredWeights:
+    """AutoRound's name for files that are packed as GPTQ's."""
+    _one_of(fields, "packing_format", ("auto_round:auto_gptq",))
+    if fields.raw.get("extra_config"):
+        raise _refused(fields, "extra_config", fields.raw["extra_config"])
+    return _gptq(fields)
 
 
 def _awq(fields: Fields) -> StoredWeights:
@@ -198,10 +228,12 @@ def _modelopt(fields: Fields) -> StoredWeights:
 
 
 _METHODS: dict[str, Callable[[Fields], StoredWeights]] = {
+    "auto-round": _auto_round,
     "awq": _awq,
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "gptq": _gptq,
+    "gptqmodel": _gptq,
     "mxfp4": _mxfp4,
 }
 
@@ -244,4 +276,4 @@ def _refused(fields: Fields, name: str, value: object, instead: str = "") -> Che
 def _matches(module: str, ignored: str) -> bool:
     if ignored.startswith("re:"):
         return pattern(ignored[3:]).matches(module)
-    return f".{ignored}." in f".{module}."
+    return f".{ignored.strip('.')}." in f".{module}."

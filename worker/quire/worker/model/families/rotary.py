@@ -37,7 +37,9 @@ def max_positions(config: Fields, name: str = "max_position_embeddings") -> int:
     if section.raw.get("rope_type", section.raw.get("type")) != "yarn" or original is None:
         return trained
     first = Fields({_POSITIONS: original}, config.file).count(_POSITIONS)
-    return max(trained, int(first * section.number("factor", default=1.0)))
+    extended = int(first * section.number("factor", default=1.0))
+    # The product is a count of positions like any other.
+    return max(trained, Fields({"positions": extended or 1}, config.file).count("positions"))
 
 
 def rope(
@@ -72,6 +74,8 @@ def rope(
             raise config.broken(f"{size} channels of {head_size} cannot be rotated")
     has_own_theta = fields.raw.get("rope_theta") is not None
     theta = (fields if has_own_theta else config).number("rope_theta", default=theta)
+    if theta < 1 or (theta == 1 and kind == "yarn"):  # YaRN divides by its logarithm.
+        raise config.wrong("rope_theta", theta, "more than 1")
     if kind == "default":
         return Rope(size=size, theta=theta, interleaved=interleaved)
     missing = [name for name in _REQUIRED[kind] if fields.raw.get(name) is None]
@@ -124,6 +128,8 @@ def _attention_factor(kind: str, fields: Fields, *, factor: float, original: int
         return 1.0
     if fields.raw.get("attention_factor") is not None or factor <= 1.0:
         return fields.number("attention_factor", default=1.0)
+    if kind == "longrope" and original == 1:
+        raise fields.wrong(_POSITIONS, original, "more than 1")
     if kind == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(original))
     scales = [fields.raw.get(name) for name in ("mscale", "mscale_all_dim")]

@@ -19,6 +19,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from quire.worker.api.errors import CheckpointError
+from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.spec import Attention, ModelSpec
 from quire.worker.model.through.classes import (
     auto_class,
@@ -113,6 +114,7 @@ def dry_run(
                 .from_config(config, dtype=dtype, attn_implementation=_NAME, **no_pooler(config))
                 .eval()
             )
+        _check_size(path, spec, whole)
         model = packed_part(whole, spec)
         if not spec.first_position and _counts_from_padding(model):
             raise Refused("its position ids start after that of the padding token")
@@ -121,6 +123,8 @@ def dry_run(
         )
         out, ops = _run(model, recorder, has_head=spec.has_head)
         found.attentions = recorder.attentions()
+    except CheckpointError:
+        raise
     except Refused as error:
         raise CheckpointError(f"{path}: {name} cannot run: {error}") from error
     except NotALayer as error:
@@ -189,6 +193,23 @@ def _counts_from_padding(model: nn.Module) -> bool:
         or (hasattr(module, "padding_idx") and hasattr(sys.modules[type(module).__module__], name))
         for module in model.modules()
     )
+
+
+def _check_size(path: Path, spec: ModelSpec, model: nn.Module) -> None:
+    """Raises CheckpointError: the configuration describes a much larger model than the files hold.
+    Memory for the model's sizes would be taken long before shapes are compared."""
+    try:
+        tensors = open_checkpoint(path).tensors.values()
+    except CheckpointError:  # Raised again when the weights are read.
+        return
+    packed = 1 if spec.stored is None else 32 // spec.stored.bits
+    in_files = packed * sum(math.prod(info.shape) for info in tensors)
+    described = sum(each.numel() for each in model.parameters())
+    if described > 2 * in_files:  # A tied head may count twice.
+        raise CheckpointError(
+            f"{path}: config.json describes {described} weights, but the files hold {in_files}: "
+            "correct its sizes, or get all files of the model"
+        )
 
 
 def _run(
