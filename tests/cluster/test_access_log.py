@@ -72,7 +72,7 @@ async def test_each_call_has_one_line_without_its_text(start_cluster: Any, lines
                         path, json=body | more, headers={"X-Request-Id": "mine"}
                     )
                     assert answer.status_code == 200
-            await client.post("/v1/completions", json={"prompt": SECRET, "max_tokens": -1})
+            await client.post("/v1/completions", json={"prompt": SECRET, "max_tokens": -2})
             await client.post("/v1/completions", json={"prompt": SECRET, "model": "none"})
             await client.post("/v1/nothing", json={"prompt": SECRET})
             await client.get("/health")
@@ -257,7 +257,7 @@ def test_no_part_that_a_client_chose_makes_a_line_long() -> None:
 async def test_a_refusal_has_the_id_of_its_line(
     start_cluster: Any, lines: Lines, keys: ApiKeys | None
 ) -> None:
-    body = {"prompt": SECRET, "max_tokens": -1}
+    body = {"prompt": SECRET, "max_tokens": -2}
     async with start_cluster(num_groups=1, keys=keys) as cluster:
         cluster.models.on_finished.append(log_access)
         async with httpx.AsyncClient(base_url=cluster.http_url, timeout=None) as client:

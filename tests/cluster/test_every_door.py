@@ -23,7 +23,6 @@ from tests.cluster.test_security import Certificates
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
-from quire.cluster.edge.listener import HttpListener
 from quire.cluster.edge.reflection import V1
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.group.server import GroupServer
@@ -108,8 +107,7 @@ async def code_of(channel: grpc.aio.Channel, call: str, shown: dict[str, str]) -
     return code
 
 
-def routes_of(listener: HttpListener) -> list[ApiRoute]:
-    app: Any = listener._server.config.app
+def routes_of(app: Any) -> list[ApiRoute]:
     while not isinstance(app, Starlette):
         app = app._app
     routes = [route for route in app.routes if isinstance(route, ApiRoute)]
@@ -171,7 +169,7 @@ async def test_a_gateways_routes_are_for_those_with_a_key_but_health_and_pages(
         gateway(locked) as server,
         certificates.http_client(server.http_address) as client,
     ):
-        routes = routes_of(server._http)
+        routes = routes_of(server._http._server.config.app)
         assert len(routes) > 5
         for shown in WRONG:
             found = await answered(client, routes, shown, refusal=httpx.codes.UNAUTHORIZED)
@@ -185,7 +183,10 @@ async def test_the_port_for_metrics_has_nothing_else(
         gateway(replace(locked, open_metrics=True)) as server,
         certificates.http_client(server.metrics_address) as client,
     ):
-        routes = [*routes_of(server._metrics), *routes_of(server._http)]
+        routes = [
+            *routes_of(server._metrics._server.config.app),
+            *routes_of(server._http._server.config.app),
+        ]
         found = await answered(client, routes, {}, refusal=httpx.codes.NOT_FOUND)
         assert found == {"/health", "/ping", "/metrics"}
 

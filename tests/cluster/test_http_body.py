@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from quire.cluster.edge import body
 from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
-from quire.cluster.edge.keys_file import Caller
+from quire.cluster.edge.keys_file import EVERYONE, Caller
 from quire.cluster.errors import Overloaded
 from quire.cluster.serving.bounds import Budget
 from quire.worker.api.errors import InvalidRequest
@@ -31,7 +31,9 @@ class Body:
         self.num_read = 0
         self._pieces = pieces
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        self.request = Request({"type": "http", "headers": raw}, self._receive)
+        self.request = Request(
+            {"type": "http", "headers": raw, "state": {"caller": EVERYONE}}, self._receive
+        )
 
     async def _receive(self) -> dict[str, Any]:
         if self.num_read == len(self._pieces):

@@ -87,7 +87,7 @@ class Reached:
 
     def __init__(self, listener: HttpListener) -> None:
         self.by: dict[str, set[str]] = defaultdict(set)
-        self.routes = routes_of(listener)
+        self.routes = routes_of(listener._server.config.app)
         for route in self.routes:
             route.app = self._noting(route.path)
 

@@ -52,7 +52,7 @@ async def test_each_request_has_its_answer(start_cluster: Any, tmp_path: Path) -
         tmp_path / "in.jsonl",
         *(request(f"chat-{number}") for number in range(20)),
         request("text", "/v1/completions", prompt="the cat", max_tokens=3, seed=5),
-        request("bad", "/v1/completions", prompt="the cat", max_tokens=-1),
+        request("bad", "/v1/completions", prompt="the cat", max_tokens=-2),
     )
     assert len(check_file(source, LIMITS)) == 22
     target = tmp_path / "out.jsonl"
@@ -248,10 +248,10 @@ async def test_any_text_can_be_written_and_found_again_where_a_run_was_broken_of
         (["-o", "none/out"], "output_file=none/out: must be a file in a folder that is there"),
         (["-o", "left"], "output_file=left: an earlier run left left.part: --resume goes on"),
         (["-o", "out", "some-model"], "model=some-model: the server has its own"),
-        (["-o", "out", "--timeout-s", "0"], "timeout_s=0.0: must be above 0, and finite"),
-        (["-o", "out", "--max-line-mib", "0"], "max_line_mib=0: must be 1 or more"),
-        (["-o", "out", "--server", "ftp://x"], "server=ftp://x: must be such as http://"),
-        (["-o", "out", "--server", "http://x/y"], "server=http://x/y: must be such as http://"),
+        (["-o", "out", "--timeout-s", "0"], "--timeout-s 0.0: must be above 0, and finite"),
+        (["-o", "out", "--max-line-mib", "0"], "--max-line-mib 0: must be 1 or more"),
+        (["-o", "out", "--server", "ftp://x"], "--server ftp://x: must be such as http://"),
+        (["-o", "out", "--server", "http://x/y"], "--server http://x/y: must be such as http://"),
         (["-o", "out", "--server", "127.0.0.1:1/v1/"], "server=http://127.0.0.1:1: cannot be re"),
     ],
 )
