@@ -221,7 +221,7 @@ def test_end_tokens_beyond_the_vocabulary_are_refused_in_the_file_that_names_the
         ('"top_p": -5', "top_p=-5 is out of range: above 0, up to 1"),
         ('"top_k": 1e999', "top_k=inf is out of range: 0 or more"),
         ('"min_p": "x"', "min_p='x' is out of range: 0 to 1"),
-        ('"repetition_penalty": 0', "repetition_penalty=0 is out of range: above 0, up to 100"),
+        ('"repetition_penalty": 0', "repetition_penalty=0 is out of range: 0.01 to 100"),
         ('"max_length": -1', "max_length=-1 is out of range: 1 or more"),
         ('"max_new_tokens": 0', "max_new_tokens=0 is out of range: 1 or more"),
     ],

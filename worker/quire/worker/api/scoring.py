@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import tanh
+from typing import Literal
 
 from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.vectors import Similarity
+
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,12 +1,9 @@
 """Functions of embeddings."""
 
-from typing import Literal
-
 import numpy as np
 
 from quire.worker.api.arrays import Floats
-
-Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+from quire.worker.api.scoring import Similarity
 
 
 def normalized(vector_C: Floats) -> Floats:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from quire.worker.api.vectors import Similarity
+from quire.worker.api.scoring import Similarity
 from quire.worker.model.checkpoint import read_json
 from quire.worker.model.fields import Fields
 from quire.worker.model.tokenizer_config import CONFIG_FILE, read_config
