@@ -24,6 +24,7 @@ from quire.worker.api.request import Prepared
 from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.engine import Engine
 from quire.worker.model import load
+from quire.worker.model.checkpoint import TensorInfo
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.facts import ModelFacts
 from quire.worker.model.loader import Weights
@@ -156,6 +157,10 @@ class RandomWeights(Weights):
     def has(self, module: str) -> bool:
         """Whether a checkpoint has the tensor; there is no file here."""
         return False
+
+    def _find(self, name: str, *shapes: tuple[int, ...]) -> TensorInfo:
+        """A tensor of the shape that is asked for; there is no file to compare it with."""
+        return TensorInfo(file=Path(), name=name, dtype="F32", shape=shapes[0])
 
     def refuse_unread(self, spec: ModelSpec, *, known: tuple[str, ...] = ()) -> None:
         pass
