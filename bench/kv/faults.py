@@ -77,7 +77,7 @@ _TOO_LATE = " too late: "
 _CUT = "connection cut"
 _BEHIND_CANCELLED = "flipped behind a cancelled request"
 _IN_THREADS = 0.3
-"""Share of requests whose checksums are computed and compared by threads, as of long prefixes."""
+"""Share of requests whose blocks are compared by a thread, as of long prefixes."""
 _CANCELLED_S = (0.0, 0.03)
 """When a request is cancelled."""
 _SAVED_S = 10.0
