@@ -102,7 +102,8 @@ class Checker:
         if len(unknown) * self._block_bytes <= _AT_ONCE_BYTES:
             return True
         if self._check is None:
-            self._check = self.begin(unknown)
+            # All of them: what is known now will be forgotten in the next step.
+            self._check = self.begin(slots)
         return False
 
     def is_whole(self, slot: Slot) -> bool:
