@@ -77,7 +77,7 @@ _TOO_LATE = " too late: "
 _CUT = "connection cut"
 _BEHIND_CANCELLED = "flipped behind a cancelled request"
 _IN_THREADS = 0.3
-"""Share of requests whose checksums are computed and compared by threads, as of long prefixes."""
+"""Share of requests whose blocks are compared by a thread, as of long prefixes."""
 _CANCELLED_S = (0.0, 0.03)
 """When a request is cancelled."""
 _SAVED_S = 10.0
@@ -451,10 +451,10 @@ class _Bench:
         """What became of a fault. ``is_whole``: all blocks came that were to come."""
         tally, error = self._report.tally(kind), said.fetched.error
         tally.num_injected += 1
-        if _TOO_LATE in error:
-            tally.num_given_up += 1
-        elif is_named or error:
+        if is_named or (error and _TOO_LATE not in error):
             tally.num_named += 1
+        elif error:
+            tally.num_given_up += 1
         elif is_whole and kind in _MAY_COME:
             tally.num_harmless += 1
         else:

@@ -1,5 +1,5 @@
 """Flips bits of blocks that rest in queues: to be written, to be sent, and to be copied into the KV
-cache. Each block's checksum is known by then: what a thread still has to read is left alone."""
+cache. The first two change right after the step that copied them out of the KV cache."""
 
 import contextlib
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ def before_disk(group: GroupServer, rng: np.random.Generator) -> Iterator[Flips]
     def change(jobs: list[Any]) -> None:
         with saver._changed:  # The thread that writes takes none of them meanwhile.
             begin(jobs)
-            flips.flip([job.slot for job, checksum in saver._jobs if checksum.done()])
+            flips.flip([job.slot for job, _ in saver._jobs])
 
     with mock.patch.object(saver, "_begin", change):
         yield flips
@@ -89,7 +89,7 @@ async def before_sending(group: GroupServer, number: int | None) -> None:
 
 @contextlib.contextmanager
 def in_threads() -> Iterator[None]:
-    """All checksums are computed and compared by threads, as of long prefixes."""
+    """All comparisons are made by a thread, as of long prefixes."""
     with (
         mock.patch.object(checker, "_AT_ONCE_BYTES", 0),
         mock.patch.object(checker, "_SMALL_BYTES", 0),

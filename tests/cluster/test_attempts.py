@@ -277,3 +277,26 @@ def test_two_poison_requests_convict_each_other_of_nothing() -> None:
         return num_killed
 
     assert simulate(main, seed=1) == 2
+
+
+def test_a_request_whose_group_never_dies_alone_ends_after_its_attempts() -> None:
+    """So it is with poison requests of several gateways, which all wait for the same calm."""
+
+    async def main(loop: SimLoop) -> int:
+        scene = Scene(loop, members=("g",))
+        attempts = scene.attempts(to_be_isolated())
+        num_lost = 0
+        with contextlib.suppress(Unavailable):
+            while num_lost < 100:
+                stream = await attempts.begin([])
+                stream.push(pb.TokenDelta())  # The group has begun it.
+                num_lost += 1
+                death = Death("g", EPOCH + num_lost)
+                scene.groups.died(death)
+                scene.groups.died(Death("x", num_lost))
+                attempts.end()
+                attempts.lose(GroupDied("gone", death))
+        await scene.groups.close()
+        return num_lost
+
+    assert simulate(main, seed=1) == CONFIG.max_attempts

@@ -52,9 +52,3 @@ def run(engine: Engine, *requests: Prepared) -> dict[str, TokenDelta]:
 
 def range_prompt(length: int, *, first: int = 2) -> list[int]:
     return [(first + index) % 50 for index in range(length)]
-
-
-def take_checksums(engine: Engine) -> None:
-    """Waits until the checksums of all blocks in host memory are known."""
-    assert engine._travel is not None
-    engine._travel.checker.settle(waits=True)

@@ -13,7 +13,6 @@ from tests.worker.engine_requests import (
     range_prompt,
     request,
     run,
-    take_checksums,
 )
 
 from quire.worker.api.hashing import BlockHashes
@@ -243,7 +242,6 @@ def test_a_long_prefix_in_host_memory_is_checked_beside_others(
     group = rig(num_blocks=25, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
     run(group.engine, request("first", PROMPT, max_tokens=1))
     run(group.engine, request("next", range_prompt(81, first=30), max_tokens=1))
-    take_checksums(group.engine)
     travel = group.engine._travel
     assert travel is not None
     names = names_of(group.engine)
@@ -273,7 +271,6 @@ def test_a_check_that_nobody_waits_for_is_given_up(
     group = rig(num_blocks=25, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
     run(group.engine, request("first", PROMPT, max_tokens=1))
     run(group.engine, request("next", range_prompt(81, first=30), max_tokens=1))
-    take_checksums(group.engine)
     group.engine.add_request(request("again", PROMPT, max_tokens=1))
     assert group.engine.abort("again")
     travel = group.engine._travel

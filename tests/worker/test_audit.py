@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.prepared import prepared
-from tests.worker.engine_requests import take_checksums
 
 from quire.worker.cache.checksum import checksum_of
 from quire.worker.engine import Engine
@@ -47,7 +46,6 @@ def test_a_block_from_host_memory_is_computed_again_and_found_equal(engine: Any)
 def test_a_wrong_block_is_dropped_with_all_behind_it(engine: Any, caplog: Any) -> None:
     engine, _ = engine
     first = [run(engine, f"a{place}", prompt) for place, prompt in enumerate(PROMPTS)]
-    take_checksums(engine)
     shelf = engine._travel.shelf
     for slot in shelf._slot_of.values():  # As a broken group would have computed them.
         tokens = engine._travel.host_blocks_XC[slot].view(np.int64)[::3]

@@ -15,7 +15,6 @@ from tests.worker.engine_requests import (
     range_prompt,
     request,
     run,
-    take_checksums,
 )
 
 from quire.worker.api.hashing import BlockHashes
@@ -164,7 +163,6 @@ def test_a_running_request_ends_a_loan_whose_room_it_needs(rig: Callable[..., Ri
 def test_kept_blocks_are_lent_from_where_they_are(rig: Callable[..., Rig]) -> None:
     group = rig(num_blocks=12, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
     run(group.engine, request("next", range_prompt(33, first=25), max_tokens=1))
-    take_checksums(group.engine)
     num_kept = group.engine.events.snapshot().slower[0]
     assert len(num_kept) >= 5
     loan = group.lend()
@@ -177,7 +175,6 @@ def test_kept_blocks_are_lent_from_where_they_are(rig: Callable[..., Rig]) -> No
 def test_a_damaged_kept_block_is_not_lent(rig: Callable[..., Rig]) -> None:
     group = rig(num_blocks=12, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
     run(group.engine, request("next", range_prompt(33, first=25), max_tokens=1))
-    take_checksums(group.engine)
     travel = group.engine._travel
     assert travel is not None
     names = list(names_of(group.engine, PROMPT))
@@ -218,7 +215,6 @@ def kept_chain(group: Rig) -> BlockHashes:
     """The names of a prompt's blocks, all of which host memory keeps and the KV cache does not."""
     for first in (25, 30, 35):
         run(group.engine, request(f"r{first}", range_prompt(41, first=first), max_tokens=1))
-    take_checksums(group.engine)
     names = names_of(group.engine, PROMPT)
     travel = group.engine._travel
     assert travel is not None
@@ -305,7 +301,6 @@ def test_chains_are_lent_by_threads_while_the_engine_evicts_others(rig: Callable
             each.result()
     while group.engine.has_work:
         group.engine.step()
-    take_checksums(group.engine)
     assert lent
     assert set(lent) == {10}
     travel = group.engine._travel

@@ -1,18 +1,19 @@
 """Bytes that change wherever a block rests outside the KV cache are noticed before they are used.
 
 Each test changes a byte at one place of the table in `quire.worker.cache.travel`. It runs with
-checksums computed in the engine's thread and in threads.
+comparisons in the engine's thread and in a thread of its own.
 """
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.worker.conftest import owner
-from tests.worker.engine_requests import MakeEngine, range_prompt, request, run, take_checksums
+from tests.worker.engine_requests import MakeEngine, range_prompt, request, run
 
 from quire.worker.api.hashing import BlockHashes
 from quire.worker.api.kv_format import Bytes, PeerSource
@@ -55,7 +56,6 @@ class Rig:
             self.engine.add_request(request("r", prompt, max_tokens=1))
             while self.engine._sequences:
                 self.engine.step()
-        take_checksums(self.engine)
 
     def flip(self, slot: int) -> None:
         self.travel.host_blocks_XC[slot, 9] ^= 1
@@ -70,12 +70,12 @@ class Rig:
         raise AssertionError("it never came")
 
 
-@pytest.fixture(params=["at once", "in threads"])
+@pytest.fixture(params=["at once", "in a thread"])
 def rig(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Callable[..., Rig]:
     monkeypatch.setattr("quire.worker.cache.travel._WAIT_S", 0.0)
-    if request.param == "in threads":
+    if request.param == "in a thread":
         for limit in ("_AT_ONCE_BYTES", "_SMALL_BYTES"):
             monkeypatch.setattr(f"quire.worker.cache.checker.{limit}", 0)
     return lambda **options: Rig(make_engine, **options)
@@ -89,6 +89,21 @@ def right_bytes(index: int) -> Bytes:
     positions = range(index * SIZE, (index + 1) * SIZE)
     words = [[PROMPT[each], each, owner("")] for each in positions]
     return np.array(words, np.int64).reshape(-1).view(np.uint8)
+
+
+def test_a_block_that_has_just_left_the_cache(
+    rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checksum waits for no thread, so no byte can change before it is known."""
+    group = rig(kv_offloading_size=30 * BLOCK_BYTES / 2**30)
+    with monkeypatch.context() as threads_stand_still:
+        threads_stand_still.setattr(ThreadPoolExecutor, "submit", lambda *_: Future())
+        group.evict()
+    slots = group.travel.on_shelf(group.names[len(group.engine._pool.match(group.names)) :])
+    assert len(slots) > 6
+    group.flip(slots[2])
+    run(group.engine, request("again", PROMPT, max_tokens=1))
+    assert group.num_corrupt == 1
 
 
 def test_a_block_that_waits_to_be_used(

@@ -14,7 +14,6 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 from tests.examples import examples
 from tests.prepared import prepared
 from tests.worker.conftest import owner
-from tests.worker.engine_requests import take_checksums
 from tests.worker.test_engine_machine import ADAPTERS, EngineMachine, Generate, MakeEngine
 
 from quire.worker.api.errors import QueueFull
@@ -179,7 +178,6 @@ class TravelMachine(EngineMachine):
     @rule(choice=st.integers(0, 100))
     def spoil(self, choice: int) -> None:
         """Flips a bit of a kept block that nobody is reading."""
-        take_checksums(self.engine)
         shelf = self.travel.shelf
         slots = [slot for slot in shelf._slot_of.values() if not shelf._pins[slot]]
         if slots:
@@ -265,7 +263,6 @@ class TravelMachine(EngineMachine):
             loan.close()
         self.peers.clear()
         for _ in range(100):
-            take_checksums(self.engine)
             self.step(1)
         travel, stats = self.travel, self.engine.stats()
         assert not self.engine.has_work

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.worker.engine_requests import request, take_checksums
+from tests.worker.engine_requests import request
 from tests.worker.lenders import Lender
 
 from quire.worker.api.kv_format import PeerSource
@@ -196,7 +196,6 @@ def test_a_damaged_block_is_computed_instead(
     computed = contents(ask(engine))
     travel = engine._travel
     assert travel is not None
-    take_checksums(engine)
     hashes = engine._intake.sequence(request("x", PROMPTS[0]), 1).hashes
     slot = travel.on_shelf(hashes[len(engine._pool.match(hashes)) :])[0]
     travel.host_blocks_XC[slot, 3] ^= 4

@@ -85,6 +85,7 @@ class Attempts:
         self._stream: GroupStream | None = None
         self._error: QuireError | None = None
         self._is_isolated = False
+        self._is_unjudged = False  # Whether limits apply only once the last death is judged.
         self.hands_over = False
         """Whether the group was told to end the current attempt after its first token, so that
         another group continues. The group's role may have changed since."""
@@ -156,16 +157,10 @@ class Attempts:
         if isinstance(error, HandedOver):
             self._telemetry.handovers.inc()
             return
-        if self.blame.isolated_death is not None:
-            return  # `_begin` judges this death before any limit applies.
-        if self._losses.is_hopeless:
-            raise self._unavailable()
-        if not self._resumes.budget.take():
-            raise Unavailable(
-                "groups are lost faster than this gateway may resume their requests, try again "
-                f"later: {error}"
-            )
-        self._telemetry.resumes.inc()
+        # A convicted request is told so, and not that it was lost too often.
+        self._is_unjudged = self.blame.isolated_death is not None
+        if not self._is_unjudged:
+            self._resume()
         if not isinstance(error, GroupDied):
             self._avoided.add(self.decision.group)
 
@@ -197,6 +192,17 @@ class Attempts:
         """Whether the completion has no tokens and no lost attempt, so that it may be refused."""
         return not (self._num_tokens or self._losses.num_lost)
 
+    def _resume(self) -> None:
+        """Counts a resume. Raises Unavailable: the completion or the gateway may have no more."""
+        if self._losses.is_hopeless:
+            raise self._unavailable()
+        if not self._resumes.budget.take():
+            raise Unavailable(
+                "groups are lost faster than this gateway may resume their requests, try again "
+                f"later: {self._error}"
+            )
+        self._telemetry.resumes.inc()
+
     def _lose_unbegun(self) -> None:
         """Handles a group that was lost before it began the attempt: the request is not blamed, and
         no limit counts the loss."""
@@ -227,6 +233,9 @@ class Attempts:
                     self._telemetry.quarantined.inc()
             if self.blame.is_convicted:
                 raise self._quarantined()
+            if self._is_unjudged:
+                self._is_unjudged = False
+                self._resume()
             card = self._groups.card
             if card is not None and not token_ids and card.differs_in_numerics_at_most(self._model):
                 # There are no tokens yet, so a group with other numerics may take it.

@@ -11,7 +11,8 @@ time, the request is *convicted* and not run again. The completions of one promp
 A poison request kills again at the same place: at the first token after those that were received,
 or a few later if the last tokens were lost in transit. An isolated request that gets past that
 point is cleared, and the next one runs. So at most ``max_group_deaths`` groups die of one poison
-request, and innocent requests are resumed.
+request, and innocent requests are resumed. Poison requests of several gateways may kill groups
+together each time, which convicts none of them: each ends after ``max_attempts`` lost attempts.
 """
 
 import asyncio

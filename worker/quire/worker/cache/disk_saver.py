@@ -9,13 +9,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 from quire.worker.api.hashing import BlockHash
 from quire.worker.api.kv_format import Bytes
 from quire.worker.cache.blocks import BlockPool
-from quire.worker.cache.checker import Checker, OnCorrupt
+from quire.worker.cache.checker import OnCorrupt
 from quire.worker.cache.checksum import checksum_of
 from quire.worker.cache.copies import Copies, Slot
 from quire.worker.cache.disk import DiskStore, Put
@@ -46,7 +45,6 @@ class DiskSaver:
         pool: BlockPool,
         shelf: Shelf,
         copies: Copies,
-        checker: Checker,
         *,
         host_blocks_XC: Bytes,
         on_corrupt: OnCorrupt,
@@ -56,12 +54,11 @@ class DiskSaver:
         self._pool = pool
         self._shelf = shelf
         self._copies = copies
-        self._checker = checker
         self._host_XC = host_blocks_XC
         self._on_corrupt = on_corrupt
         self._coming: set[BlockHash] = set()  # Blocks being saved.
         self._num_slots = 0
-        self._jobs: deque[tuple[_Job, Future[bytes]]] = deque()
+        self._jobs: deque[tuple[_Job, bytes]] = deque()
         """Jobs with the checksums of their blocks, which rest in their slots until then."""
         self._done: deque[tuple[_Job, Put | None]] = deque()
         """Finished jobs. ``None`` instead of a `Put` means that the block was corrupt."""
@@ -174,11 +171,7 @@ class DiskSaver:
 
     def _begin(self, jobs: list[_Job]) -> None:
         """Passes jobs to the thread. Called when the bytes are in their slots."""
-        checker = self._checker
-        ready = [
-            (job, checker.of_kept(job.slot) if job.is_kept else checker.left(job.slot))
-            for job in jobs
-        ]
+        ready = [(job, self._checksum(job)) for job in jobs]
         with self._changed:
             self._jobs += ready
             self._changed.notify()
@@ -186,15 +179,19 @@ class DiskSaver:
                 self._thread = threading.Thread(target=self._run, name="quire-save", daemon=True)
                 self._thread.start()
 
+    def _checksum(self, job: _Job) -> bytes:
+        if job.is_kept:
+            return self._shelf.checksum(job.slot)
+        return checksum_of(self._host_XC[job.slot])
+
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._is_closed)
                 if not self._jobs:
                     return
-                job, coming = self._jobs.popleft()
+                job, checksum = self._jobs.popleft()
             block_C = self._host_XC[job.slot]
-            checksum = coming.result()
             put = None
             if checksum_of(block_C) == checksum:
                 put = self._disk.put(job.name, job.parent, block_C, checksum)

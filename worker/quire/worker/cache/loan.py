@@ -8,8 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from quire.worker.api.hashing import BlockHash, BlockHashes
 from quire.worker.api.kv_format import Bytes, KvFormat
@@ -23,10 +22,8 @@ class Lent:
     index: int
     """Index of the block in the loan."""
     slot: int
-    checksum: bytes = b""
+    checksum: bytes
     """XXH3 of its bytes when they left the KV cache, 128 bits."""
-    coming: Future[bytes] | None = None
-    """The checksum while it is being computed; `Loan.next` waits for it."""
     is_kept: bool = False
     """Whether host memory kept the block already, so that no step has copied it."""
 
@@ -82,9 +79,8 @@ class Loan:
         block_C = self.host_blocks_XC[lent.slot]
         if lent.is_kept:
             time.sleep(self._pause_s(len(block_C)))
-        checksum = lent.checksum if lent.coming is None else lent.coming.result()
-        if checksum_of(block_C) == checksum:
-            return replace(lent, checksum=checksum, coming=None)
+        if checksum_of(block_C) == lent.checksum:
+            return lent
         name = self.hashes[lent.index]
         with self._changed:
             self._ready.clear()

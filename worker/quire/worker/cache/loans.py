@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from quire.worker.api.hashing import BlockHash, BlockHashes
 from quire.worker.api.kv_format import Bytes, KvFormat
 from quire.worker.cache.blocks import BlockId, BlockPool
-from quire.worker.cache.checker import Checker, OnCorrupt
+from quire.worker.cache.checker import OnCorrupt
+from quire.worker.cache.checksum import checksum_of
 from quire.worker.cache.copies import Copies, Slot
 from quire.worker.cache.loan import Lent, Loan
 from quire.worker.cache.pace import Pace
@@ -54,7 +55,6 @@ class Loans:
         pool: BlockPool,
         shelf: Shelf,
         copies: Copies,
-        checker: Checker,
         *,
         format: KvFormat,
         host_blocks_XC: Bytes,
@@ -66,7 +66,6 @@ class Loans:
         self._pool = pool
         self._shelf = shelf
         self._copies = copies
-        self._checker = checker
         self._format = format
         self._host_XC = host_blocks_XC
         self._on_change = on_change
@@ -251,7 +250,7 @@ class Loans:
                 self._take_back(lending, slot)
             return
         for index, slot in ready:
-            self._lend(lending, Lent(index, slot, coming=self._checker.left(slot)))
+            self._lend(lending, Lent(index, slot, checksum_of(self._host_XC[slot])))
 
     def _lend(self, lending: _Lending, lent: Lent) -> None:
         lending.loan.lend(lent)
