@@ -226,7 +226,11 @@ def test_settings_that_would_change_results_are_refused(
 @pytest.mark.parametrize(
     ("type_", "path", "message"),
     [
-        ("custom_st.Transformer", "", r"'custom_st.Transformer': code that comes with"),
+        (
+            "custom_st.Transformer",
+            "",
+            r"json: module 0 is 'custom_st.Transformer': code that comes",
+        ),
         ("sentence_transformers.models.Transformer", "../x", "a folder beside the file"),
     ],
 )
@@ -235,6 +239,13 @@ def test_modules_of_other_places_are_refused(
 ) -> None:
     (tmp_path / "modules.json").write_text(json.dumps([{"type": type_, "path": path}]))
     with pytest.raises(CheckpointError, match=message):
+        read_sentence_folder(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", "7", "[7]", '[{"type": "x"}]'])
+def test_a_list_of_modules_that_cannot_be_read_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"modules.json: (not a list of|lists no) module"):
         read_sentence_folder(tmp_path)
 
 
