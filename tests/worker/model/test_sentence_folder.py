@@ -136,7 +136,14 @@ def test_a_text_is_as_long_as_the_folder_allows(
 @pytest.mark.parametrize(
     ("modules", "files", "message"),
     [
-        ("Pooling", {"sentence_bert_config": {"do_lower_case": True}}, "do_lower_case=True"),
+        (
+            "Pooling",
+            {
+                "sentence_bert_config": {"do_lower_case": True},
+                "config_sentence_transformers": {"model_type": "CrossEncoder"},
+            },
+            "do_lower_case=True",
+        ),
         ("Pooling", {"sentence_bert_config": {"query_length": 32}}, "query_length=32"),
         ("Pooling", {"sentence_bert_config": LOGITS}, "transformer_task='text-generation'"),
         (
@@ -240,6 +247,12 @@ def test_modules_of_other_places_are_refused(
     (tmp_path / "modules.json").write_text(json.dumps([{"type": type_, "path": path}]))
     with pytest.raises(CheckpointError, match=message):
         read_sentence_folder(tmp_path)
+
+
+def test_texts_are_written_in_lower_case_where_the_folder_says_so(tmp_path: Path) -> None:
+    """As in BGE's folders, whose tokenizers do the same once more."""
+    save(tmp_path, "Pooling", sentence_bert_config={"do_lower_case": True})
+    assert read_use(tmp_path).written("Über ALL") == "über all"
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{}", "7", "[7]", '[{"type": "x"}]'])
