@@ -128,8 +128,7 @@ class PlainQueue:
         firsts = [
             each
             for place, each in enumerate(waiting)
-            if (each.priority, each.tenant)
-            not in [(other.priority, other.tenant) for other in waiting[:place]]
+            if each.tenant not in [other.tenant for other in waiting[:place]]
         ]
         return next(filter(allows, firsts), None)
 

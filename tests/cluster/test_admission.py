@@ -329,6 +329,14 @@ def test_a_refusal_names_the_flag_that_bounds_it(bounds: dict[str, Any], told: s
         _parser().parse_args(["serve", flag, "5"])
 
 
+def test_a_refusal_does_not_tell_how_large_the_waiting_requests_are() -> None:
+    messages = set()
+    for num_bytes in (300, 400):
+        queue = admission(max_queued_requests=3)
+        messages.add(str(refused(queue, FULL, num_prompt_tokens=10, num_bytes=num_bytes)))
+    assert len(messages) == 1
+
+
 def test_one_whose_deadline_cannot_be_met_is_refused_at_once() -> None:
     queue = admission(max_queue_wait_s=10)
     queue.offer(ticket(), loads(FULL), now_s=5)

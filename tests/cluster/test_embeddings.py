@@ -453,6 +453,8 @@ def test_a_gateway_renders_texts_if_the_folder_says_so() -> None:
     messages = [{"role": "system", "content": "find"}, {"role": "user", "content": "x"}]
     assert request.prompt == (Chat(messages, add_generation_prompt=False), Tokens([1]))
     assert request.sampling.truncate_prompt_tokens is None, "checked when it has been rendered"
+    lower = Ask().embedding((Text("X"), Tokens([7])), EmbeddingUse(is_lower=True))
+    assert lower.prompt == (Text("x"), Tokens([7]))
     plain = Ask(truncate_prompt_tokens=5).embedding((Text("x"),), EmbeddingUse())
     assert (plain.prompt, plain.sampling.truncate_prompt_tokens) == ((Text("x"),), 5)
 

@@ -15,6 +15,7 @@ from urllib.parse import quote
 import grpc
 import pytest
 from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -23,7 +24,7 @@ from tests.cluster.test_every_door import gateway, routes_of
 
 from quire.cluster.edge.access import Access, allows, rpc_access
 from quire.cluster.edge.admin_grpc import AdminService
-from quire.cluster.edge.auth import ApiKeys, GrpcAuth
+from quire.cluster.edge.auth import ApiKeys, GrpcAuth, HttpAuth, operates_grpc, operates_http
 from quire.cluster.edge.grpc_server import InferenceService
 from quire.cluster.edge.keys_file import EVERYONE, Caller
 from quire.cluster.edge.listener import HttpListener
@@ -240,3 +241,29 @@ async def test_what_each_grpc_method_is_for() -> None:
     assert {*admin.values()} == {Access.OPERATOR}
     operators = {call.rpartition("/")[2] for call in vllm if vllm[call] is not Access.KEY}
     assert operators == {"GetLoads", "SubscribeKvEvents"}
+
+
+async def test_what_runs_without_an_end_learns_that_its_key_was_withdrawn(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("secret-a *\nsecret-b *\n")
+    keys, given = ApiKeys.load(file), list[Request]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        given.append(Request(scope))
+
+    headers = [(b"authorization", b"Bearer secret-a")]
+    none: Any = None
+    await HttpAuth(app, keys=keys)({"type": "http", "path": "/", "headers": headers}, none, none)
+    details: Any = SimpleNamespace(method="/S/C", invocation_metadata=(("x-api-key", "secret-a"),))
+
+    async def find(details: object) -> object:
+        return None
+
+    await GrpcAuth(keys).intercept_service(find, details)
+    over_http, over_grpc = operates_http(given[0]), operates_grpc()
+    assert over_http()
+    assert over_grpc()
+    file.write_text("secret-b *\n")
+    await keys.look()
+    assert not over_http()
+    assert not over_grpc()

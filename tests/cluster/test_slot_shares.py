@@ -78,3 +78,15 @@ def test_a_lower_priority_does_not_wait_behind_a_tenant_with_its_share() -> None
         offered(queue, f"light{number}", 1)
     assert num_released(offered(queue, "greedy", 70, priority=-1)) == 2 * 80 / 4
     assert num_released(offered(queue, "light0", 1, priority=5)) == 1
+
+
+def test_a_large_request_is_not_kept_out_by_its_tenants_lower_priorities() -> None:
+    queue = admission()
+    for number in range(3):
+        offered(queue, f"light{number}", 1)
+    running = offered(queue, "tenant", 5)
+    (large,) = offered(queue, "tenant", 1, num_requests=38)
+    assert num_released([large, *offered(queue, "tenant", 5, priority=5)]) == 0
+    finish(queue, running)
+    queue.release(FREE, now_s=0.1)
+    assert num_released([large]) == 1

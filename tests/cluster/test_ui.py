@@ -232,6 +232,17 @@ async def test_calls_that_ended_are_kept_for_viewers_in_bounded_memory() -> None
     assert len(pictures[0]) < MAX_CALLS * MAX_ATTEMPTS * 500
 
 
+async def test_a_viewer_that_may_no_longer_watch_is_disconnected() -> None:
+    live, pictures = Live(lambda: [], tick_s=0.01), list[bytes]()
+
+    async def write(event: bytes) -> None:
+        pictures.append(event)
+
+    await live.watch(write, may_watch=lambda: len(pictures) < 3)
+    assert (len(pictures), live.num_viewers) == (3, 0)
+    live.end()
+
+
 async def test_a_tick_is_computed_once_for_all_viewers() -> None:
     live = Live(lambda: [], tick_s=0.01)
     seen: list[list[bytes]] = [[] for _ in range(8)]

@@ -187,6 +187,43 @@ def test_a_system_message_behind_others_is_shown() -> None:
     assert template(ROLES_KNOWN).render(chat) == "[S]a[U]b[S]d[U]e"  # It shows them in place.
 
 
+LAST_SYSTEM_FIRST = (
+    "{% set n = namespace(system='') %}"
+    "{% for m in messages if m.role == 'system' %}{% set n.system = m.content %}{% endfor %}"
+    "{{ n.system }}{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}"
+    "{% elif m.role == 'assistant' and m.content is none %}"
+    "{% for call in m.tool_calls %}<call>{{ call.function.name }}{% endfor %}"
+    "{% elif m.role == 'assistant' %}[A]{{ m.content }}{% elif m.role == 'tool' %}"
+    "[T]{{ m.content }}{% endif %}{% endfor %}"
+)
+"""As of DeepSeek-R1: a system message hides those before it, and content hides calls."""
+
+
+def test_a_system_message_that_a_later_one_hides_is_shown() -> None:
+    for chat in (said("system a", "system b", "user c"), said("system a", "user c", "system b")):
+        assert template(LAST_SYSTEM_FIRST).render(chat) == "a\n\nb[U]c"
+    assert template(LAST_SYSTEM_FIRST).render(said("user c", "system b")) == "b[U]c"
+
+
+def test_a_call_that_its_content_hides_is_shown() -> None:
+    call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "call00001", "content": "r"}
+    for content, shown in (("", ""), ("a", "[A]a")):
+        calls: dict[str, Any] = {"role": "assistant", "content": content, "tool_calls": [call]}
+        text = template(LAST_SYSTEM_FIRST).render([USER, calls, result])
+        assert text == f"[U]Hi?{shown}<call>f[T]r"
+
+
+def test_a_system_message_alone_is_shown_or_refused() -> None:
+    assert template(ROLES_KNOWN).render(said("system a")) == "[S]a"
+    to_user = (
+        "{% for m in messages[1:] %}{{ messages[0].content if loop.first }}{{ m.content }}"
+        "{% endfor %}"
+    )
+    with pytest.raises(InvalidRequest, match="shows a system message only with a user's"):
+        template(to_user).render(said("system a"))
+
+
 def test_turns_of_one_role_are_joined_where_the_template_refuses_them() -> None:
     chat = said("user a", "user b", "assistant c", "assistant d", "system e", "user f")
     text = "[S]e[user]a\n\nb[assistant]c\n\nd[user]f"

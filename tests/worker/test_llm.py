@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from quire import demo_model, llm
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
+from quire.worker.api.scoring import EmbeddingUse
 from quire.worker.text.chat_template import ChatTemplate
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -362,3 +363,17 @@ def test_tools_reach_the_chat_template(demo: LLM, monkeypatch: pytest.MonkeyPatc
     assert list(output.prompt_token_ids) == demo.get_tokenizer().encode(
         "the weather", add_special_tokens=False
     )
+
+
+@pytest.mark.parametrize("prompt", ["Text", {"prompt": "Text"}])
+def test_a_text_is_embedded_alike_in_a_mapping(
+    prompt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm: Any = LLM.__new__(LLM)
+    llm._use = EmbeddingUse(is_lower=True)
+    assert llm._as_written(0, prompt, None) == {"prompt": "text"}
+    llm._use = EmbeddingUse(is_chat=True)
+    monkeypatch.setattr(LLM, "_rendered", lambda llm, chat, options: [len(chat[0]["content"])])
+    salted = {"prompt": prompt, "cache_salt": "s"} if isinstance(prompt, str) else prompt
+    assert llm._as_written(0, salted, None)["prompt_token_ids"] == [4]
+    assert llm._as_written(0, {"prompt_token_ids": [1]}, None) == {"prompt_token_ids": [1]}

@@ -339,11 +339,10 @@ class LLM:
             temperature=0, max_tokens=1, truncate_prompt_tokens=truncate_prompt_tokens
         )
         adapters = self._digests(lora_request, num_prompts=len(listed))
-        if self._use.is_chat:
-            listed = [
-                self._as_chat(index, each, truncate_prompt_tokens)
-                for index, each in enumerate(listed)
-            ]
+        listed = [
+            self._as_written(index, each, truncate_prompt_tokens)
+            for index, each in enumerate(listed)
+        ]
         batch = [
             OfflineEmbedding(
                 self._prepared(index, prompt, params, task="embed", adapter=adapter)[1]
@@ -353,18 +352,23 @@ class LLM:
         self._run(batch, shown=use_tqdm)
         return [each.output() for each in batch]
 
-    def _as_chat(self, index: int, prompt: Prompt, kept: int | None) -> Prompt:
-        """A text as the model's chat template renders it. Other prompts are unchanged."""
-        if not isinstance(prompt, str):
+    def _as_written(self, index: int, prompt: Prompt, kept: int | None) -> Prompt:
+        """A text as the model reads it: in lower case, or as its chat template renders it. Other
+        prompts are unchanged."""
+        fields = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        use, text = self._use, fields.get("prompt") if isinstance(fields, Mapping) else None
+        if not isinstance(text, str) or "prompt_token_ids" in fields:
             return prompt
-        use = self._use
+        if not use.is_chat:
+            return {**fields, "prompt": use.written(text)}
         options = {"add_generation_prompt": use.add_generation_prompt}
-        token_ids = self._rendered(use.messages(prompt), options)
+        token_ids = self._rendered(use.messages(text), options)
         try:
             use.check_uncut(len(token_ids), self._engine.max_model_len if kept == -1 else kept)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {index}: {error}", param=error.param) from None
-        return {"prompt_token_ids": token_ids}
+        rest = {name: value for name, value in fields.items() if name != "prompt"}
+        return {**rest, "prompt_token_ids": token_ids}
 
     def score(
         self,

@@ -136,7 +136,14 @@ def test_a_text_is_as_long_as_the_folder_allows(
 @pytest.mark.parametrize(
     ("modules", "files", "message"),
     [
-        ("Pooling", {"sentence_bert_config": {"do_lower_case": True}}, "do_lower_case=True"),
+        (
+            "Pooling",
+            {
+                "sentence_bert_config": {"do_lower_case": True},
+                "config_sentence_transformers": {"model_type": "CrossEncoder"},
+            },
+            "do_lower_case=True",
+        ),
         ("Pooling", {"sentence_bert_config": {"query_length": 32}}, "query_length=32"),
         ("Pooling", {"sentence_bert_config": LOGITS}, "transformer_task='text-generation'"),
         (
@@ -226,7 +233,11 @@ def test_settings_that_would_change_results_are_refused(
 @pytest.mark.parametrize(
     ("type_", "path", "message"),
     [
-        ("custom_st.Transformer", "", r"'custom_st.Transformer': code that comes with"),
+        (
+            "custom_st.Transformer",
+            "",
+            r"json: module 0 is 'custom_st.Transformer': code that comes",
+        ),
         ("sentence_transformers.models.Transformer", "../x", "a folder beside the file"),
     ],
 )
@@ -235,6 +246,19 @@ def test_modules_of_other_places_are_refused(
 ) -> None:
     (tmp_path / "modules.json").write_text(json.dumps([{"type": type_, "path": path}]))
     with pytest.raises(CheckpointError, match=message):
+        read_sentence_folder(tmp_path)
+
+
+def test_texts_are_written_in_lower_case_where_the_folder_says_so(tmp_path: Path) -> None:
+    """As in BGE's folders, whose tokenizers do the same once more."""
+    save(tmp_path, "Pooling", sentence_bert_config={"do_lower_case": True})
+    assert read_use(tmp_path).written("Über ALL") == "über all"
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", "7", "[7]", '[{"type": "x"}]'])
+def test_a_list_of_modules_that_cannot_be_read_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"modules.json: (not a list of|lists no) module"):
         read_sentence_folder(tmp_path)
 
 

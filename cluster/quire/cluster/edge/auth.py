@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -91,7 +92,8 @@ class ApiKeys:
 
     async def follow(self) -> None:
         """Checks the file for changes until cancelled. If the new file is bad, the old keys stay in
-        use. Running requests continue; new requests need a key of the new file."""
+        use. Running requests continue, but for streams without an end (`operates_http`); new
+        requests need a key of the new file."""
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
             await self.look()
@@ -132,6 +134,7 @@ class ApiKeys:
 
 
 _CALLER: ContextVar[Caller] = ContextVar("caller", default=EVERYONE)
+_CALLER_NOW: ContextVar[Callable[[], Caller | None]] = ContextVar("caller_now")
 
 
 class GrpcAuth(grpc.aio.ServerInterceptor):
@@ -160,7 +163,9 @@ class GrpcAuth(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, details: grpc.HandlerCallDetails
     ) -> Handler:
         handler = await continuation(details)
-        caller = self._caller(details.invocation_metadata)
+        caller_now = partial(self._caller, details.invocation_metadata)
+        _CALLER_NOW.set(caller_now)
+        caller = caller_now()
         if caller is not None:
             _CALLER.set(caller)
         access = self._access.get(details.method, Access.OPERATOR)
@@ -219,8 +224,9 @@ class HttpAuth:
             error = InvalidRequest("the path has a control character: no path here has one")
             await error_response(error)(scope, receive, send)
             return
-        caller = EVERYONE if self._keys is None else _shown(self._keys, Headers(scope=scope))
-        scope.setdefault("state", {})["caller"] = caller
+        caller_now = partial(self._caller, Headers(scope=scope))
+        caller = caller_now()
+        scope.setdefault("state", {}).update(caller=caller, caller_now=caller_now)
 
         async def send_with_headers(message: Message) -> None:
             if caller is not None and message["type"] == "http.response.start":
@@ -229,6 +235,11 @@ class HttpAuth:
             await send(message)
 
         await self._app(scope, receive, send_with_headers)
+
+    def _caller(self, headers: Headers) -> Caller | None:
+        if self._keys is None:
+            return EVERYONE
+        return self._keys.caller(headers.get("authorization"), headers.get("x-api-key"))
 
 
 def http_caller(request: Request) -> Caller:
@@ -243,8 +254,20 @@ def grpc_caller() -> Caller:
     return _CALLER.get()
 
 
-def _shown(keys: ApiKeys, headers: Headers) -> Caller | None:
-    return keys.caller(headers.get("authorization"), headers.get("x-api-key"))
+def operates_http(request: Request) -> Callable[[], bool]:
+    """Whether the key of a request is an operator's at the time of each call, for streams without
+    an end: a key can be withdrawn."""
+    return partial(_is_operator, request.state.caller_now)
+
+
+def operates_grpc() -> Callable[[], bool]:
+    """The same for the running gRPC call."""
+    return partial(_is_operator, _CALLER_NOW.get())
+
+
+def _is_operator(caller_now: Callable[[], Caller | None]) -> bool:
+    caller = caller_now()
+    return caller is not None and caller.is_operator
 
 
 def _signature(path: Path) -> _Signature | None:

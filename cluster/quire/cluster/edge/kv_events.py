@@ -164,7 +164,10 @@ class Subscription:
         for outcome in outcomes:
             if isinstance(outcome, Exception):
                 raise outcome
-        raise Unavailable("the gateway stops, or the model's groups were replaced")
+        raise Unavailable(
+            "the gateway stops, the model's groups were replaced, or the API key is no longer an "
+            "operator's"
+        )
 
     async def _keep_ranks(self, is_over: Callable[[], bool]) -> None:
         """Keeps one reader for each group that takes requests."""

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 
 from quire.cluster.edge.access import Access, check_access
+from quire.cluster.edge.auth import operates_http
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.streams import EventStream
 from quire.cluster.telemetry.live import MAX_EVERY_S, Live
@@ -57,7 +58,7 @@ def ui_routes(live: Live) -> list[ApiRoute]:
     async def events(request: Request) -> Response:
         every = _every(request.query_params)
         live.check_room()
-        return EventStream(partial(live.watch, every=every))
+        return EventStream(partial(live.watch, every=every, may_watch=operates_http(request)))
 
     async def root(request: Request) -> Response:
         if "text/html" not in request.headers.get("accept", ""):

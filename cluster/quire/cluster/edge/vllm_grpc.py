@@ -22,7 +22,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from quire import __version__
 from quire.cluster.edge.access import Access, allows
-from quire.cluster.edge.auth import grpc_caller
+from quire.cluster.edge.auth import grpc_caller, operates_grpc
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
 from quire.cluster.edge.keys_file import Caller
@@ -315,13 +315,14 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 adapter_names=partial(self._adapter_names, model),
                 loads_at_once=request.load_records_before_first_batch,
             )
-            outlet = Outlet(context.write)
+            outlet, is_operator = Outlet(context.write), operates_grpc()
+
+            def is_over() -> bool:
+                return self._models.is_draining or self._model is not model or not is_operator()
+
             self._num_subscribers += 1
             try:
-                await subscription.run(
-                    outlet.write,
-                    lambda: self._models.is_draining or self._model is not model,
-                )
+                await subscription.run(outlet.write, is_over)
             finally:
                 self._num_subscribers -= 1
                 await outlet.settle()

@@ -265,7 +265,8 @@ class Admission:
         why = {
             "wait": f"{begins}: --max-queue-wait-s is {config.max_queue_wait_s:g}",
             "deadline": f"{begins}, after its deadline: give it more time",
-            "queue_full": f"{waits} and take up {ahead.num_bytes} bytes: --max-queued-requests is "
+            # Without their bytes: from one refusal to the next they reveal a request's length.
+            "queue_full": f"{waits}, as many or as large as may: --max-queued-requests is "
             f"{config.max_queued_requests}, --max-queued-bytes {config.max_queued_bytes}",
         }[reason]
         return Overloaded(

@@ -60,8 +60,9 @@ class Ask:
     def embedding(self, prompt: Prompt, use: EmbeddingUse | None = None) -> Request:
         """The request for a prompt's embedding. Raises InvalidRequest: a value is out of range."""
         kept = self.truncate_prompt_tokens
-        if use is not None and use.is_chat:
-            prompt, kept = tuple(_rendered(span, use) for span in prompt), None
+        if use is not None:
+            prompt = tuple(_rendered(span, use) for span in prompt)
+            kept = None if use.is_chat else kept
         sampling = SamplingParams(temperature=0, max_tokens=1, truncate_prompt_tokens=kept)
         return self._request(prompt, sampling, task="embed")
 
@@ -122,6 +123,8 @@ async def embed(
 def _rendered(span: Span, use: EmbeddingUse) -> Span:
     if not isinstance(span, Text):
         return span
+    if not use.is_chat:
+        return replace(span, text=use.written(span.text))
     return Chat(use.messages(span.text), add_generation_prompt=use.add_generation_prompt)
 
 

@@ -117,16 +117,19 @@ class FairQueue:
         return class_.flows[least[1]].first
 
     def first_that(self, allows: Callable[[Ticket], bool]) -> Ticket | None:
-        """The next ticket to be released of the tenants whose next ticket ``allows`` admits."""
+        """The next ticket to be released of the tenants whose next ticket ``allows`` admits. A
+        tenant's next ticket is of its highest priority: its others would keep a large one out."""
         first = self.first
         if first is None or allows(first):
             return first
+        refused: set[str] = set()
         for priority in sorted(self._waiting):
             class_ = self._classes[priority]
-            flows = [class_.flows[tenant] for tenant in class_.waiting]
+            flows = [class_.flows[tenant] for tenant in class_.waiting if tenant not in refused]
             allowed = [each for each in flows if allows(each.first)]
             if allowed:
                 return min(allowed, key=lambda each: (each.virtual, each.first.number)).first
+            refused.update(each.tenant for each in flows)
         return None
 
     def goes_first(self, ticket: Ticket) -> bool:

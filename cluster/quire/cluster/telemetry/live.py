@@ -135,9 +135,12 @@ class Live:
                 retry_after_s=5.0,
             )
 
-    async def watch(self, write: Write, *, every: int = 1) -> None:
-        """Writes a picture and then a change each ``every`` ticks, until the gateway drains or the
-        viewer has not read for a while. Raises Overloaded as `check_room` does."""
+    async def watch(
+        self, write: Write, *, every: int = 1, may_watch: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Writes a picture and then a change each ``every`` ticks, until the gateway drains, the
+        viewer may not watch any longer, or it has not read for a while. Raises Overloaded as
+        `check_room` does."""
         self.check_room()
         self.num_viewers += 1
         try:
@@ -145,7 +148,7 @@ class Live:
             if self._clock() - self._looked_s >= self._tick_s:
                 self._look()  # Nobody has watched until now.
             seen: int | None = None
-            while not self._is_over:
+            while not self._is_over and may_watch():
                 now = self.num_ticks
                 is_next = seen is not None and now == seen + 1
                 event = self._change_event if is_next and every == 1 else self._whole_event()

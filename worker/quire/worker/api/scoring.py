@@ -65,6 +65,12 @@ class EmbeddingUse:
     """Whether the chat template adds its generation prompt."""
     prompt: str = ""
     """The system message before each text; empty for none."""
+    is_lower: bool = False
+    """Whether a text is written in lower case before it is tokenized."""
+
+    def written(self, text: str) -> str:
+        """The text as it is tokenized."""
+        return text.lower() if self.is_lower else text
 
     def messages(self, text: str) -> list[dict[str, str]]:
         """The messages for the chat template."""

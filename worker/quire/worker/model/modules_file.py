@@ -49,7 +49,9 @@ def read_modules(path: Path) -> list[Module]:
                     "beside the file"
                 )
             made.append(Module(kind.rpartition(".")[2], path / folder, number))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"{file}: not a list of modules with type and path ({error!r})"
         ) from error

@@ -86,7 +86,13 @@ def read_sentence_folder(path: Path) -> SentenceFolder | None:
         is_chat=used.is_chat,
         add_generation_prompt=used.add_generation_prompt,
         prompt=settings.default_prompt if used.is_chat else "",
+        is_lower=used.is_lower,
     )
+    if scores_pairs and used.is_lower:
+        raise CheckpointError(
+            f"{folder / TRANSFORMER_SETTINGS[0]}: do_lower_case=True is supported for embeddings "
+            "only"
+        )
     pooling = _pooling(path, tail, settings, scores_pairs=scores_pairs)
     scoring = _pair_score(path, folder, settings) if scores_pairs else None
     return replace(made, pooling=pooling, use=use, scoring=scoring)

@@ -59,6 +59,8 @@ class TransformerSettings:
     """Whether the chat template renders texts."""
     add_generation_prompt: bool = False
     """Whether the chat template adds its generation prompt."""
+    is_lower: bool = False
+    """Whether texts are written in lower case before they are tokenized."""
 
 
 def read_model_settings(path: Path) -> ModelSettings:
@@ -110,8 +112,6 @@ def read_transformer_settings(folder: Path, task: Task) -> TransformerSettings:
         *("tokenizer_args", "processor_kwargs", "model_args", "model_kwargs"),
         *("config_args", "config_kwargs"),
     )
-    if config.flag("do_lower_case"):
-        raise config.refused("do_lower_case", True)
     output, name = _OUTPUTS[task]
     config.choice("transformer_task", {task: task}, default="feature-extraction")
     config.choice("module_output_name", {name: name}, default=name)
@@ -122,6 +122,9 @@ def read_transformer_settings(folder: Path, task: Task) -> TransformerSettings:
     )
     modality = config.section("modality_config")
     is_chat = "message" in modality.raw
+    is_lower = config.flag("do_lower_case")
+    if is_lower and (is_chat or task != "feature-extraction"):
+        raise config.refused("do_lower_case", True)
     used = modality.section("message" if is_chat else "text")
     used.choice("method", {"forward": ""}, default="forward")
     used.choice("method_output_name", {output: ""}, default=output)
@@ -132,7 +135,9 @@ def read_transformer_settings(folder: Path, task: Task) -> TransformerSettings:
     chat = processing.section("chat_template")
     chat.only("add_generation_prompt", "restore_suffix")  # The latter is about cut texts.
     return TransformerSettings(
-        is_chat=is_chat, add_generation_prompt=chat.flag("add_generation_prompt")
+        is_chat=is_chat,
+        add_generation_prompt=chat.flag("add_generation_prompt"),
+        is_lower=is_lower,
     )
 
 

@@ -65,6 +65,8 @@ class Roles:
         arranged = self._joined(self._with_system_first(arranged))
         for place, message in enumerate(arranged):
             self._check(message, place)
+        if len(arranged) == 1:
+            self._check_alone(arranged[0])
         return arranged
 
     def _role(self, message: "Message", place: int) -> str:
@@ -80,9 +82,13 @@ class Roles:
         )
 
     def _with_system_first(self, messages: "list[Message]") -> "list[Message]":
+        if not any(each["role"] in _SYSTEM and each.get("content") for each in messages[1:]):
+            return messages
         tried = [_short(message, place) for place, message in enumerate(messages)]
-        num_late = sum(message["content"] == PROBE for message in tried)
-        if not num_late or (self._render(tried, None) or "").count(PROBE) >= num_late:
+        probes = [each["content"] for each in tried if each["content"] != "?"]
+        # Some templates show only the first one, others only the last one.
+        shown = self._render(tried, None) or ""
+        if all(probe in shown for probe in probes):
             return messages
         system = [each for each in messages if each["role"] in _SYSTEM]
         texts = [str(each["content"]) for each in system if each.get("content")]
@@ -124,6 +130,18 @@ class Roles:
                 param="messages",
             )
 
+    def _check_alone(self, message: "Message") -> None:
+        """Raises InvalidRequest if the template leaves out a system message without any other."""
+        if message["role"] not in _SYSTEM or not message.get("content"):
+            return
+        text = self._render([{"role": message["role"], "content": PROBE}], None)
+        if text is not None and PROBE not in text:
+            raise InvalidRequest(
+                "messages: the model's chat template shows a system message only with a user's: "
+                "add one",
+                param="messages",
+            )
+
     def _shows(self, role: str, *, is_first: bool) -> bool | None:
         """Whether the template shows a message of ``role``, before all others or behind them;
         ``None`` if it refuses it."""
@@ -144,6 +162,6 @@ class Roles:
 
 
 def _short(message: "Message", place: int) -> "Message":
-    """The message with short content, which is `PROBE` for a system message behind others."""
-    is_late = place > 0 and message["role"] in _SYSTEM and message.get("content")
-    return {**message, "content": PROBE if is_late else "?"}
+    """The message with short content, which in a system message occurs nowhere else."""
+    is_system = message["role"] in _SYSTEM and message.get("content")
+    return {**message, "content": f"{PROBE}{place}." if is_system else "?"}

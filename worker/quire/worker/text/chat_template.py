@@ -121,21 +121,33 @@ class _OneTemplate:
 
     def readable(self, messages: "Sequence[Message]") -> "list[Message]":
         """The messages, converted to the forms that this template can read."""
-        return [self._readable(message) for message in self._roles.arranged(messages)]
+        arranged = self._roles.arranged(messages)
+        return [each for message in arranged for each in self._readable(message)]
 
-    def _readable(self, message: "Message") -> "Message":
+    def _readable(self, message: "Message") -> "list[Message]":
         if not message.get("tool_calls"):
-            return message
+            return [message]
         texts = [text for text in self._call_texts if text is not None]
         if texts and not any(PROBE in text for text in texts):
             raise InvalidRequest(
                 f"messages: {NO_CALLS}, so that they would be lost: send them as content",
                 param="messages",
             )
-        if message.get("content") is not None:
-            return message
         rest = {name: value for name, value in message.items() if name != "content"}
-        return {**rest, **self._no_content}
+        if not message.get("content"):
+            return [{**rest, **self._no_content}]
+        if self._shows_calls_beside_content:
+            return [message]
+        return [
+            {"role": message["role"], "content": message["content"]},
+            {**rest, **self._no_content},
+        ]
+
+    @cached_property
+    def _shows_calls_beside_content(self) -> bool:
+        """Some templates show the calls of a message without content only."""
+        text = self._with_call({"content": "?"})
+        return text is None or PROBE in text
 
     @cached_property
     def _no_content(self) -> "Message":
@@ -151,12 +163,16 @@ class _OneTemplate:
     @cached_property
     def _call_texts(self) -> list[str | None]:
         """A chat with a call, with each form of `_NO_CONTENT`."""
+        return [self._with_call(form) for form in _NO_CONTENT]
+
+    def _with_call(self, content: "Message") -> str | None:
+        """A chat with a call beside ``content``."""
         arguments = {"p": PROBE}  # Some templates show the id in place of the name.
         function = {"name": PROBE, "arguments": _Arguments(json.dumps(arguments), arguments)}
         calls = [{"type": "function", "id": CALL_ID, "function": function}]
-        call: Message = {"role": "assistant", "tool_calls": calls}
+        call: Message = {"role": "assistant", "tool_calls": calls, **content}
         result = {"role": "tool", "tool_call_id": CALL_ID, "content": "?"}
-        return [self._tried([USER, {**call, **form}, result], [TOOL]) for form in _NO_CONTENT]
+        return self._tried([USER, call, result], [TOOL])
 
     def _tried(self, messages: "Sequence[Message]", tools: Sequence[Any] | None) -> str | None:
         """The text of a chat; ``None`` if the template refuses it."""
