@@ -76,11 +76,11 @@ def test_a_name_or_a_port_in_use_is_refused_and_its_owner_answers(ray_address: s
         port = http_address.rpartition(":")[2]
         refused = serve(ray_address, "--name", "mine", "--grpc-port", "0", "--http-port", "0")
         assert refused.returncode == 2
-        assert "name='mine': this Ray cluster has an application of that name" in refused.stderr
+        assert "--name mine: this Ray cluster has an application of that name" in refused.stderr
         assert "`quire stop mine`" in refused.stderr
         refused = serve(ray_address, "--name", "other", "--grpc-port", "0", "--http-port", port)
         assert refused.returncode == 2
-        assert f"http_port={port}: cannot listen" in refused.stderr
+        assert f"--http-port {port}: cannot listen" in refused.stderr
         assert answer(address)
 
 
