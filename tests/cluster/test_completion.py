@@ -31,7 +31,7 @@ class Scripted(Groups):
     then: list[str] | None = None
     """The members from the first submission on, if they change."""
     submitted: list[tuple[int, int]]
-    """Of each attempt: its resumed tokens, and after how many more the group hands it over."""
+    """Each attempt's resumed tokens, and after how many more the group hands it over."""
 
     def submit(self, group_id: GroupId, submit: group_pb2.Submit, **_: Any) -> GroupStream:
         self.submitted.append((len(submit.resumed_token_ids) // 4, submit.hand_over_after))

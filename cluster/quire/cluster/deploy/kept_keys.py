@@ -39,7 +39,7 @@ def kept_keys(keys: Sequence[str] | None) -> Iterator[None]:
         for other in file.parent.iterdir():
             if not is_running(other.name):
                 other.unlink(missing_ok=True)
-        file.unlink(missing_ok=True)  # Of an earlier process with this id.
+        file.unlink(missing_ok=True)  # An earlier process with this id left it.
         file.touch(mode=0o600)
         file.write_text(hashed_file(keys), encoding="utf-8")
     except OSError as error:

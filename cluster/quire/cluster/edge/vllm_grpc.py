@@ -200,7 +200,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             card = await self._model.card()
             sees_all = grpc_caller().sees is None
             response = vllm.GetServerInfoResponse(
-                # Of all tenants, and so for operators only.
+                # This counts all tenants, so it is for operators only.
                 active_requests=self._models.num_inflight if sees_all else 0,
                 is_paused=self._models.is_draining,
                 last_receive_timestamp=self._last_request_s if sees_all else 0,

@@ -9,7 +9,7 @@ import re
 from functools import lru_cache
 
 MAX_CHARS = 1000
-_MAX_BYTES = 1 << 20  # Of memory for each compiled pattern.
+_MAX_BYTES = 1 << 20  # Memory of each compiled pattern.
 
 
 class Pattern:

@@ -34,7 +34,7 @@ from quire.worker.model.spec import ModelSpec
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 4 << 20
-"""Of the weights' header: 12,000 modules. Gateways and groups stand still while JSON is parsed."""
+"""The limit of the weights' header, enough for 12,000 modules. Parsing JSON blocks the process."""
 
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", re.DOTALL)
 _ONLY_TRAINS = re.compile(r".+\.lora_velora_embed(?:\.default)?", re.DOTALL)
