@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,6 +74,35 @@ FILE_FAULTS: dict[str, Harm] = {
     "stale file": _stale,
     "file removed": _remove,
 }
+
+
+@dataclass
+class Touched:
+    """What a store used of its disk. A fault elsewhere has met nobody: for example, a damaged file
+    that was deleted to make room before a request read it."""
+
+    read: set[BlockHash] = field(default_factory=set)
+    num_writes: int = 0
+
+
+@contextlib.contextmanager
+def noted(store: disk.DiskStore) -> Iterator[Touched]:
+    """Notes which blocks are read, and counts writes, also those that fail."""
+    touched, read, write = Touched(), disk.read_file, store._write
+
+    def note_read(*args: Any, block: BlockHash, **options: Any) -> bytes:
+        touched.read.add(block)
+        return read(*args, block=block, **options)
+
+    def note_write(*args: Any) -> None:
+        touched.num_writes += 1
+        write(*args)
+
+    with (
+        mock.patch.object(disk, "read_file", note_read),
+        mock.patch.object(store, "_write", note_write),
+    ):
+        yield touched
 
 
 @contextlib.contextmanager
