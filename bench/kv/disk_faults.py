@@ -88,7 +88,8 @@ class Touched:
 @contextlib.contextmanager
 def noted(store: disk.DiskStore) -> Iterator[Touched]:
     """Notes which blocks are read, and counts writes, also those that fail."""
-    touched, read, write = Touched(), disk.read_file, store._write
+    touched, write = Touched(), store._write
+    read: Callable[..., bytes] = vars(disk)["read_file"]  # Which may be that of another fault.
 
     def note_read(*args: Any, block: BlockHash, **options: Any) -> bytes:
         touched.read.add(block)

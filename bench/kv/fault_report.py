@@ -99,9 +99,11 @@ class Report:
         rows = []
         for kind in kinds:
             tally = self.tallies.get(kind, Tally())
-            found = (tally.num_injected, tally.num_named, tally.num_given_up, tally.num_harmless)
-            found = (*found, tally.num_unmet)
-            told = [str(each) if tally.num_injected else "" for each in found]
+            found = (
+                *(tally.num_injected, tally.num_named, tally.num_given_up),
+                *(tally.num_harmless, tally.num_unmet),
+            )
+            told = [str(each) if kind in self.tallies else "" for each in found]
             num_late = sum(each.is_late for each in asked[kind])
             num = len(asked[kind]) + sum(each.kind == kind for each in self.patient)
             rows.append(

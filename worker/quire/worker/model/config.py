@@ -210,10 +210,10 @@ def check_settings(config: EngineConfig, spec: ModelSpec) -> None:
 
 def check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError: weights that are stored in 4 bits would be quantised again."""
-    if config.quantization is not None and spec.stored is not None and spec.stored.bits == 4:
+    if config.quantization is not None and spec.stored is not None and spec.stored.has_4_bits:
         raise ConfigError(
             f"quantization={config.quantization!r}: the checkpoint's weights have "
-            f"{spec.stored.bits} bits already; leave it out"
+            "4 bits already; leave it out"
         )
 
 

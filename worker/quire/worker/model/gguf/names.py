@@ -12,7 +12,7 @@ from typing import Any, Literal
 from quire.worker.api.errors import CheckpointError
 from quire.worker.model.checkpoint import TensorInfo
 from quire.worker.model.gguf.container import Header, StoredTensor
-from quire.worker.model.stored_weights import StoredWeights
+from quire.worker.model.stored_format import StoredFormat, StoredWeights
 
 _WHOLE = {
     "token_embd": "model.embed_tokens",
@@ -95,13 +95,8 @@ def stored_in_blocks(header: Header) -> StoredWeights | None:
     ]
     if not modules:
         return None
-    return StoredWeights(
-        layout="q4_0",
-        bits=4,
-        block=(1, GROUP),
-        scale=_SCALES.removeprefix("."),
-        modules=tuple(sorted(modules)),
-    )
+    stored = StoredFormat(layout="q4_0", bits=4, block=(1, GROUP), scale=_SCALES.removeprefix("."))
+    return StoredWeights(formats=tuple((module, stored) for module in sorted(modules)))
 
 
 def placed(header: Header, config: Mapping[str, Any]) -> dict[str, PlacedTensor]:

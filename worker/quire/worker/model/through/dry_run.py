@@ -202,7 +202,7 @@ def _check_size(path: Path, spec: ModelSpec, model: nn.Module) -> None:
         tensors = open_checkpoint(path).tensors.values()
     except CheckpointError:  # Raised again when the weights are read.
         return
-    packed = 1 if spec.stored is None else 32 // spec.stored.bits
+    packed = 1 if spec.stored is None else 32 // spec.stored.least_bits
     in_files = packed * sum(math.prod(info.shape) for info in tensors)
     described = sum(each.numel() for each in model.parameters())
     if described > 2 * in_files:  # A tied head may count twice.
