@@ -19,6 +19,7 @@ from tests.golden.oracle import (
 )
 from transformers import AutoModelForCausalLM
 from transformers.models.auto import modeling_auto
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.errors import CheckpointError, ConfigError
@@ -223,6 +224,7 @@ def test_what_the_configuration_shows_is_refused_without_transformers(
     [
         ("Falcon", {"alibi": False}, "do not call transformers' attention interface"),
         ("GptOss", HEAD | {"num_local_experts": 4}, "has attention sinks, which our attention"),
+        ("GraniteSWA", {}, "reads 'config' of its rotary embeddings, which Quire replaces"),
         ("Llama", {"architectures": ["OwnForCausalLM"]}, "'OwnForCausalLM' is not supported"),
         ("Llama", {"hidden_act": "mish"}, "computes 'mish' in .*deterministic=False"),
         (
@@ -235,6 +237,33 @@ def test_what_a_dry_run_shows_is_refused_before_weights_are_read(
     name: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write_config(tmp_path, name, fields)
+    with pytest.raises(CheckpointError, match=message):
+        dry_run(
+            *(tmp_path, read_model_spec(tmp_path, model_impl="transformers")),
+            dtype=torch.float32,
+            max_model_len=256,
+            is_deterministic=True,
+        )
+
+
+@pytest.mark.parametrize(
+    ("part", "reads", "message"),
+    [
+        ("input_layernorm", "variance_epsilon", "reads 'variance_epsilon' of a norm, which Quire"),
+        ("mlp.act_fn", "beta", "reads 'beta' of a module, which Quire replaces"),
+    ],
+)
+def test_what_transformers_reads_of_a_replaced_module_is_named(
+    part: str, reads: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = LlamaDecoderLayer.forward
+
+    def read_first(self: LlamaDecoderLayer, *args: Any, **options: Any) -> Any:
+        getattr(self.get_submodule(part), reads)
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", read_first)
+    write_config(tmp_path, "Llama", {})
     with pytest.raises(CheckpointError, match=message):
         dry_run(
             *(tmp_path, read_model_spec(tmp_path, model_impl="transformers")),

@@ -53,7 +53,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
 _KV_HEADS = {
     **{"Gemma2": 4, "Gemma3": 4, "Glm": 2, "Glm4": 2, "Glm4Moe": 8, "GptOss": 8, "Ministral3": 8},
     **{"Ministral": 8, "Mistral": 8, "Mixtral": 8, "Qwen2": 32, "Qwen2Moe": 16, "Qwen3": 32},
-    **{"Qwen3Moe": 4, "SmolLM3": 4, "Starcoder2": 2},
+    **{"GraniteSWA": 4, "Qwen3Moe": 4, "SmolLM3": 4, "Starcoder2": 2},
 }
 """Default number of KV heads if the field is missing. If it is null, and in other families, there
 are as many as query heads."""

@@ -27,7 +27,7 @@ from quire.worker.model.through.classes import (
     packed_part,
     transformers_config,
 )
-from quire.worker.model.through.modules import Plan, install_for_dry_run
+from quire.worker.model.through.modules import Plan, install_for_dry_run, replaced_part
 from quire.worker.model.through.products import NotALayer
 
 # T tokens   H query heads   K KV heads   D head size
@@ -180,6 +180,8 @@ def _reason(error: Exception) -> str:
             "its layers attend by code of their own, for example with relative positions, and do "
             "not call transformers' attention interface, through which Quire attends"
         )
+    if isinstance(error, AttributeError) and (part := replaced_part(error.obj)):
+        return f"transformers' code for it reads {error.name!r} of {part}, which Quire replaces"
     if isinstance(error, RuntimeError) and "meta" in said:
         return f"transformers' code for it decides by values of tensors, before they exist: {said}"
     return f"a dry run of transformers' code raised {type(error).__name__}: {said}"
