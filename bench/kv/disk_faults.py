@@ -128,7 +128,7 @@ def slow_reads(*, read_s: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def full_disk(group: GroupServer) -> Iterator[None]:
+def full_disk(store: disk.DiskStore) -> Iterator[None]:
     """Writes fail; behind it, the store tries again at once."""
 
     def refuse(path: Path, *args: Any, **options: Any) -> None:
@@ -136,7 +136,7 @@ def full_disk(group: GroupServer) -> Iterator[None]:
 
     with mock.patch.object(disk, "write_file", refuse):
         yield
-    store_of(group)._paused_until_s = 0.0
+    store._paused_until_s = 0.0
 
 
 def remove_folder(folder: Path) -> None:

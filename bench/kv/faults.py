@@ -237,12 +237,9 @@ class _Bench:
             num_requests -= num
             period = self._num_asked % _FULL_EVERY
             # Nothing is written where a disk has failed before.
-            if period >= _FULL_EVERY - _FULL_FOR and not store_of(self._group).why_not:
-                with (
-                    _Heard() as heard,
-                    full_disk(self._group),
-                    noted(store_of(self._group)) as touched,
-                ):
+            store = store_of(self._group)
+            if period >= _FULL_EVERY - _FULL_FOR and not store.why_not:
+                with _Heard() as heard, full_disk(store), noted(store) as touched:
                     await self._ask_some(num)
                     await self._wait_until_saved()
                 touched.read.clear()  # Reads do not need room.

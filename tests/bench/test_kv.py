@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench.kv.disk_faults import FILE_FAULTS, noted
+from bench.kv.disk_faults import FILE_FAULTS, full_disk, noted
 from bench.kv.disturb import disturb
 from bench.kv.drain import drain
 from bench.kv.equal import equal, places_of
@@ -13,7 +13,7 @@ from bench.kv.faults import faults
 from bench.kv.groups import Said
 from bench.kv.prefill import prefill
 from bench.kv.wire_faults import cuts
-from tests.worker.disk_blocks import files, name, put_chain, read, store_in
+from tests.worker.disk_blocks import files, name, put, put_chain, read, store_in
 
 from quire.worker.api.outputs import Fetched
 from quire.worker.cache.disk import DiskReadError
@@ -117,6 +117,21 @@ def test_a_damaged_file_meets_nobody_if_it_is_deleted_before_it_is_read(
     with noted(store) as touched, pytest.raises(DiskReadError):
         read(store, 5)
     assert touched.read == {name(5)}
+
+
+def test_a_full_disk_meets_nobody_while_nothing_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = store_in(tmp_path)
+    put_chain(store, 1)
+    with full_disk(store), noted(store) as touched:
+        assert not put(store, 1).error  # It is on disk already.
+        assert "no blocks are written to disk" not in caplog.text
+        assert touched.num_writes == 0
+        assert put(store, 2).error
+    assert touched.num_writes == 1
+    assert "no blocks are written to disk" in caplog.text
+    assert not put(store, 2).error
 
 
 def test_connections_are_cut_at_twenty_places() -> None:
