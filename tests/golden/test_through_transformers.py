@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from quire.llm import LLM, SamplingParams
 from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.config import read_model_spec
-from quire.worker.model.families.other import may_have
+from quire.worker.model.families.listed import decoder_of, may_have
 from quire.worker.model.through.dry_run import dry_run
 
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=1)
@@ -284,6 +284,8 @@ def test_every_model_in_the_lists_of_transformers_may_be_served() -> None:
         kinds = [*names, *(each for each in names.values() if isinstance(each, str))]
         assert all(map(may_have, kinds))
     assert not may_have("OwnForCausalLM")
+    for kind, name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        assert decoder_of(kind) == (name if name.endswith("ForCausalLM") else None)
 
 
 def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path: Path) -> None:

@@ -15,7 +15,12 @@ from quire.worker.model.checkpoint import TensorInfo, open_checkpoint, read_json
 from quire.worker.model.families.other import other
 from quire.worker.model.families.own_code import refuse_own_code
 from quire.worker.model.families.registry import FAMILIES
-from quire.worker.model.families.wrappers import architecture_of, text_part, with_defaults
+from quire.worker.model.families.wrappers import (
+    architecture_of,
+    text_part,
+    untested_wrapper,
+    with_defaults,
+)
 from quire.worker.model.fields import Fields
 from quire.worker.model.gguf.container import SUFFIX, find_gguf, read_model
 from quire.worker.model.gguf.describe import describe
@@ -104,6 +109,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
         eos_token_ids=_eos_token_ids(path, config),
         stored=read_stored_weights(config),
         is_text_part=is_text_part,
+        untested=untested_wrapper(whole) if is_text_part else "",
         dtype=spec.dtype or _dtype_of_weights(path),
         has_head=has_head,
         tied=spec.tied or is_bare,
@@ -115,6 +121,8 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     refuse_own_code(whole, spec)
     if family is not None:
         check_runnable(spec, file)
+        if spec.untested:
+            raise whole.broken(spec.untested)
     return spec
 
 

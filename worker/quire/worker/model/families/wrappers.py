@@ -5,6 +5,7 @@ It also fills in the defaults of fields that a configuration leaves out.
 
 from typing import Any
 
+from quire.worker.model.families.listed import decoder_of
 from quire.worker.model.fields import Fields
 
 _SERVED = (
@@ -13,19 +14,13 @@ _SERVED = (
 )
 """Models whose text decoder gives the same outputs without the other parts, which tests compare.
 Cohere's are not included: in transformers their logits have another scale."""
-_REFUSED = ("Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
-"""Models whose text decoder is refused for a reason of its own."""
 _ENDING = "ForConditionalGeneration"
 _TEXT = {
-    **{"llama": "Llama", "mistral": "Mistral", "ministral3": "Ministral3", "qwen2": "Qwen2"},
-    **{"qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"},
-    **{"gemma3_text": "Gemma3", "gemma4_text": "Gemma4", "llama4_text": "Llama4"},
-    **{"qwen2_vl_text": "Qwen2", "qwen2_5_vl_text": "Qwen2", "qwen3_vl_text": "Qwen3"},
-    **{"qwen3_vl_moe_text": "Qwen3VLMoeText", "qwen3_5_text": "Qwen3_5"},
-    **{"qwen3_5_moe_text": "Qwen3_5Moe", "kimi_k2": "DeepseekV3", "deepseek_v3": "DeepseekV3"},
-    **{"qwen2_vl": "Qwen2", "qwen2_5_vl": "Qwen2"},
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_vl", "qwen2_5_vl"), "Qwen2"),
+    **{"qwen3_vl_text": "Qwen3", "qwen3_vl_moe_text": "Qwen3VLMoeText", "kimi_k2": "DeepseekV3"},
 }
-"""The decoder for each type of text part. The last two occur in files without ``text_config``."""
+"""The decoder for types of text parts that transformers does not list as decoders. Two types of
+Qwen occur in files without ``text_config``."""
 _THETA = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_vl_text", "qwen2_5_vl_text"), 1_000_000.0),
     **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), 500_000.0),
@@ -68,17 +63,12 @@ def text_part(config: Fields) -> Fields | None:
     """The text decoder's configuration; ``None`` if the model is not known to be multimodal.
 
     Raises:
-        CheckpointError: The model is multimodal, and its text part is not supported.
+        CheckpointError: The model is multimodal, and its text part is no decoder of its own.
     """
     name, raw = architecture_of(config), config.raw
     if not name.endswith(_ENDING) or config.flag("is_encoder_decoder"):
         return None
     text = config.section("text_config").raw
-    if name.removesuffix(_ENDING) not in (*_SERVED, *_REFUSED):
-        raise config.broken(
-            f"architecture {name!r} is not supported: it is more than a decoder of text; text "
-            f"parts are served of {', '.join(f'{each}{_ENDING}' for each in _SERVED)}"
-        )
     inherited = {key: raw[key] for key in _INHERITED if raw.get(key) is not None}
     if text:
         first = {"tie_word_embeddings": inherited.pop("tie_word_embeddings", None)}
@@ -87,17 +77,35 @@ def text_part(config: Fields) -> Fields | None:
     else:
         text = {key: value for key, value in raw.items() if key != "vision_config"}
     kind = text.get("model_type", "llama" if name == f"Llava{_ENDING}" else None)
-    if kind not in _TEXT:
+    decoder = f"{_TEXT[kind]}ForCausalLM" if kind in _TEXT else decoder_of(str(kind))
+    if decoder is None:
         raise config.broken(
-            f"{name} has text_config.model_type={kind!r}, whose decoder is not known; one of "
-            f"{', '.join(_TEXT)}"
+            f"architecture {name!r} is not supported: it is more than a decoder of text, and "
+            f"neither Quire nor the installed transformers has its text part (model_type={kind!r}) "
+            f"as a decoder; {_served()}"
         )
     if kind in _THETA and not (text.get("rope_parameters") or {}).get("rope_theta"):
         text["rope_theta"] = text.get("rope_theta") or _THETA[kind]
     for section in ("rope_parameters", "rope_scaling"):
         if isinstance(text.get(section), dict):
             text[section] = _of_text(text[section])
-    return Fields(text | {"architectures": [f"{_TEXT[kind]}ForCausalLM"]}, config.file)
+    return Fields(text | {"architectures": [decoder]}, config.file)
+
+
+def untested_wrapper(config: Fields) -> str:
+    """Why the text part of a multimodal model is refused even if it can be computed; empty if it
+    is known to answer as the whole model does."""
+    name = architecture_of(config)
+    if name.removesuffix(_ENDING) in _SERVED:
+        return ""
+    return (
+        f"architecture {name!r} is not supported: its text part can be computed, but no test shows "
+        f"that it answers alone as the whole model does; {_served()}"
+    )
+
+
+def _served() -> str:
+    return f"text parts are served of {', '.join(f'{each}{_ENDING}' for each in _SERVED)}"
 
 
 def with_defaults(config: Fields, *, is_text_part: bool) -> Fields:

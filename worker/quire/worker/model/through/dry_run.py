@@ -164,6 +164,8 @@ def dry_run(
             f"{path}: {name} computes {op!r} in {where[0] or 'the model'}, whose bits may depend "
             "on the batch; deterministic=False (--no-deterministic) allows that"
         )
+    if spec.untested:
+        raise CheckpointError(f"{path}: {spec.untested}")
     found.plan.by_rows = sorted({where for op in _REPLACED & ops.keys() for where in ops[op]})
     return found
 
