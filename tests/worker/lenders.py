@@ -4,9 +4,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.worker.cache.loan import Loan
-from quire.worker.cache.pull import Pull
-from quire.worker.engine import Engine
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.tiers.loan import Loan
+from quire.worker.parts.tiers.pull import Pull
 
 
 @dataclass

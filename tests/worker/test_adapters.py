@@ -14,9 +14,9 @@ from tests.prepared import prepared
 from tests.worker.engine_requests import run
 
 from quire import demo_model
-from quire.kernels import native
+from quire.kernels.native import library as native
 from quire.llm import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
-from quire.worker.api.errors import ConfigError, InvalidRequest
+from quire.worker.request.errors import ConfigError, InvalidRequest
 
 PARAMS = SamplingParams(temperature=1.2, seed=11, max_tokens=24, ignore_eos=True)
 VARIANTS: dict[str, dict[str, Any]] = {

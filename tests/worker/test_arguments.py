@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, demo_model
-from quire.worker.api.errors import UnknownArgument
-from quire.worker.api.vllm_names import REFUSED
+from quire.worker.request.errors import UnknownArgument
+from quire.worker.request.vllm_names import REFUSED
 
 OFFLINE = inspect.signature(LLM).parameters
 # Fields of vllm.SamplingParams in release 0.33 and in some before it.

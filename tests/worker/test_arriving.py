@@ -15,12 +15,12 @@ from tests.worker.engine_requests import (
     run,
 )
 
-from quire.worker.api.hashing import BlockHashes
-from quire.worker.api.kv_format import PeerSource
-from quire.worker.api.outputs import TokenDelta
-from quire.worker.cache.checksum import checksum_of
-from quire.worker.cache.pull import Pull
-from quire.worker.engine import Engine
+from quire.worker.blocks.hashing import BlockHashes
+from quire.worker.blocks.kv_format import PeerSource
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.pull import Pull
+from quire.worker.request.outputs import TokenDelta
 
 SIZE = 4
 BLOCK_BYTES = SIZE * 3 * 8
@@ -75,7 +75,7 @@ class Rig:
 
 @pytest.fixture
 def rig(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
-    monkeypatch.setattr("quire.worker.cache.travel._WAIT_S", 0.0)
+    monkeypatch.setattr("quire.worker.parts.tiers.tiers._WAIT_S", 0.0)
     return lambda **options: Rig(make_engine, **options)
 
 
@@ -238,7 +238,7 @@ def test_nothing_is_evicted_for_blocks_that_nobody_waits_for(rig: Callable[..., 
 def test_a_long_prefix_in_host_memory_is_checked_beside_others(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.worker.cache.checker._AT_ONCE_BYTES", 5 * BLOCK_BYTES)
+    monkeypatch.setattr("quire.worker.parts.tiers.checker._AT_ONCE_BYTES", 5 * BLOCK_BYTES)
     group = rig(num_blocks=25, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
     run(group.engine, request("first", PROMPT, max_tokens=1))
     run(group.engine, request("next", range_prompt(81, first=30), max_tokens=1))
@@ -267,7 +267,7 @@ def test_a_long_prefix_in_host_memory_is_checked_beside_others(
 def test_a_check_that_nobody_waits_for_is_given_up(
     rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.worker.cache.checker._AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("quire.worker.parts.tiers.checker._AT_ONCE_BYTES", 0)
     group = rig(num_blocks=25, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
     run(group.engine, request("first", PROMPT, max_tokens=1))
     run(group.engine, request("next", range_prompt(81, first=30), max_tokens=1))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tests.prepared import prepared
 
-from quire.worker.cache.checksum import checksum_of
-from quire.worker.engine import Engine
-from quire.worker.schedule import audit
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.tiers import audit
+from quire.worker.parts.tiers.checksum import checksum_of
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire import demo_model
 from quire.llm import LLM, SamplingParams, StructuredOutputsParams
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.hashing import as_token_ids
-from quire.worker.api.spelling import spell_out
+from quire.worker.blocks.hashing import as_token_ids
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.spelling import spell_out
 from quire.worker.text.reasoning import reasoning_of
 from quire.worker.text.tokenizer import Tokenizer
 

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.examples import examples
 
-from quire.worker.api.errors import NoFreeBlocks
-from quire.worker.api.events import BlockEvent, BlocksRemoved, BlocksStored, EventLog
-from quire.worker.api.hashing import BlockHash
-from quire.worker.cache.blocks import BlockId, BlockPool
-from quire.worker.cache.eviction import EvictionQueue, LowestUtility, PolicyFactory
+from quire.worker.blocks.events import BlockEvent, BlocksRemoved, BlocksStored, EventLog
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.engine.block_pool import BlockId, BlockPool
+from quire.worker.engine.eviction import EvictionQueue, LowestUtility, PolicyFactory
+from quire.worker.request.errors import NoFreeBlocks
 
 Chain = tuple[int, ...]
 

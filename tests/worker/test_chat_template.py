@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from quire.worker.api.errors import CheckpointError, InvalidRequest
-from quire.worker.text.chat_template import ChatTemplate
+from quire.worker.request.errors import CheckpointError, InvalidRequest
+from quire.worker.text.template.chat_template import ChatTemplate
 from quire.worker.text.tokenizer import Tokenizer
 
 CHATML = (

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from quire.worker.api.events import EventLog
-from quire.worker.api.hashing import BlockHash
-from quire.worker.cache.checker import Checker
-from quire.worker.cache.checksum import checksum_of
-from quire.worker.cache.copies import Slot
-from quire.worker.cache.shelf import Shelf
+from quire.worker.blocks.events import EventLog
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.engine.copies import Slot
+from quire.worker.parts.tiers.checker import Checker
+from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.host import Shelf
 
 NUM_BLOCKS, BLOCK_BYTES = 12, 64
 
@@ -24,7 +24,7 @@ def test_a_prefix_that_grows_while_it_is_compared_is_used_two_steps_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """More of it leaves the KV cache meanwhile than the engine's thread may compare."""
-    monkeypatch.setattr("quire.worker.cache.checker._AT_ONCE_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr("quire.worker.parts.tiers.checker._AT_ONCE_BYTES", 2 * BLOCK_BYTES)
     blocks_XC = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
     shelf = Shelf(num_slots=NUM_BLOCKS, max_kept=10, log=EventLog(epoch=0, num_tiers=2))
     checker = Checker(shelf, host_blocks_XC=blocks_XC, on_change=lambda: None)

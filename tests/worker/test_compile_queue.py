@@ -4,9 +4,9 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 
-from quire.worker.api.structured import Constraint
-from quire.worker.text.compile_queue import CompileQueue, CompileThreads
-from quire.worker.text.kept import Kept
+from quire.worker.request.structured import Constraint
+from quire.worker.text.grammar.compile_queue import CompileQueue, CompileThreads
+from quire.worker.text.grammar.kept import Kept
 
 SHORT, LONG = 100, 4_000
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from tests.worker.engine_requests import MakeEngine, range_prompt, request, run
 
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.events import BlockContent, EventLog
-from quire.worker.api.hashing import BlockHash, hash_blocks, root_hash
+from quire.worker.blocks.events import BlockContent, EventLog
+from quire.worker.blocks.hashing import BlockHash, hash_blocks, root_hash
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 Contents = dict[BlockHash, BlockContent]
 BLOCK_BYTES = 24 * 4

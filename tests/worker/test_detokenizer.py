@@ -12,8 +12,8 @@ from tests.prepared import prepared
 from tests.tokenizer_kinds import ALL, KINDS, SCRIPTS, loaded, made
 from tokenizers import decoders
 
-from quire.worker.api.errors import CheckpointError
-from quire.worker.api.outputs import FinishReason, TokenDelta
+from quire.worker.request.errors import CheckpointError
+from quire.worker.request.outputs import FinishReason, TokenDelta
 from quire.worker.text.completions import OfflineCompletion
 from quire.worker.text.detokenizer import Detokenizer, readable
 from quire.worker.text.tokenizer import Tokenizer

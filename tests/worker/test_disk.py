@@ -23,10 +23,10 @@ from tests.worker.disk_blocks import (
     store_in,
 )
 
-from quire.worker.api.errors import ConfigError
-from quire.worker.cache import disk
-from quire.worker.cache.disk import BlockCorrupt, DiskReadError, Put
-from quire.worker.cache.disk_file import HEADER_BYTES
+from quire.worker.parts.tiers import disk
+from quire.worker.parts.tiers.disk import BlockCorrupt, DiskReadError, Put
+from quire.worker.parts.tiers.disk_file import HEADER_BYTES
+from quire.worker.request.errors import ConfigError
 
 
 def fail_writes(monkeypatch: pytest.MonkeyPatch, number: int) -> None:

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from tests.worker.disk_blocks import FORMAT, content, files, name, numbers, put_chain, store_in
 
-from quire.worker.api.hashing import BlockHashes
-from quire.worker.cache import disk_fetcher
-from quire.worker.cache.checksum import checksum_of
-from quire.worker.cache.disk import BlockCorrupt, DiskReadError, DiskStore
-from quire.worker.cache.disk_fetcher import DiskFetcher
-from quire.worker.cache.pull import Landed, Pull
+from quire.worker.blocks.hashing import BlockHashes
+from quire.worker.parts.tiers import disk_fetcher
+from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.disk import BlockCorrupt, DiskReadError, DiskStore
+from quire.worker.parts.tiers.disk_fetcher import DiskFetcher
+from quire.worker.parts.tiers.pull import Landed, Pull
 
 PATIENCE_S = 30.0
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 from tests.worker.disk_blocks import FILE_BYTES, files, name, put, read, store_in
 
-from quire.worker.cache.disk import BlockCorrupt, DiskReadError
+from quire.worker.parts.tiers.disk import BlockCorrupt, DiskReadError
 
 Chain = tuple[int, ...]
 

@@ -9,10 +9,10 @@ from unittest.mock import Mock
 import pytest
 from tests.worker.engine_requests import Generate, MakeEngine, range_prompt, request, run
 
-from quire.worker.api.errors import InvalidRequest, QueueFull
-from quire.worker.engine import Engine
-from quire.worker.schedule import reading
-from quire.worker.schedule.slots import TURN_STEPS
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.adapters import reading
+from quire.worker.parts.adapters.slots import TURN_STEPS
+from quire.worker.request.errors import InvalidRequest, QueueFull
 
 
 class NoThread:

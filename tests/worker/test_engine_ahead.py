@@ -8,10 +8,10 @@ from typing import Any
 from tests.prepared import prepared
 from tests.steps import banned_ids
 
-from quire.worker.api.outputs import TokenDelta
-from quire.worker.api.request import Prepared
-from quire.worker.engine import Engine
-from quire.worker.step.messages import StepInput
+from quire.worker.engine.engine import Engine
+from quire.worker.engine.messages import StepInput
+from quire.worker.request.outputs import TokenDelta
+from quire.worker.request.request import Prepared
 
 MakeEngine = Callable[..., tuple[Engine, Any]]
 Generate = Callable[..., tuple[list[int], str]]

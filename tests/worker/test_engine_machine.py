@@ -20,14 +20,14 @@ from hypothesis.stateful import (
 from tests.examples import examples
 from tests.prepared import prepared
 
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.events import BlockContent, BlockEvent, BlocksRemoved, BlocksStored
-from quire.worker.api.hashing import BlockHash, TokenIds, as_token_ids, hash_blocks, root_hash
-from quire.worker.api.kv_format import PeerSource
-from quire.worker.api.outputs import TokenDelta
-from quire.worker.api.sampling_params import SamplingParams
-from quire.worker.engine import Engine
-from quire.worker.step.messages import StepInput
+from quire.worker.blocks.events import BlockContent, BlockEvent, BlocksRemoved, BlocksStored
+from quire.worker.blocks.hashing import BlockHash, TokenIds, as_token_ids, hash_blocks, root_hash
+from quire.worker.blocks.kv_format import PeerSource
+from quire.worker.engine.engine import Engine
+from quire.worker.engine.messages import StepInput
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.outputs import TokenDelta
+from quire.worker.request.sampling_params import SamplingParams
 
 VOCAB_SIZE = 50
 EOS = 1
@@ -117,8 +117,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.num_ahead = num_ahead
         self.guesses_wrong_at = guesses_wrong_at
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("quire.worker.schedule.draft.guess", self.guess)
-        self.patch.setattr("quire.worker.schedule.scheduler.MAX_SCORED_TOKENS", max_scored)
+        self.patch.setattr("quire.worker.parts.drafts.guess", self.guess)
+        self.patch.setattr("quire.worker.engine.scheduler.MAX_SCORED_TOKENS", max_scored)
         self.block_size = block_size
         self.engine, self.executor = self.make_engine(
             block_size=block_size,

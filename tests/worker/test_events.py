@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.worker.api.events import (
+from quire.worker.blocks.events import (
     MAX_TIERS,
     NUM_BUCKETS,
     BlockContent,
@@ -13,7 +13,7 @@ from quire.worker.api.events import (
     EventBatch,
     EventLog,
 )
-from quire.worker.api.hashing import BlockHash, BlockHashes, root_hash
+from quire.worker.blocks.hashing import BlockHash, BlockHashes, root_hash
 
 A, B, C = (BlockHash(letter * 32) for letter in (b"a", b"b", b"c"))
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from tests.prepared import prepared
 
-from quire.worker.api.hashing import BlockHash
-from quire.worker.cache.eviction import LowestUtility, PolicyFactory
-from quire.worker.engine import Engine
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.engine.engine import Engine
+from quire.worker.engine.eviction import LowestUtility, PolicyFactory
 
 MakeEngine = Callable[..., tuple[Engine, Any]]
 

@@ -12,8 +12,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from quire.worker.text.gbnf import parse
-from quire.worker.text.gbnf_lark import lark_of
+from quire.worker.text.grammar.gbnf import parse
+from quire.worker.text.grammar.gbnf_lark import lark_of
 
 ALPHABET = "ab0éè"  # The last two have the same first byte.
 LONGEST = 4

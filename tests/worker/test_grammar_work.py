@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from quire import demo_model
-from quire.worker.api.errors import ConstraintRefused, InvalidRequest
-from quire.worker.api.structured import (
+from quire.worker.request.errors import ConstraintRefused, InvalidRequest
+from quire.worker.request.structured import (
     Constraint,
     StructuredOutputsParams,
     choice_constraint,
     json_constraint,
     structural_constraint,
 )
-from quire.worker.text.grammar import Grammars
-from quire.worker.text.grammar_process import GrammarProcess
+from quire.worker.text.grammar.compiler import Grammars
+from quire.worker.text.grammar.process import GrammarProcess
 from quire.worker.text.tokenizer import Tokenizer
 
 SLOW = [f"(.|\\n)*a.{{{n}}}b(.|\\n)*" for n in range(22)]

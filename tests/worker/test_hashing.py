@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.prepared import prepared
 
-from quire.worker.api import native_hashing
-from quire.worker.api.hashing import (
+from quire.worker.blocks import native_hashing
+from quire.worker.blocks.hashing import (
     BlockHash,
     BlockHashes,
     Feature,
@@ -19,7 +19,7 @@ from quire.worker.api.hashing import (
     hash_blocks,
     root_hash,
 )
-from quire.worker.api.model_card import ModelCard
+from quire.worker.request.model_card import ModelCard
 
 ROOT = root_hash(model_fingerprint="m", kv_dtype="f", block_size=16)
 CARD = ModelCard(

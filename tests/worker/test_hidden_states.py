@@ -13,12 +13,12 @@ import torch
 from tests.worker.engine_requests import request
 from transformers import LlamaForCausalLM
 
-from quire.kernels import native
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Prepared
-from quire.worker.engine import Engine
-from quire.worker.ranks.executor import make_executor
+from quire.kernels.native import library as native
+from quire.worker.engine.engine import Engine
+from quire.worker.rank.executor import make_executor
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import Prepared
 
 RNG = np.random.default_rng(5)
 PROMPTS = {name: RNG.integers(3, 320, length).tolist() for name, length in (("a", 37), ("b", 5))}

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.worker.api.config import STAGING_BYTES
-from quire.worker.api.kv_format import KvFormat
-from quire.worker.cache.host_memory import map_host_blocks
+from quire.worker.blocks.kv_format import KvFormat
+from quire.worker.rank.host_memory import map_host_blocks
+from quire.worker.request.config import STAGING_BYTES
 
 FORMAT = KvFormat(num_layers=4, num_kv_heads=8, head_bytes=16384, block_size=64)
 NUM_SLOTS = (3 * STAGING_BYTES) // FORMAT.block_bytes

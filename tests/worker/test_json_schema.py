@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.allowed import allows
 from tests.marked import walk
 
-from quire.worker.api.errors import ConstraintRefused
-from quire.worker.api.structured import Constraint, json_constraint, structural_constraint
-from quire.worker.text.grammar import Grammars
+from quire.worker.request.errors import ConstraintRefused
+from quire.worker.request.structured import Constraint, json_constraint, structural_constraint
+from quire.worker.text.grammar.compiler import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 SAID: dict[str, Any] = {

@@ -17,11 +17,11 @@ from tests.worker.engine_requests import (
     run,
 )
 
-from quire.worker.api.hashing import BlockHashes
-from quire.worker.cache.checksum import checksum_of
-from quire.worker.cache.loan import Lent, Loan
-from quire.worker.cache.loans import LEASE_S, MAX_LOANS
-from quire.worker.engine import Engine
+from quire.worker.blocks.hashing import BlockHashes
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.loan import Lent, Loan
+from quire.worker.parts.tiers.loans import LEASE_S, MAX_LOANS
 
 PROMPT = range_prompt(41)
 """A prompt of 10 blocks of 4 tokens, and a token."""
@@ -51,7 +51,7 @@ class Rig:
 
 @pytest.fixture
 def rig(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
-    monkeypatch.setattr("quire.worker.cache.travel._WAIT_S", 0.0)
+    monkeypatch.setattr("quire.worker.parts.tiers.tiers._WAIT_S", 0.0)
     return lambda **options: Rig(make_engine, **options)
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from quire import demo_model
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 NAMED = [7, 4095, 31, 7]
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=8, logprob_token_ids=NAMED)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from quire.worker.schedule.mask_queue import Job, Lane, MaskQueue
-from quire.worker.text.mask_cost import ALLOWANCE_S, MaskCost
-from quire.worker.text.matcher import Place
-from quire.worker.text.recent import RecentSeconds
+from quire.worker.parts.constraints.mask_queue import Job, Lane, MaskQueue
+from quire.worker.text.grammar.mask_cost import ALLOWANCE_S, MaskCost
+from quire.worker.text.grammar.matcher import Place
+from quire.worker.text.grammar.recent import RecentSeconds
 
 
 @dataclass

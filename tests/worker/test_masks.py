@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 from tests.worker.engine_requests import Generate, MakeEngine, request
 
-from quire.worker.api.errors import ConstraintRefused
-from quire.worker.api.outputs import TokenDelta
-from quire.worker.api.request import Prepared
-from quire.worker.api.structured import Constraint
-from quire.worker.engine import Engine
-from quire.worker.schedule import masks
-from quire.worker.text.grammar import Grammar
-from quire.worker.text.mask_cost import MaskCost
-from quire.worker.text.matcher import Matcher, Place
-from quire.worker.text.recent import RecentSeconds
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.constraints import masks
+from quire.worker.request.errors import ConstraintRefused
+from quire.worker.request.outputs import TokenDelta
+from quire.worker.request.request import Prepared
+from quire.worker.request.structured import Constraint
+from quire.worker.text.grammar.compiler import Grammar
+from quire.worker.text.grammar.mask_cost import MaskCost
+from quire.worker.text.grammar.matcher import Matcher, Place
+from quire.worker.text.grammar.recent import RecentSeconds
 
 PROMPT = [2, 3, 4, 5, 6, 7]
 OTHER = [9, 8, 7]

@@ -4,11 +4,11 @@ import threading
 
 import numpy as np
 
-from quire.worker.api.hashing import BlockHash, BlockHashes
-from quire.worker.api.kv_format import KvFormat
-from quire.worker.cache.checksum import checksum_of
-from quire.worker.cache.loan import Lent, Loan
-from quire.worker.cache.pull import Landed, Pull
+from quire.worker.blocks.hashing import BlockHash, BlockHashes
+from quire.worker.blocks.kv_format import KvFormat
+from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.loan import Lent, Loan
+from quire.worker.parts.tiers.pull import Landed, Pull
 
 FORMAT = KvFormat(num_layers=1, num_kv_heads=1, head_bytes=8, block_size=4)
 NAMES = BlockHashes.of(BlockHash(bytes([number]) * 32) for number in range(100))

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from tests.worker.engine_requests import MakeEngine, range_prompt, request
 
-from quire.worker.api.hashing import BlockHash, BlockHashes, as_token_ids, hash_blocks, root_hash
-from quire.worker.api.kv_format import Bytes, PeerSource
-from quire.worker.api.outputs import TokenDelta
-from quire.worker.cache import pulls as pulls_module
-from quire.worker.cache.checksum import checksum_of
-from quire.worker.cache.pull import Pull
-from quire.worker.engine import Engine
-from quire.worker.schedule import arriving
+from quire.worker.blocks.hashing import BlockHash, BlockHashes, as_token_ids, hash_blocks, root_hash
+from quire.worker.blocks.kv_format import Bytes, PeerSource
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.tiers import arriving
+from quire.worker.parts.tiers import pulls as pulls_module
+from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.pull import Pull
+from quire.worker.request.outputs import TokenDelta
 
 PROMPT = range_prompt(82)
 NUM_BLOCKS = 20
@@ -73,7 +73,7 @@ class Group:
 @pytest.fixture
 def group(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Group:
     monkeypatch.setattr(arriving, "MIN_SLACK_S", 0.0)
-    monkeypatch.setattr("quire.worker.cache.travel._WAIT_S", 0.0)
+    monkeypatch.setattr("quire.worker.parts.tiers.tiers._WAIT_S", 0.0)
     return Group(make_engine, scheduling_policy="fcfs")
 
 

@@ -7,7 +7,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.worker.api.hashing import as_token_ids
+from quire.worker.blocks.hashing import as_token_ids
 from quire.worker.text.reasoning import REASONING_FORMATS
 from quire.worker.text.tokenizer import Tokenizer
 

@@ -1,6 +1,6 @@
 """Bytes that change wherever a block rests outside the KV cache are noticed before they are used.
 
-Each test changes a byte at one place of the table in `quire.worker.cache.travel`. It runs with
+Each test changes a byte at one place of the table in `quire.worker.parts.tiers.tiers`. It runs with
 comparisons in the engine's thread and in a thread of its own.
 """
 
@@ -15,15 +15,15 @@ import pytest
 from tests.worker.conftest import owner
 from tests.worker.engine_requests import MakeEngine, range_prompt, request, run
 
-from quire.worker.api.hashing import BlockHashes
-from quire.worker.api.kv_format import Bytes, PeerSource
-from quire.worker.cache.checksum import checksum_of
-from quire.worker.cache.copies import Slot
-from quire.worker.cache.disk import DiskStore
-from quire.worker.cache.loan import Loan
-from quire.worker.cache.pull import Pull
-from quire.worker.cache.travel import Travel
-from quire.worker.engine import Engine
+from quire.worker.blocks.hashing import BlockHashes
+from quire.worker.blocks.kv_format import Bytes, PeerSource
+from quire.worker.engine.copies import Slot
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.disk import DiskStore
+from quire.worker.parts.tiers.loan import Loan
+from quire.worker.parts.tiers.pull import Pull
+from quire.worker.parts.tiers.tiers import Travel
 
 SIZE = 4
 BLOCK_BYTES = SIZE * 3 * 8
@@ -74,10 +74,10 @@ class Rig:
 def rig(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Callable[..., Rig]:
-    monkeypatch.setattr("quire.worker.cache.travel._WAIT_S", 0.0)
+    monkeypatch.setattr("quire.worker.parts.tiers.tiers._WAIT_S", 0.0)
     if request.param == "in a thread":
         for limit in ("_AT_ONCE_BYTES", "_SMALL_BYTES"):
-            monkeypatch.setattr(f"quire.worker.cache.checker.{limit}", 0)
+            monkeypatch.setattr(f"quire.worker.parts.tiers.checker.{limit}", 0)
     return lambda **options: Rig(make_engine, **options)
 
 

@@ -2,9 +2,9 @@
 
 from tests.worker.test_blocks import compute, name, names
 
-from quire.worker.api.events import EventLog
-from quire.worker.cache.blocks import BlockPool
-from quire.worker.cache.retention import Retention
+from quire.worker.blocks.events import EventLog
+from quire.worker.engine.block_pool import BlockPool
+from quire.worker.engine.retention import Retention
 
 
 class Clock:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tests.prepared import prepared
 
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.request import Prepared
-from quire.worker.engine import Engine
-from quire.worker.schedule.waiting import AGING
+from quire.worker.engine.engine import Engine
+from quire.worker.engine.waiting import AGING
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.request import Prepared
 
 MakeEngine = Callable[..., tuple[Engine, Any]]
 Generate = Callable[..., tuple[list[int], str]]

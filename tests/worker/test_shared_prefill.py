@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.prepared import prepared
 
-from quire.worker.engine import Engine
+from quire.worker.engine.engine import Engine
 
 MakeEngine = Callable[..., tuple[Engine, Any]]
 Generate = Callable[..., tuple[list[int], str]]

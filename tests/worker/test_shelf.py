@@ -8,10 +8,10 @@ from bench.eviction.baselines import FurthestNextUse
 from bench.eviction.replay import Prompt, replay, scans
 from bench.eviction.two_tiers import replay_in_two_tiers
 
-from quire.worker.api.events import EventLog
-from quire.worker.api.hashing import BlockHash
-from quire.worker.cache.eviction import LowestUtility
-from quire.worker.cache.shelf import Shelf
+from quire.worker.blocks.events import EventLog
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.engine.eviction import LowestUtility
+from quire.worker.parts.tiers.host import Shelf
 
 A, B, C, D, E = (BlockHash(bytes([number]) * 32) for number in range(5))
 

@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire import demo_model
-from quire.kernels import native
+from quire.kernels.native import library as native
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.hashing import BlockHash, as_token_ids
-from quire.worker.api.structured import json_constraint
-from quire.worker.schedule.draft import (
+from quire.worker.blocks.hashing import BlockHash, as_token_ids
+from quire.worker.parts.drafts import (
     MAX_STEP_ROWS,
     RECENT_MATCH,
     Drafter,
@@ -22,6 +20,8 @@ from quire.worker.schedule.draft import (
     guess,
     guess_after_change,
 )
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.structured import json_constraint
 
 ANSWER = {
     "type": "object",

@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 from tests.prepared import prepared
 
-from quire.worker.api.events import EventLog
-from quire.worker.api.sampling_params import SamplingParams
-from quire.worker.cache.blocks import BlockPool
-from quire.worker.schedule.scheduler import Scheduler
-from quire.worker.schedule.sequence import Sequence
-from quire.worker.schedule.step_input import StepInputs
+from quire.worker.blocks.events import EventLog
+from quire.worker.engine.block_pool import BlockPool
+from quire.worker.engine.scheduler import Scheduler
+from quire.worker.engine.sequence import Sequence
+from quire.worker.engine.step_input import StepInputs
+from quire.worker.request.sampling_params import SamplingParams
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import pytest
 import tokenizers
 from tests.allowed import allows
 
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.structured import StructuredOutputsParams
-from quire.worker.text.grammar import Grammars
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.structured import StructuredOutputsParams
+from quire.worker.text.grammar.compiler import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -14,14 +14,14 @@ import pytest
 from tests.prepared import prepared
 
 from quire import demo_model
-from quire.kernels import native
+from quire.kernels.native import library as native
 from quire.llm import LLM, SamplingParams, StructuredOutputsParams
-from quire.worker.api.errors import ConstraintRefused, InvalidRequest
-from quire.worker.api.hashing import as_token_ids
-from quire.worker.api.outputs import CompletionOutput, TokenDelta
-from quire.worker.api.structured import choice_constraint, json_constraint
-from quire.worker.engine import Engine
-from quire.worker.schedule import masks
+from quire.worker.blocks.hashing import as_token_ids
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.constraints import masks
+from quire.worker.request.errors import ConstraintRefused, InvalidRequest
+from quire.worker.request.outputs import CompletionOutput, TokenDelta
+from quire.worker.request.structured import choice_constraint, json_constraint
 
 PROMPT = "The harbor"
 TOKENIZER = "tokenizer.json"

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from quire import demo_model
-from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
-from quire.worker.text.chat_template import ChatTemplate
-from quire.worker.text.template_process import TemplateLimits, TemplateProcess
+from quire.worker.request.errors import CheckpointError, ConfigError, InvalidRequest
+from quire.worker.text.template.chat_template import ChatTemplate
+from quire.worker.text.template.process import TemplateLimits, TemplateProcess
 from quire.worker.text.tokenizer import Tokenizer
 
 CHAT = [{"role": "user", "content": "Grüß Gott 🌍 \x00"}, {"role": "assistant", "content": ""}]
@@ -108,8 +108,8 @@ def test_the_process_goes_with_the_object() -> None:
 def test_the_process_goes_with_its_owner_however_that_ends() -> None:
     script = (
         "import os, signal\n"
-        "from quire.worker.text.chat_template import ChatTemplate\n"
-        "from quire.worker.text.template_process import TemplateProcess\n"
+        "from quire.worker.text.template.chat_template import ChatTemplate\n"
+        "from quire.worker.text.template.process import TemplateProcess\n"
         "process = TemplateProcess(ChatTemplate('x', special_tokens={}))\n"
         "process.render([{'role': 'user', 'content': ''}])\n"
         "print(process._child._process.pid, flush=True)\n"

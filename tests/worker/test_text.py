@@ -13,10 +13,10 @@ from tests.tokenizer_kinds import loaded
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from quire.worker.api.errors import CheckpointError, InvalidRequest
-from quire.worker.api.sampling_params import SamplingParams
-from quire.worker.text.chat_template import ChatTemplate
+from quire.worker.request.errors import CheckpointError, InvalidRequest
+from quire.worker.request.sampling_params import SamplingParams
 from quire.worker.text.reasoning import REASONING_FORMATS
+from quire.worker.text.template.chat_template import ChatTemplate
 from quire.worker.text.text_stream import TextStream
 from quire.worker.text.tokenizer import Tokenizer
 

@@ -9,10 +9,10 @@ from tests.worker.engine_requests import request, run
 
 from quire import demo_model
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.hashing import as_token_ids
-from quire.worker.api.spelling import spell_out
-from quire.worker.api.structured import Constraint
+from quire.worker.blocks.hashing import as_token_ids
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.spelling import spell_out
+from quire.worker.request.structured import Constraint
 from quire.worker.text.reasoning import ReasoningFormat
 from quire.worker.text.tokenizer import Tokenizer
 

@@ -11,7 +11,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 from quire import demo_model
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.errors import CheckpointError, InvalidRequest
+from quire.worker.request.errors import CheckpointError, InvalidRequest
 from quire.worker.text.tokenizer import Tokenizer, encode
 from quire.worker.text.tokenizer_process import TokenizerProcess
 from quire.worker.text.tokenizer_work import matches_in_bounds

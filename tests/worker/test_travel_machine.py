@@ -16,14 +16,14 @@ from tests.prepared import prepared
 from tests.worker.conftest import owner
 from tests.worker.test_engine_machine import ADAPTERS, EngineMachine, Generate, MakeEngine
 
-from quire.worker.api.errors import QueueFull
-from quire.worker.api.events import BlockEvent, BlocksRemoved, BlocksStored
-from quire.worker.api.hashing import BlockHash, BlockHashes, hash_blocks, root_hash
-from quire.worker.api.kv_format import Bytes, PeerSource
-from quire.worker.cache.checksum import checksum_of
-from quire.worker.cache.loan import Lent, Loan
-from quire.worker.cache.pull import Pull
-from quire.worker.step.messages import StepInput
+from quire.worker.blocks.events import BlockEvent, BlocksRemoved, BlocksStored
+from quire.worker.blocks.hashing import BlockHash, BlockHashes, hash_blocks, root_hash
+from quire.worker.blocks.kv_format import Bytes, PeerSource
+from quire.worker.engine.messages import StepInput
+from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.loan import Lent, Loan
+from quire.worker.parts.tiers.pull import Pull
+from quire.worker.request.errors import QueueFull
 
 SECONDS = [0.0, 0.001, 0.1, 40.0]
 
@@ -60,8 +60,8 @@ class TravelMachine(EngineMachine):
         self, num_blocks: int, num_kept: int, max_num_seqs: int, extra_tokens: int, num_ahead: int
     ) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("quire.worker.cache.travel._WAIT_S", 0.0)
-        self.patch.setattr("quire.worker.cache.travel.MIN_PULL_TOKENS", 8)
+        self.patch.setattr("quire.worker.parts.tiers.tiers._WAIT_S", 0.0)
+        self.patch.setattr("quire.worker.parts.tiers.tiers.MIN_PULL_TOKENS", 8)
         self.block_size = 4
         self.num_ahead = num_ahead
         block_bytes = 3 * 8 * self.block_size

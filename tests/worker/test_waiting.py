@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.prepared import prepared
 
-from quire.worker.api.hashing import BlockHash
-from quire.worker.schedule.sequence import Sequence
-from quire.worker.schedule.waiting import AGING, Turn, WaitingQueue, turn_of
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.engine.sequence import Sequence
+from quire.worker.engine.waiting import AGING, Turn, WaitingQueue, turn_of
 
 
 def make_sequence(number: int, *, priority: int = 0) -> Sequence:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tests.steps import adjusting
 
-from quire.worker.api.config import EngineConfig
-from quire.worker.cache.host_memory import map_host_blocks
-from quire.worker.step.messages import Executor, StepInput
-from quire.worker.step.sampling_batch import Edits, SamplingBatch
+from quire.worker.engine.messages import Executor, StepInput
+from quire.worker.engine.sampling_batch import Edits, SamplingBatch
+from quire.worker.rank.host_memory import map_host_blocks
+from quire.worker.request.config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ def runner_of(config_of: Callable[..., EngineConfig]) -> Callable[..., Any]:
     def make(model: Path, **fields: Any) -> Any:
         import torch
 
-        from quire.worker.model.tensor_parallel import TensorParallel
-        from quire.worker.runner.model_runner import ModelRunner
+        from quire.worker.rank.collectives import TensorParallel
+        from quire.worker.rank.runner import ModelRunner
 
         config = config_of(model, **fields)
         runner = ModelRunner(config, device=torch.device("cpu"), tp=TensorParallel())

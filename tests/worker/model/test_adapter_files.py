@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire.worker.api.adapters import LoRARequest
-from quire.worker.api.errors import AdapterError, InvalidRequest
-from quire.worker.model.adapters.peft import Part, check_adapter, read_config, read_parts
-from quire.worker.model.adapters.store import AdapterStore, digest_of
-from quire.worker.model.adapters.weights import read_layers
-from quire.worker.model.loader import Shard
 from quire.worker.model.spec import Attention, Experts, Layer, Mlp, ModelSpec, Norm, TensorNames
+from quire.worker.parts.adapters.peft import Part, check_adapter, read_config, read_parts
+from quire.worker.parts.adapters.store import AdapterStore, digest_of
+from quire.worker.parts.adapters.weights import read_layers
+from quire.worker.request.adapters import LoRARequest
+from quire.worker.request.errors import AdapterError, InvalidRequest
+from quire.worker.weights.loader import Shard
 
 C, SIZE, HEAD = 32, 48, 8
 ATTENTION = Attention(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quire.worker.api.errors import AdapterError
-from quire.worker.model.adapters.texts import FILE_NAMES, check_texts
+from quire.worker.request.errors import AdapterError
+from quire.worker.weights.adapter_texts import FILE_NAMES, check_texts
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TRAINING = TEMPLATE.replace(

@@ -15,16 +15,16 @@ import pytest
 import torch
 from tests.worker.engine_requests import request, run
 
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.kv_format import KvFormat
-from quire.worker.cache.host_memory import MIN_SLOTS, num_host_blocks
-from quire.worker.engine import Engine
-from quire.worker.model.loader import Shard
-from quire.worker.ranks.executor import make_executor
-from quire.worker.ranks.lockstep import LockstepExecutor
-from quire.worker.runner.block_copies import BlockCopies, CacheLayout
-from quire.worker.step.messages import Executor, StepInput, StepOutput
-from quire.worker.step.sampling_batch import SamplingBatch
+from quire.worker.blocks.kv_format import KvFormat
+from quire.worker.engine.engine import Engine
+from quire.worker.engine.messages import Executor, StepInput, StepOutput
+from quire.worker.engine.sampling_batch import SamplingBatch
+from quire.worker.rank.copies import BlockCopies, CacheLayout
+from quire.worker.rank.executor import make_executor
+from quire.worker.rank.host_memory import MIN_SLOTS, num_host_blocks
+from quire.worker.rank.lockstep import LockstepExecutor
+from quire.worker.request.errors import ConfigError
+from quire.worker.weights.loader import Shard
 
 PROMPT = np.random.default_rng(3).integers(3, 320, 37).tolist()
 BLOCKS = [4, 2, 7]
@@ -252,7 +252,7 @@ def plain_bytes(
     num_heads: int,
     is_head_major: bool,
 ) -> bytearray:
-    """A block's bytes in the order that `quire.worker.api.kv_format` defines."""
+    """A block's bytes in the order that `quire.worker.blocks.kv_format` defines."""
     whole = bytearray()
     for layer, which, head in itertools.product(range(len(ranks[0])), range(2), range(num_heads)):
         ranges = [shard.kv_heads(num_heads) for shard in shards]

@@ -13,15 +13,15 @@ from tests.prepared import prepared
 from tests.steps import banning
 
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.errors import BrokenLogits
-from quire.worker.api.outputs import TokenDelta
-from quire.worker.engine import Engine
-from quire.worker.ranks.executor import make_executor
-from quire.worker.sampling.device import DeviceSampler
-from quire.worker.sampling.draw import sample
-from quire.worker.sampling.head import head_rows, sample_beside
-from quire.worker.step.codec import StepSlots
-from quire.worker.step.messages import StepOutput
+from quire.worker.engine.engine import Engine
+from quire.worker.engine.messages import StepOutput
+from quire.worker.rank.codec import StepSlots
+from quire.worker.rank.executor import make_executor
+from quire.worker.rank.sampling.device import DeviceSampler
+from quire.worker.rank.sampling.draw import sample
+from quire.worker.rank.sampling.head import head_rows, sample_beside
+from quire.worker.request.errors import BrokenLogits
+from quire.worker.request.outputs import TokenDelta
 
 POISON = 7
 

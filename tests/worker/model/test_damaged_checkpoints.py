@@ -16,16 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import CheckpointError, ConfigError
-from quire.worker.model.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint
 from quire.worker.model.config import check_parallel, read_model_spec
 from quire.worker.model.facts import model_facts
 from quire.worker.model.families.rotary import max_positions, rope
-from quire.worker.model.fields import Fields
 from quire.worker.model.rope import rotary_table
-from quire.worker.ranks.executor import make_executor
+from quire.worker.rank.executor import make_executor
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import CheckpointError, ConfigError
 from quire.worker.text.tokenizer import Tokenizer
+from quire.worker.weights.checkpoint import INDEX_NAME, SINGLE_NAME, open_checkpoint
+from quire.worker.weights.fields import Fields
 
 ConfigOf = Callable[..., Any]
 DEEP = "[" * 200_000

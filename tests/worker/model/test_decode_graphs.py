@@ -11,14 +11,14 @@ import torch
 from tests import peft_files
 from transformers import LlamaForCausalLM
 
-from quire.kernels import native
 from quire.kernels.batch import Batch
+from quire.kernels.native import library as native
 from quire.kernels.shared_prefix import find_shared
-from quire.worker.api.config import EngineConfig
-from quire.worker.model.adapters.store import AdapterStore
-from quire.worker.runner.decode_graphs import MAX_PARTS, Bucket, DecodeGraphs, make_buckets
-from quire.worker.runner.gpu_profile import largest_steps, warm_up_steps
-from quire.worker.step.late_tokens import LateTokens
+from quire.worker.parts.adapters.store import AdapterStore
+from quire.worker.rank.gpu_profile import largest_steps, warm_up_steps
+from quire.worker.rank.graphs import MAX_PARTS, Bucket, DecodeGraphs, make_buckets
+from quire.worker.rank.late_tokens import LateTokens
+from quire.worker.request.config import EngineConfig
 
 LENGTHS = [1, 2, 15, 16, 17, 40, 100, 33, 7]
 

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from quire.worker.api.errors import ConfigError, RankFailure
-from quire.worker.ranks import lockstep
-from quire.worker.ranks.executor import InProcessExecutor, make_executor
-from quire.worker.ranks.lockstep import LockstepExecutor
-from quire.worker.ranks.process import RankProcess, RankProcesses
+from quire.worker.rank import lockstep
+from quire.worker.rank.executor import InProcessExecutor, make_executor
+from quire.worker.rank.lockstep import LockstepExecutor
+from quire.worker.rank.process import RankProcess, RankProcesses
+from quire.worker.request.errors import ConfigError, RankFailure
 
 ConfigOf = Callable[..., Any]
 PROMPTS = [[int(t) for t in np.random.default_rng(n).integers(0, 320, n)] for n in (1, 16, 17, 40)]
@@ -202,8 +202,8 @@ def test_settings_that_a_rank_refuses_are_refused_here_in_the_same_words(
 
 SCRIPT = """
 import sys, time
-from quire.worker.api.config import EngineConfig
-from quire.worker.ranks.executor import make_executor
+from quire.worker.request.config import EngineConfig
+from quire.worker.rank.executor import make_executor
 executor, _ = make_executor(EngineConfig(
     model=sys.argv[1], tensor_parallel_size=2, device="cpu", num_blocks=64, num_threads=1))
 print(*executor.pids, flush=True)

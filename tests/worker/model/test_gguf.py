@@ -16,17 +16,17 @@ from gguf.quants import dequantize
 from tests.gguf_files import write_tiny
 
 from quire.kernels.grouped import GroupedWeight
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import CheckpointError
-from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.facts import model_facts
-from quire.worker.model.gguf import weights
-from quire.worker.model.gguf.container import StoredTensor, find_gguf
-from quire.worker.model.gguf.names import PlacedTensor
 from quire.worker.model.hub import is_hub_name, model_name, with_revision
-from quire.worker.model.loader import Weights
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import CheckpointError
 from quire.worker.text.tokenizer import Tokenizer
+from quire.worker.weights.checkpoint import open_checkpoint
+from quire.worker.weights.gguf import weights
+from quire.worker.weights.gguf.container import StoredTensor, find_gguf
+from quire.worker.weights.gguf.names import PlacedTensor
+from quire.worker.weights.loader import Weights
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,13 @@ import pytest
 import torch
 from tests.steps import banning
 
-from quire.kernels.launch import SPLIT_TOKENS
 from quire.kernels.shared_prefix import find_shared
+from quire.kernels.triton.launch import SPLIT_TOKENS
 from quire.llm import LLM, SamplingParams
-from quire.worker.runner import model_runner
-from quire.worker.sampling.device import DeviceSampler
-from quire.worker.sampling.draw import sample
-from quire.worker.step.staging import Array, stage
+from quire.worker.rank import runner as model_runner
+from quire.worker.rank.sampling.device import DeviceSampler
+from quire.worker.rank.sampling.draw import sample
+from quire.worker.rank.staging import Array, stage
 
 pytestmark = [
     pytest.mark.gpu,

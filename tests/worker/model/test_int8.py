@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels import native
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
-from quire.worker.runner.model_runner import pick_device
+from quire.kernels.native import library as native
+from quire.worker.rank.runner import pick_device
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 INT8 = {"quantization": "int8", "kv_cache_dtype": "int8"}
 PROMPT = list(range(3, 60))

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from quire.worker.api.errors import ConfigError
 from quire.worker.model.config import read_model_spec
-from quire.worker.ranks.executor import make_executor
-from quire.worker.runner import kv_cache
+from quire.worker.rank import kv as kv_cache
+from quire.worker.rank.executor import make_executor
+from quire.worker.request.errors import ConfigError
 
 ConfigOf = Callable[..., Any]
 GIB = 1 << 30

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from quire.worker.model.patterns import Pattern, of_wildcards
+from quire.worker.weights.patterns import Pattern, of_wildcards
 
 NAMES = ["lm_head", "model.layers.1.mlp.up_proj", "model.layers.12.mlp.up_proj", "a+b", ""]
 

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.steps import banning
 
-from quire.kernels import reference_sampling, sampling
-from quire.worker.sampling import draw
-from quire.worker.sampling.draw import sample, uniforms
-from quire.worker.step.sampling_batch import Edits
+from quire.kernels.native import sampling
+from quire.kernels.reference import sampling as reference_sampling
+from quire.worker.engine.sampling_batch import Edits
+from quire.worker.rank.sampling import draw
+from quire.worker.rank.sampling.draw import sample, uniforms
 
 
 def twin_keeps(

@@ -10,16 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.worker.model.packers import FORMATS, compressed, quantized_copy
 
-from quire.kernels import native
 from quire.kernels.grouped import GroupedWeight, decoded
-from quire.worker.api.errors import CheckpointError, ConfigError
-from quire.worker.model.checkpoint import open_checkpoint
+from quire.kernels.native import library as native
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.facts import model_facts
-from quire.worker.model.fields import Fields
-from quire.worker.model.loader import Weights
-from quire.worker.model.stored_weights import read_stored_weights
-from quire.worker.ranks.executor import make_executor
+from quire.worker.rank.executor import make_executor
+from quire.worker.request.errors import CheckpointError, ConfigError
+from quire.worker.weights.checkpoint import open_checkpoint
+from quire.worker.weights.fields import Fields
+from quire.worker.weights.loader import Weights
+from quire.worker.weights.stored import read_stored_weights
 
 PROMPT = list(range(3, 60))
 IN_GROUPS = {

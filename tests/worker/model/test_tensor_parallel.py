@@ -12,18 +12,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quire.kernels.cpu import CpuBackend
-from quire.kernels.linear import PlainGatedLinear, PlainLinear
-from quire.kernels.native import library
+from quire.kernels.native.library import library
 from quire.kernels.ops import Embed, GatedLinear, Linear, LinearLayer, Logits, Program
-from quire.worker.api.config import EngineConfig
-from quire.worker.model.checkpoint import open_checkpoint
+from quire.kernels.torch.cpu import CpuBackend
+from quire.kernels.torch.linear import PlainGatedLinear, PlainLinear
+from quire.worker.engine.messages import StepInput
 from quire.worker.model.config import read_model_spec
-from quire.worker.model.loader import Shard, Weights
 from quire.worker.model.program import make_program
-from quire.worker.model.tensor_parallel import TensorParallel
-from quire.worker.runner.model_runner import ModelRunner
-from quire.worker.step.messages import StepInput
+from quire.worker.rank.collectives import TensorParallel
+from quire.worker.rank.runner import ModelRunner
+from quire.worker.request.config import EngineConfig
+from quire.worker.weights.checkpoint import open_checkpoint
+from quire.worker.weights.loader import Shard, Weights
 
 CASES = [
     ("tiny_llama", 2),

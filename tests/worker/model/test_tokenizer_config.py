@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from tests.tokenizer_kinds import SCRIPTS, made
 from transformers import AutoTokenizer
 
-from quire.worker.api.errors import CheckpointError
-from quire.worker.model.tokenizer_config import named_token_id, named_tokens, read_config
+from quire.worker.request.errors import CheckpointError
 from quire.worker.text.tokenizer import Tokenizer
+from quire.worker.weights.tokenizer_config import named_token_id, named_tokens, read_config
 
 
 def _saved(folder: Path, config: dict[str, Any], kind: str = "gpt2", **state: Any) -> Tokenizer:

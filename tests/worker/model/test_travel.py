@@ -12,11 +12,11 @@ import pytest
 from tests.worker.engine_requests import request
 from tests.worker.lenders import Lender
 
-from quire.worker.api.kv_format import PeerSource
-from quire.worker.api.outputs import Fetched, TokenLogprobs
-from quire.worker.cache.pull import Pull
-from quire.worker.engine import Engine
-from quire.worker.ranks.executor import make_executor
+from quire.worker.blocks.kv_format import PeerSource
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.tiers.pull import Pull
+from quire.worker.rank.executor import make_executor
+from quire.worker.request.outputs import Fetched, TokenLogprobs
 
 PROMPTS = np.random.default_rng(7).integers(3, 320, (4, 100)).tolist()
 NUM_SHARED = 96
@@ -47,7 +47,7 @@ class Answer:
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets requests wait for blocks, since such a small model would compute them sooner."""
-    monkeypatch.setattr("quire.worker.schedule.arriving.MIN_SLACK_S", 60.0)
+    monkeypatch.setattr("quire.worker.parts.tiers.arriving.MIN_SLACK_S", 60.0)
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_damaged_block_is_computed_instead(
 def test_a_request_goes_on_without_a_group_that_says_nothing(
     engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.worker.schedule.arriving.MIN_SLACK_S", 0.003)
+    monkeypatch.setattr("quire.worker.parts.tiers.arriving.MIN_SLACK_S", 0.003)
     computed = contents(ask(engine_of()))
     pulls: list[Pull] = []
     engine = engine_of(kv_transfer=True, fetch=pulls.append)

@@ -31,23 +31,26 @@ import triton
 from tools.kernels.captured import Launch, captured
 from tools.kernels.compile_cases import shipped_cases
 
-from quire.kernels import triton_all_reduce, triton_logits, triton_sample
 from quire.kernels.batch import Batch
-from quire.kernels.launch import PREFILL_SPLIT_TOKENS, SPLIT_TOKENS
 from quire.kernels.ops import KvCache
 from quire.kernels.shared_prefix import SharedArrays, find_shared
-from quire.kernels.triton_all_reduce import MAX_BYTES, Peers
-from quire.kernels.triton_backend import TritonBackend
+from quire.kernels.triton import all_reduce as triton_all_reduce
+from quire.kernels.triton import logits as triton_logits
+from quire.kernels.triton import sample as triton_sample
+from quire.kernels.triton.all_reduce import MAX_BYTES, Peers
+from quire.kernels.triton.backend import TritonBackend
+from quire.kernels.triton.launch import PREFILL_SPLIT_TOKENS, SPLIT_TOKENS
 from quire.llm import LLM, LoRARequest, SamplingParams
-from quire.worker.api.kv_format import Bytes
-from quire.worker.model import load, tensor_parallel
-from quire.worker.model.symmetric import FixedOrder
-from quire.worker.runner import model_runner
-from quire.worker.runner.decode_graphs import make_buckets
-from quire.worker.runner.gpu_profile import warm_up_steps
-from quire.worker.sampling.device import DeviceSampler
-from quire.worker.step.messages import StepInput
-from quire.worker.step.staging import pack, packed_bytes, unpack
+from quire.worker.blocks.kv_format import Bytes
+from quire.worker.engine.messages import StepInput
+from quire.worker.model import load
+from quire.worker.rank import collectives as tensor_parallel
+from quire.worker.rank import runner as model_runner
+from quire.worker.rank.gpu_profile import warm_up_steps
+from quire.worker.rank.graphs import make_buckets
+from quire.worker.rank.sampling.device import DeviceSampler
+from quire.worker.rank.staging import pack, packed_bytes, unpack
+from quire.worker.rank.symmetric import FixedOrder
 
 CAPABILITY = 80
 VOCAB_SIZE = 320
@@ -183,7 +186,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(model_runner, "pick_device", lambda *_, **__: torch.device("cpu"))
     monkeypatch.setattr(load, "backend_for", lambda *_, **__: TritonBackend())
     monkeypatch.setattr(model_runner, "CudaCapture", lambda: Again)
-    for module in ("runner.model_runner", "runner.decode_graphs", "sampling.device"):
+    for module in ("rank.runner", "rank.graphs", "rank.sampling.device"):
         monkeypatch.setattr(f"quire.worker.{module}.stage", stage_as_on_a_gpu)
     with captured(CAPABILITY, noted.start, compiles=False):
         yield noted

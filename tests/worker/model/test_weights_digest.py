@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import native_build
-from quire.worker.model import weights_digest
 from quire.worker.model.facts import model_facts
-from quire.worker.model.weights_digest import DIGESTS_NAME, weight_digests
-from quire.worker.ranks.executor import make_executor
+from quire.worker.rank.executor import make_executor
+from quire.worker.weights import digest as weights_digest
+from quire.worker.weights.digest import DIGESTS_NAME, weight_digests
 
 Hashed = list[list[str]]
 
