@@ -58,7 +58,7 @@ test-lowest:
 SANITIZE ?= address,undefined
 SANITIZED := tests/test_sanitizers.py tests/kernels/test_low_rank.py $(addprefix tests/kernels/test_native_,\
   attention.py program.py int8.py w4.py linear.py shared.py) $(addprefix tests/router/test_,\
-  holders.py directory_machine.py in_flight.py) tests/worker/test_hashing.py tests/worker/model/test_sampler.py
+  holders.py directory_machine.py in_flight.py) tests/worker/blocks/test_hashing.py tests/worker/rank/test_sampler.py
 TESTS ?= $(SANITIZED)
 RUNTIME := $(if $(findstring thread,$(SANITIZE)),libtsan.so,libasan.so)
 sanitize: .venv/dev

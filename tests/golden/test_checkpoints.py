@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.golden.oracle import config, greedy, prompts, save
 from tests.golden.test_families import GREEDY, MULTIPLIERS, YARN
 from tests.golden.test_through_transformers import LATENT
-from tests.worker.model.packers import quantized_copy
+from tests.worker.weights.packers import quantized_copy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quire.llm import LLM

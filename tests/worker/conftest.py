@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tests.direct_executor import DirectExecutor
 from tests.steps import banned_ids, samples
+from tests.worker import drivers
 
 from quire.worker.engine.engine import Engine
 from quire.worker.engine.messages import StepInput, StepOutput
@@ -25,6 +26,9 @@ from quire.worker.request.arrays import Longs
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import RankFailure
 from quire.worker.request.outputs import TokenLogprobs
+
+config_of, driver, driver_of = drivers.config_of, drivers.driver, drivers.driver_of
+oracle, row, runner_of = drivers.oracle, drivers.row, drivers.runner_of
 
 VOCAB_SIZE = 50
 EOS = 1

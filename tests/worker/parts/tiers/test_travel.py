@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.worker.engine_requests import request
-from tests.worker.lenders import Lender
+from tests.worker.parts.tiers.lenders import Lender
 
 from quire.worker.blocks.kv_format import PeerSource
 from quire.worker.engine.engine import Engine

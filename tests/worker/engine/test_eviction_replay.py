@@ -15,7 +15,7 @@ from quire.worker.engine.eviction import LowestUtility, PolicyFactory
 
 MakeEngine = Callable[..., tuple[Engine, Any]]
 
-TRACE = Path(__file__).parents[3] / "shared/data/traces/mooncake_conversation_trace.jsonl"
+TRACE = Path(__file__).parents[4] / "shared/data/traces/mooncake_conversation_trace.jsonl"
 needs_trace = pytest.mark.skipif(not TRACE.exists(), reason=f"{TRACE} is not here")
 
 WORKLOADS = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.worker.disk_blocks import (
+from tests.worker.parts.tiers.disk_blocks import (
     FILE_BYTES,
     files,
     name,
@@ -243,7 +243,7 @@ KILLED = """
 import os, signal, sys
 sys.path[:] = {path!r}
 from pathlib import Path
-from tests.worker.disk_blocks import *
+from tests.worker.parts.tiers.disk_blocks import *
 store = store_in(Path(sys.argv[1]))
 put_chain(store, 1)
 real = os.writev

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from tests.worker.disk_blocks import FILE_BYTES, files, name, put, read, store_in
+from tests.worker.parts.tiers.disk_blocks import FILE_BYTES, files, name, put, read, store_in
 
 from quire.worker.parts.tiers.disk import BlockCorrupt, DiskReadError
 

@@ -1,6 +1,6 @@
 """Blocks that clients ask to keep stay for their time, in a tenant's share, and hinder nobody."""
 
-from tests.worker.test_blocks import compute, name, names
+from tests.worker.engine.test_blocks import compute, name, names
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.engine.block_pool import BlockPool

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from tests import peft_files
-from tests.worker.model.packers import quantized_copy
+from tests.worker.weights.packers import quantized_copy
 from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 

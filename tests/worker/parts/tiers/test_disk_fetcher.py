@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.worker.disk_blocks import FORMAT, content, files, name, numbers, put_chain, store_in
+from tests.worker.parts.tiers.disk_blocks import (
+    FORMAT,
+    content,
+    files,
+    name,
+    numbers,
+    put_chain,
+    store_in,
+)
 
 from quire.worker.blocks.hashing import BlockHashes
 from quire.worker.parts.tiers import disk_fetcher

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.worker.model.packers import FORMATS, compressed, quantized_copy
+from tests.worker.weights.packers import FORMATS, compressed, quantized_copy
 
 from quire.kernels.grouped import GroupedWeight, decoded
 from quire.kernels.native import library as native

@@ -14,7 +14,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule, run_s
 from tests.examples import examples
 from tests.prepared import prepared
 from tests.worker.conftest import owner
-from tests.worker.test_engine_machine import ADAPTERS, EngineMachine, Generate, MakeEngine
+from tests.worker.engine.test_engine_machine import ADAPTERS, EngineMachine, Generate, MakeEngine
 
 from quire.worker.blocks.events import BlockEvent, BlocksRemoved, BlocksStored
 from quire.worker.blocks.hashing import BlockHash, BlockHashes, hash_blocks, root_hash
