@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from bench.report import markdown, percentile
 
-from quire.worker.api.outputs import Fetched
+from quire.worker.request.outputs import Fetched
 
 MOST = 1.1
 MOST_BEHIND_S = 0.003

@@ -13,10 +13,10 @@ from bench.kv.faults import faults
 from bench.kv.groups import Said
 from bench.kv.prefill import prefill
 from bench.kv.wire_faults import cuts
-from tests.worker.disk_blocks import files, name, put, put_chain, read, store_in
+from tests.worker.parts.tiers.disk_blocks import files, name, put, put_chain, read, store_in
 
-from quire.worker.api.outputs import Fetched
-from quire.worker.cache.disk import DiskReadError
+from quire.worker.parts.tiers.disk import DiskReadError
+from quire.worker.request.outputs import Fetched
 
 
 @pytest.mark.slow

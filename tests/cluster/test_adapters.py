@@ -23,8 +23,8 @@ from quire.cluster.serving.models import Models
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import admin_pb2, admin_pb2_grpc, group_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import AdapterError
-from quire.worker.model.adapters.store import AdapterStore
+from quire.worker.parts.adapters.store import AdapterStore
+from quire.worker.request.errors import AdapterError
 
 pytestmark = pytest.mark.anyio
 

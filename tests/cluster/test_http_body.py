@@ -16,7 +16,7 @@ from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
 from quire.cluster.edge.keys_file import EVERYONE, Caller
 from quire.cluster.errors import Overloaded
 from quire.cluster.serving.bounds import Budget
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 pytestmark = pytest.mark.anyio
 

@@ -22,8 +22,8 @@ from quire.cluster.deploy.served_model import ServedModel, new_table
 from quire.cluster.group.server import GroupServer
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.cluster.serving.adapters import Word
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import CheckpointError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import CheckpointError
 
 pytestmark = pytest.mark.anyio
 

@@ -6,8 +6,8 @@ import pytest
 
 from quire import demo_model
 from quire.cluster.bench.reuse import ReuseConfig, _found
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.outputs import Fetched
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.outputs import Fetched
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from quire.cluster.batch_file import Limits, check_file
 from quire.cluster.cli.main import main
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.keys_file import Caller
-from quire.worker.api.errors import ConfigError, QuireError
+from quire.worker.request.errors import ConfigError, QuireError
 
 pytestmark = pytest.mark.anyio
 

@@ -24,7 +24,7 @@ from quire.cluster.serving.tenants import TenantPolicy, Tenants, duration
 from quire.cluster.telemetry.usage import NUM_MINUTES, Counts, UsageLedger
 from quire.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 pytestmark = pytest.mark.anyio
 

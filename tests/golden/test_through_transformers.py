@@ -22,10 +22,10 @@ from transformers.models.auto import modeling_auto
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.families.listed import decoder_of, may_have
 from quire.worker.model.through.dry_run import dry_run
+from quire.worker.request.errors import CheckpointError, ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=1)
 SETTINGS: dict[str, dict[str, Any]] = {

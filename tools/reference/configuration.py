@@ -18,7 +18,7 @@ from quire.cluster.cli.main import _parser
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
 from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscaling
 from quire.router.config import RoutingConfig
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 _CHART = Path(__file__).resolve().parents[2] / "helm/quire/templates/_helpers.tpl"
 _SECTIONS: Mapping[str, tuple[type, str, str]] = {

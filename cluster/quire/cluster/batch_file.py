@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.cluster.unique_keys import read_json
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 MIB = 2**20
 URLS = (

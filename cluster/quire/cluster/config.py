@@ -14,9 +14,9 @@ from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscali
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.telemetry.tracing import check_endpoint
 from quire.router.config import RoutingConfig
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
 from quire.worker.model.hub import model_name
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from quire.cluster.cli.bench_serve import add_bench_serve_parser
 from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
 from quire.cluster.cli.help import DefaultsFormatter, Parser
-from quire.worker.api.config import BLOCK_SIZES, EngineConfig
+from quire.worker.request.config import BLOCK_SIZES, EngineConfig
 
 if TYPE_CHECKING:
     from quire.worker.bench.command import Kind

@@ -25,7 +25,7 @@ from quire.cluster.telemetry.access_log import log_access
 from quire.cluster.telemetry.tracing import new_span_id, start_tracing
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

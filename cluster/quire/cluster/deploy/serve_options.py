@@ -25,8 +25,8 @@ from quire.cluster.scaling.settings import (
     AutoscalingSettings,
     GatewayAutoscaling,
 )
-from quire.worker.api.errors import ConfigError
 from quire.worker.model.hub import is_hub_name
+from quire.worker.request.errors import ConfigError
 
 _OF_SERVE = ("autoscaling", "num_groups", "start_first")
 """Settings of how Serve runs groups, which change nothing within a group."""

@@ -8,7 +8,7 @@ import resource
 from dataclasses import dataclass
 from math import inf
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

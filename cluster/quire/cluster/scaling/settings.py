@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import inf
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 METRICS_INTERVAL_S = 1.0
 """Seconds between a group's reports."""

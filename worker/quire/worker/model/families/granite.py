@@ -7,8 +7,8 @@ from typing import Any
 from quire.worker.model.families.decoder import attention, decoder, mlp, windows_by_type
 from quire.worker.model.families.other import refuse_states
 from quire.worker.model.families.rotary import rope, rope_section
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec, Norm, Rope, TensorNames
+from quire.worker.weights.fields import Fields
 
 
 def granite(config: Fields, **model: Any) -> ModelSpec:

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from quire.kernels.grouped import decoded
-from quire.worker.api.errors import CheckpointError
-from quire.worker.model.loader import Weights
-from quire.worker.model.stored_format import StoredFormat
+from quire.worker.request.errors import CheckpointError
+from quire.worker.weights.loader import Weights
+from quire.worker.weights.stored_format import StoredFormat
 
 
 class _Lazy:
