@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from quire.llm import LLM, SamplingParams
 from quire.worker.model.config import read_model_spec
-from quire.worker.model.families.listed import decoder_of, may_have
+from quire.worker.model.families.wrappers import decoder_of, may_have
 from quire.worker.model.through.dry_run import dry_run
 from quire.worker.request.errors import CheckpointError, ConfigError
 

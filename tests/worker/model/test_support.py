@@ -14,7 +14,7 @@ from quire.worker.model.spec import Attention, Experts, Layer, Mlp, ModelSpec, N
 from quire.worker.model.support import check_runnable
 from quire.worker.request.errors import CheckpointError
 from quire.worker.weights.loader import Shard
-from quire.worker.weights.stored_format import StoredWeights
+from quire.worker.weights.stored import StoredWeights
 
 
 @pytest.fixture(scope="module")

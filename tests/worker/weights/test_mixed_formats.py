@@ -17,8 +17,7 @@ from quire.worker.model.through.state import state_of
 from quire.worker.weights.checkpoint import open_checkpoint
 from quire.worker.weights.fields import Fields
 from quire.worker.weights.loader import Weights
-from quire.worker.weights.stored import read_stored_weights
-from quire.worker.weights.stored_format import StoredFormat, StoredWeights
+from quire.worker.weights.stored import StoredFormat, StoredWeights, read_stored_weights
 
 PROMPT = list(range(3, 60))
 MODULES = [

@@ -18,7 +18,7 @@ from quire.kernels.ops import LinearLayer
 from quire.worker.request.errors import CheckpointError
 from quire.worker.weights.checkpoint import Checkpoint, TensorInfo
 from quire.worker.weights.gguf.container import SUFFIX
-from quire.worker.weights.stored_format import StoredFormat, StoredWeights
+from quire.worker.weights.stored import StoredFormat, StoredWeights
 from quire.worker.weights.unpack import MXFP4_GROUP, Bounds, UnpackError, decode_mxfp4, unpack
 from quire.worker.weights.unused import refuse_unused
 

@@ -1,30 +1,125 @@
 """Reads how a checkpoint stores quantised matrices from its ``quantization_config``: GPTQ, AWQ, fp8
 (as in DeepSeek and Qwen), MXFP4 (as in gpt-oss), compressed-tensors, and ModelOpt, which may have a
-file of its own. `quire.worker.weights.stored_format` says what is read. Does not import torch.
+file of its own. Does not import torch.
 
 The libraries of those names define the fields. Fields and values that are not read are refused.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
 
 from quire.worker.request.errors import CheckpointError
 from quire.worker.weights.checkpoint import read_json
 from quire.worker.weights.fields import Fields
 from quire.worker.weights.patterns import of_wildcards, pattern
-from quire.worker.weights.stored_format import (
-    EVERY,
-    EXPRESSION,
-    LM_HEAD,
-    StoredFormat,
-    StoredWeights,
-)
 
 _INSTEAD = "; serve a checkpoint that is not quantized (quantization='w4' or 'int8' rounds it)"
 MODELOPT_NAME = "hf_quant_config.json"
 _OLD_GPTQ_NAME = "quantize_config.json"
 _GPTQ_MODULES = "modules_in_block_to_quantize"
+_LM_HEAD = "lm_head"
+_EVERY = "Linear"
+"""The target that stands for each matrix of a linear layer."""
+_EXPRESSION = "re:"
+"""How a target that is a regular expression begins."""
+_SCALES = ("weight_scale", "weight_scale_inv")
+"""Names of scales; both multiply. Writers of fp8 without blocks use either name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredFormat:
+    """The storage format of a quantised matrix."""
+
+    layout: Literal["gptq", "awq", "packed", "int8", "float8", "float4", "q4_0"]
+    """The first three pack several integers into 32 bits, "float4" two values (E2M1) into 8. "q4_0"
+    is GGUF's."""
+    bits: int = 8
+    block: tuple[int, int] = (0, 0)
+    """How many outputs and inputs share a scale; 0 means all."""
+    symmetric: bool = True
+    codes: str = "weight"
+    """The name of the tensor of values, if the layout does not say it."""
+    scale: str = "weight_scale"
+    """The name of the tensor of scales."""
+    are_powers: bool = False
+    """Whether scales are powers of two, of which 8-bit exponents are stored (E8M0)."""
+    global_scale: str | None = None
+    """The name of one more scale, for the whole matrix."""
+    divides: bool = False
+    """Whether the global scale divides the others, and does not multiply them."""
+    zero_offset: int = 0
+    """Added to stored zero points."""
+    order: str | None = None
+    """The name of the tensor that maps inputs to groups; ``None`` if groups are consecutive."""
+    may_lack_order: bool = False
+    """Whether groups are consecutive in a checkpoint without such tensors."""
+
+    def named_as_in(self, endings: set[str]) -> "StoredFormat":
+        """A copy whose tensors of scales and of orders are those in ``endings``, the last parts of
+        tensor names."""
+        if self.may_lack_order and self.order not in endings:
+            return replace(self, order=None)
+        if self.scale in _SCALES:
+            for scale in _SCALES:
+                if scale in endings and self.scale not in endings:
+                    return replace(self, scale=scale)
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeights:
+    """Which matrices of a checkpoint are quantised, and how. Compared and hashed by value."""
+
+    formats: tuple[tuple[str, StoredFormat | None], ...] = ()
+    """The format of the modules that each target stands for; ``None``: they are not quantised.
+
+    A target is a whole name or whole parts of one, a regular expression after ``re:``, or `_EVERY`.
+    If several stand for a module, the longest name counts, else the first expression in
+    alphabetical order, else `_EVERY` (as in compressed-tensors).
+    """
+    ignored: tuple[str, ...] = ()
+    """Modules that are not quantised whatever ``formats`` says: names, parts, or expressions."""
+    has_mxfp4_experts: bool = False
+    """Whether all experts of a layer are one tensor in MXFP4, as in gpt-oss."""
+
+    @property
+    def has_4_bits(self) -> bool:
+        return self.has_mxfp4_experts or self.least_bits == 4
+
+    @property
+    def least_bits(self) -> int:
+        """The bits of the smallest format."""
+        return min([each.bits for _, each in self.formats if each is not None], default=8)
+
+    def named_as_in(self, names: Iterable[str]) -> "StoredWeights":
+        """A copy whose formats name tensors as in ``names``, the tensor names."""
+        endings = {name.rpartition(".")[2] for name in names}
+        formats = ((target, each and each.named_as_in(endings)) for target, each in self.formats)
+        return replace(self, formats=tuple(formats))
+
+    def format_of(self, *names: str) -> StoredFormat | None:
+        """The format of a module, which is one matrix; ``None`` if it is not quantised. ``names``:
+        the module's name in its decoder, and in its files if that is another."""
+        if any(_matches(name, each) for name in names for each in self.ignored):
+            return None
+        parts = sorted({part for name in names for part in _parts(name)}, key=len, reverse=True)
+        named = next((part for part in parts if part in self._by_target), None)
+        if named is None:
+            told = (
+                each for each in self._expressions if any(_matches(name, each) for name in names)
+            )
+            named = next(told, _EVERY)
+        return self._by_target.get(named)
+
+    @cached_property
+    def _by_target(self) -> dict[str, StoredFormat | None]:
+        return dict(self.formats)
+
+    @cached_property
+    def _expressions(self) -> list[str]:
+        return sorted(target for target in self._by_target if target.startswith(_EXPRESSION))
 
 
 def read_stored_weights(config: Fields) -> StoredWeights | None:
@@ -55,7 +150,7 @@ def _gptq(fields: Fields) -> StoredWeights:
     for name in ("dynamic", "pack_dtype", "is_marlin_format"):
         if fields.raw.get(name) not in (None, {}, "int32", False):
             raise _refused(fields, name, fields.raw[name])
-    targets = [EVERY]
+    targets = [_EVERY]
     if listed := fields.raw.get(_GPTQ_MODULES):
         listed = listed if isinstance(listed, list) else [0]
         names = [name for part in listed for name in (part if isinstance(part, list) else [part])]
@@ -72,7 +167,7 @@ def _gptq(fields: Fields) -> StoredWeights:
         order="g_idx",
         may_lack_order=not fields.flag("desc_act"),
     )
-    ignored = () if fields.flag("lm_head") else (LM_HEAD,)
+    ignored = () if fields.flag("lm_head") else (_LM_HEAD,)
     return StoredWeights(formats=tuple((each, stored) for each in targets), ignored=ignored)
 
 
@@ -97,8 +192,8 @@ def _awq(fields: Fields) -> StoredWeights:
         symmetric=False,
         scale="scales",
     )
-    ignored = (LM_HEAD, *fields.names("modules_to_not_convert"))
-    return StoredWeights(formats=((EVERY, stored),), ignored=ignored)
+    ignored = (_LM_HEAD, *fields.names("modules_to_not_convert"))
+    return StoredWeights(formats=((_EVERY, stored),), ignored=ignored)
 
 
 def _fp8(fields: Fields) -> StoredWeights:
@@ -110,7 +205,7 @@ def _fp8(fields: Fields) -> StoredWeights:
         block=(0, 0) if block is None else _block_of(fields, "weight_block_size"),
         scale="weight_scale" if block is None else "weight_scale_inv",
     )
-    return StoredWeights(formats=((EVERY, stored),), ignored=(LM_HEAD, *ignored))
+    return StoredWeights(formats=((_EVERY, stored),), ignored=(_LM_HEAD, *ignored))
 
 
 def _mxfp4(fields: Fields) -> StoredWeights:
@@ -141,7 +236,7 @@ def _expressions_of(fields: Fields, name: str) -> list[str]:
     """A list of names and regular expressions, which are checked."""
     for each in fields.names(name):
         try:
-            pattern(each.removeprefix(EXPRESSION))
+            pattern(each.removeprefix(_EXPRESSION))
         except ValueError as error:
             raise fields.wrong(name, each, f"a regular expression ({error})") from error
     return fields.names(name)
@@ -221,9 +316,9 @@ def _modelopt(fields: Fields) -> StoredWeights:
             raise _refused(fields, "quantized_layers", {}, f" with quant_algo={_MIXED!r}")
         formats = tuple((name, _algorithm(layers.section(name))) for name in layers.raw)
     else:
-        formats = ((EVERY, _algorithm(fields)),)
+        formats = ((_EVERY, _algorithm(fields)),)
     patterns = (*fields.names("exclude_modules"), *fields.names("ignore"))
-    ignored = (f"{EXPRESSION}{of_wildcards(each)}" if "*" in each else each for each in patterns)
+    ignored = (f"{_EXPRESSION}{of_wildcards(each)}" if "*" in each else each for each in patterns)
     return StoredWeights(formats=formats, ignored=tuple(ignored))
 
 
@@ -287,3 +382,17 @@ def _block_of(fields: Fields, name: str) -> tuple[int, int]:
 
 def _refused(fields: Fields, name: str, value: object, instead: str = "") -> CheckpointError:
     return fields.refused(f"quantization_config.{name}", value, instead + _INSTEAD)
+
+
+def _parts(name: str) -> Iterator[str]:
+    """The whole parts of a name, in each length."""
+    parts = name.split(".")
+    for begin in range(len(parts)):
+        for end in range(begin + 1, len(parts) + 1):
+            yield ".".join(parts[begin:end])
+
+
+def _matches(name: str, target: str) -> bool:
+    if target.startswith(_EXPRESSION):
+        return pattern(target.removeprefix(_EXPRESSION)).matches(name)
+    return f".{target.strip('.')}." in f".{name}."

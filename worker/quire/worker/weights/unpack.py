@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.grouped import LINE, ZERO, GroupedWeight
-from quire.worker.weights.stored_format import StoredFormat
+from quire.worker.weights.stored import StoredFormat
 
 # O, I a linear layer's output and input   G groups of inputs   P integers in 32 bits
 

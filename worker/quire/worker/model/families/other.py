@@ -8,9 +8,8 @@ shows it. `quire.worker.model.through.dry_run` checks the rest.
 import json
 
 from quire.worker.model.families.decoder import dtype_name, extra_layers
-from quire.worker.model.families.listed import may_have
 from quire.worker.model.families.rotary import max_positions
-from quire.worker.model.families.wrappers import architecture_of
+from quire.worker.model.families.wrappers import architecture_of, may_have
 from quire.worker.model.pooling import Pooling
 from quire.worker.model.sentence_folder import CLASSIFIER
 from quire.worker.model.spec import ModelSpec, Norm

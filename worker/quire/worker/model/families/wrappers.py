@@ -3,9 +3,12 @@
 It also fills in the defaults of fields that a configuration leaves out.
 """
 
+import functools
+import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
-from quire.worker.model.families.listed import decoder_of
 from quire.worker.weights.fields import Fields
 
 _SERVED = (
@@ -52,6 +55,8 @@ _KV_HEADS = {
 }
 """Default number of KV heads if the field is missing. If it is null, and in other families, there
 are as many as query heads."""
+_DECODERS = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+_PAIR = re.compile(r'\("([^"]+)", "([^"]+ForCausalLM)"\)')
 
 
 def architecture_of(config: Fields) -> str:
@@ -122,3 +127,26 @@ def _of_text(rope: dict[str, Any]) -> dict[str, Any]:
     """Reduces multimodal RoPE to RoPE: time, height and width of a text are one position."""
     rope = {key: value for key, value in rope.items() if not key.startswith("mrope_")}
     return {key: "default" if value == "mrope" else value for key, value in rope.items()}
+
+
+def may_have(name: str) -> bool:
+    """Whether transformers may have a model of this name. Its list is read as text: an import takes
+    seconds, and torch. `quire.worker.model.through.classes` has the last word."""
+    listed = _models_of_transformers()
+    return not listed or f'"{name}"' in listed
+
+
+def decoder_of(model_type: str) -> str | None:
+    """The architecture of the decoders of this type, if transformers lists one."""
+    _, _, rest = _models_of_transformers().partition(f"{_DECODERS} =")
+    return dict(_PAIR.findall(rest.partition("\n)\n")[0])).get(model_type)
+
+
+@functools.cache
+def _models_of_transformers() -> str:
+    """The source of transformers' list of models; empty if it is not where it is expected."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or found.origin is None:
+        return ""
+    file = Path(found.origin).parent / "models" / "auto" / "modeling_auto.py"
+    return file.read_text(encoding="utf-8") if file.is_file() else ""

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.kernels.grouped import decoded
 from quire.worker.request.errors import CheckpointError
 from quire.worker.weights.loader import Weights
-from quire.worker.weights.stored_format import StoredFormat
+from quire.worker.weights.stored import StoredFormat
 
 
 class _Lazy:

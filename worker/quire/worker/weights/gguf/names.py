@@ -12,7 +12,7 @@ from typing import Any, Literal
 from quire.worker.request.errors import CheckpointError
 from quire.worker.weights.checkpoint import TensorInfo
 from quire.worker.weights.gguf.container import Header, StoredTensor
-from quire.worker.weights.stored_format import StoredFormat, StoredWeights
+from quire.worker.weights.stored import StoredFormat, StoredWeights
 
 _WHOLE = {
     "token_embd": "model.embed_tokens",
