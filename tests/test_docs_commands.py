@@ -40,7 +40,7 @@ NOT_RUN = {
     "python3 -m venv": "`make test-python` installs, as that takes minutes and gigabytes",
     "pip install": "`make test-python` installs, as that takes minutes and gigabytes",
     "uv pip install": "`make test-python` installs, as that takes minutes and gigabytes",
-    "quire run-batch": "tests/cluster/test_run_batch.py runs it, on requests of its own",
+    "quire run-batch": "tests/cluster/tools/test_run_batch.py runs it, on requests of its own",
     ".venv/bin/quire serve": "tests/served/test_served.py serves from two groups of two ranks",
     ".venv/bin/quire bench prefix": "tests/worker/bench runs it, on requests of its own",
     ".venv/bin/quire simulate": "tests/router/simulate replays a log of its own",

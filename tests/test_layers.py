@@ -81,7 +81,7 @@ def test_nothing_that_serves_knows_the_simulator_or_the_benches() -> None:
             is_command = name.startswith("quire.cluster.cli.")
             imported = imports(TREES[name], everywhere=not is_command)
             known = {each for each in imported if f"{each}.".startswith(tools)}
-            assert not known or name == "quire.cluster.cli.requests", name
+            assert not known or name == "quire.cluster.tools.simulate.requests", name
             found += bool(known)
     assert found == 1
 

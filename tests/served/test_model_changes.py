@@ -25,7 +25,7 @@ from tests.served.test_upgrade import free_port
 from quire import demo_model
 from quire.cluster.cli.cluster import cluster_config
 from quire.cluster.cli.main import _parser
-from quire.cluster.client import generate
+from quire.cluster.cli.server import generate
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.deploy.app import SILENT, Endpoints, running_app
 from quire.cluster.deploy.change import add_model, model_states, remove_model, replace_model

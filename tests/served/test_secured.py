@@ -17,7 +17,7 @@ from tests.cluster.test_security import Certificates
 from tests.served.conftest import APP_NAME, CONFIG, GROUPS_NAME, marked_processes
 from tests.served.paced_group import ReplicaGroup, set_pace
 
-from quire.cluster.client import generate
+from quire.cluster.cli.server import generate
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.app import running_app, upgrade_app
 from quire.cluster.deploy.local import ray_session

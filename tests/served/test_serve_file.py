@@ -15,7 +15,7 @@ from tests.served.conftest import marked_processes
 from tests.served.test_upgrade import free_port
 
 from quire import demo_model
-from quire.cluster.client import generate
+from quire.cluster.cli.server import generate
 from quire.cluster.deploy.local import ray_session
 from quire.v1 import inference_pb2 as pb
 

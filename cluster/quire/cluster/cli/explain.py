@@ -44,7 +44,7 @@ def add_explain_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
 def _explain(arguments: argparse.Namespace) -> int:
     import grpc
 
-    from quire.cluster.client import print_rpc_error
+    from quire.cluster.cli.server import print_rpc_error
     from quire.v1 import inference_pb2 as pb
     from quire.v1.inference_pb2_grpc import InferenceStub
     from quire.worker.api.errors import ConfigError

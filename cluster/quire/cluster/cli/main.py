@@ -12,10 +12,7 @@ from collections.abc import Sequence
 from quire import __version__
 from quire.cluster.cli.adapter import add_adapter_parser
 from quire.cluster.cli.admin import add_admin_parser
-from quire.cluster.cli.bench import add_bench_parser
-from quire.cluster.cli.chat import add_chat_parser
 from quire.cluster.cli.cluster import add_cluster_flags, add_serve_flags, cluster_config
-from quire.cluster.cli.doctor import add_doctor_parser
 from quire.cluster.cli.explain import add_explain_parser
 from quire.cluster.cli.fields import with_flags
 from quire.cluster.cli.help import (
@@ -28,18 +25,21 @@ from quire.cluster.cli.help import (
 )
 from quire.cluster.cli.info import add_info_parsers
 from quire.cluster.cli.keys import add_keys_parser
-from quire.cluster.cli.logs import add_logs_parser
 from quire.cluster.cli.model import add_model_parser
-from quire.cluster.cli.run_batch import add_run_batch_parser
-from quire.cluster.cli.simulate import add_simulate_parser
 from quire.cluster.cli.status import add_status_parser
 from quire.cluster.cli.stop import add_stop_parser
-from quire.cluster.cli.top import add_top_parser
 from quire.cluster.cli.upgrade import add_upgrade_parser
 from quire.cluster.cli.vllm_flags import translated
 from quire.cluster.deploy.kept_keys import kept_keys
 from quire.cluster.deploy.progress import on_stdout
 from quire.cluster.deploy.signals import ended_by_signal
+from quire.cluster.tools.bench.command import add_bench_parser
+from quire.cluster.tools.chat import add_chat_parser
+from quire.cluster.tools.doctor import add_doctor_parser
+from quire.cluster.tools.logs import add_logs_parser
+from quire.cluster.tools.run_batch.command import add_run_batch_parser
+from quire.cluster.tools.simulate.command import add_simulate_parser
+from quire.cluster.tools.top import add_top_parser
 from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
 
 _BAD_USAGE = (ConfigError, CheckpointError, InvalidRequest)
@@ -197,7 +197,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     with ended_by_signal(), kept_keys(arguments.api_keys), on_stdout() as progress:
         with progress.step("imports"):
-            from quire.cluster.cli.demo import run_demo
+            from quire.cluster.tools.demo import run_demo
 
         return run_demo(
             cluster_config(arguments),
@@ -208,7 +208,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from quire.cluster.client import generate_to_stdout
+    from quire.cluster.cli.server import generate_to_stdout
 
     return generate_to_stdout(
         _text("prompt", _piped() if arguments.prompt == "-" else arguments.prompt),

@@ -9,7 +9,7 @@ from datetime import datetime
 from itertools import zip_longest
 from typing import Any
 
-from quire.cluster.bench.serving.answer import (
+from quire.cluster.tools.bench.serving.answer import (
     NO_TOKEN,
     Answer,
     Form,
@@ -18,12 +18,12 @@ from quire.cluster.bench.serving.answer import (
     forms,
     probe_of,
 )
-from quire.cluster.bench.serving.config import ServeBench
-from quire.cluster.bench.serving.dataset import Prompt, Vocabulary, arrivals, prompts_of
-from quire.cluster.bench.serving.figures import details, figures
-from quire.cluster.bench.serving.http import Http
-from quire.cluster.bench.serving.load import Load, Progress, Transport, ask, run
-from quire.cluster.bench.serving.report import file_name, header, make_folder, table
+from quire.cluster.tools.bench.serving.config import ServeBench
+from quire.cluster.tools.bench.serving.dataset import Prompt, Vocabulary, arrivals, prompts_of
+from quire.cluster.tools.bench.serving.figures import details, figures
+from quire.cluster.tools.bench.serving.http import Http
+from quire.cluster.tools.bench.serving.load import Load, Progress, Transport, ask, run
+from quire.cluster.tools.bench.serving.report import file_name, header, make_folder, table
 from quire.worker.api.errors import QuireError
 
 _SHOW_EVERY_S = 0.25

@@ -183,7 +183,7 @@ def _link_gb_s(link: str) -> float:
 
 def _trace(arguments: argparse.Namespace) -> "Trace":
     from quire import demo_model
-    from quire.cluster.cli.requests import trace_of_requests
+    from quire.cluster.tools.simulate.requests import trace_of_requests
     from quire.simulate.trace_files import load_trace
     from quire.worker.model.hub import fetch_text_files
 

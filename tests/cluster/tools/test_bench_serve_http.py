@@ -211,7 +211,7 @@ def test_what_cannot_be_done_is_said(
 
 def test_the_load_needs_neither_torch_nor_ray() -> None:
     program = (
-        "import sys; import quire.cluster.bench.serving.command; "
+        "import sys; import quire.cluster.tools.bench.serving.command; "
         "print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
     )
     ended = subprocess.run(

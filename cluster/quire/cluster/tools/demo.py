@@ -11,7 +11,7 @@ import grpc
 
 from quire import demo_model
 from quire.cluster.cli.columns import terminal_width
-from quire.cluster.client import chat_request, generate
+from quire.cluster.cli.server import chat_request, generate
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.app import Endpoints, running_cluster
 from quire.cluster.deploy.progress import Progress

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quire import demo_model
-from quire.cluster.cli.doctor import Finding, look
 from quire.cluster.cli.main import main
+from quire.cluster.tools.doctor import Finding, look
 
 
 def findings(model: Path | None, *ports: int) -> dict[str, Finding]:

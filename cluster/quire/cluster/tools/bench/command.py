@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cluster.cli.bench_serve import add_bench_serve_parser
 from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
 from quire.cluster.cli.help import DefaultsFormatter, Parser
+from quire.cluster.tools.bench.serving.flags import add_bench_serve_parser
 from quire.worker.api.config import BLOCK_SIZES, EngineConfig
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def _add_reuse_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _reuse(arguments: argparse.Namespace) -> int:
-    from quire.cluster.bench.reuse import reuse
+    from quire.cluster.tools.bench.reuse import reuse
 
     return reuse(arguments)
 

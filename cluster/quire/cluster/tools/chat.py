@@ -16,7 +16,7 @@ from quire.cluster.cli.help import (
 if TYPE_CHECKING:
     import grpc
 
-    from quire.cluster.client import Server
+    from quire.cluster.cli.server import Server
     from quire.v1 import inference_pb2 as pb
 
 _HELP = "/clear forgets the conversation, /stats tells an answer's cost, /exit ends it"
@@ -47,7 +47,7 @@ def add_chat_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
 def _run(arguments: argparse.Namespace) -> int:
     import grpc
 
-    from quire.cluster.client import chat_request, print_rpc_error
+    from quire.cluster.cli.server import chat_request, print_rpc_error
     from quire.cluster.wire import params_to_proto
     from quire.worker.api.sampling_params import SamplingParams
 
@@ -99,7 +99,7 @@ def _answer(
 ) -> tuple[str, str]:
     """Prints an answer as it arrives; returns its text, even if cut off, and a line of usage
     figures."""
-    from quire.cluster.client import generate
+    from quire.cluster.cli.server import generate
 
     text, stats = "", "the answer was stopped"
     with closing(generate(channel, request, metadata=server.metadata())) as chunks:

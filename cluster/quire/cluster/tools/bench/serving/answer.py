@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cluster.bench.serving.dataset import Prompt
+from quire.cluster.tools.bench.serving.dataset import Prompt
 from quire.worker.api.errors import ConfigError
 
 _LONGEST_LINE = 1 << 20

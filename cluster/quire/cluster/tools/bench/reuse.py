@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from quire.cluster.cli.bench import LENGTHS
 from quire.cluster.cli.engine import engine_config
 from quire.cluster.config import ClusterConfig
 from quire.cluster.links.group_link import GroupContact
+from quire.cluster.tools.bench.command import LENGTHS
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 from quire.worker.api.hashing import TokenIds

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-from quire.cluster.batch_file import MIB, Item, Limits, digest_of, lines_of, part_of
+from quire.cluster.tools.run_batch.file import MIB, Item, Limits, digest_of, lines_of, part_of
 from quire.worker.api.errors import QuireError
 
 _MAX_SAID_CHARS = 1000

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.sim.loop import SimLoop, simulate
 
-from quire.cluster.bench.serving.answer import (
+from quire.cluster.tools.bench.serving.answer import (
     Answer,
     Form,
     RequestFailed,
@@ -17,10 +17,10 @@ from quire.cluster.bench.serving.answer import (
     forms,
     probe_of,
 )
-from quire.cluster.bench.serving.command import choose_form
-from quire.cluster.bench.serving.dataset import Prompt
-from quire.cluster.bench.serving.figures import details, figures
-from quire.cluster.bench.serving.load import Load, run
+from quire.cluster.tools.bench.serving.command import choose_form
+from quire.cluster.tools.bench.serving.dataset import Prompt
+from quire.cluster.tools.bench.serving.figures import details, figures
+from quire.cluster.tools.bench.serving.load import Load, run
 from quire.worker.api.errors import ConfigError, QuireError
 
 Events = Sequence[tuple[float, int]]

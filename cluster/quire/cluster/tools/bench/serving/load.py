@@ -11,7 +11,7 @@ from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from quire.cluster.bench.serving.answer import Answer, RequestFailed
+from quire.cluster.tools.bench.serving.answer import Answer, RequestFailed
 
 _WATCH_EVERY_S = 0.01
 _MOST_LAGS = 1_000_000

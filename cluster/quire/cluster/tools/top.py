@@ -51,7 +51,7 @@ def add_top_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
 def _run(arguments: argparse.Namespace) -> int:
     import grpc
 
-    from quire.cluster.client import print_rpc_error
+    from quire.cluster.cli.server import print_rpc_error
     from quire.v1 import admin_pb2 as pb
     from quire.v1.admin_pb2_grpc import AdminStub
 

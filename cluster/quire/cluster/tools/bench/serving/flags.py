@@ -10,7 +10,7 @@ from quire.cluster.cli.help import DefaultsFormatter, Parser, finite
 from quire.cluster.unique_keys import read_json
 
 if TYPE_CHECKING:
-    from quire.cluster.bench.serving.config import ServeBench
+    from quire.cluster.tools.bench.serving.config import ServeBench
 
 _COMPLETIONS, _CHAT = "/v1/completions", "/v1/chat/completions"
 _ENDPOINTS = {"openai": _COMPLETIONS, "vllm": _COMPLETIONS, "openai-chat": _CHAT}
@@ -176,7 +176,7 @@ def bench_of(arguments: argparse.Namespace) -> "ServeBench":
     Raises:
         ConfigError: A value is out of its range.
     """
-    from quire.cluster.bench.serving.config import Dataset, ServeBench, Target, Traffic
+    from quire.cluster.tools.bench.serving.config import Dataset, ServeBench, Target, Traffic
 
     lens = {"sharegpt": arguments.sharegpt_output_len, "custom": arguments.custom_output_len}
     own = {
@@ -229,7 +229,7 @@ def bench_of(arguments: argparse.Namespace) -> "ServeBench":
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from quire.cluster.bench.serving.command import bench_serve
+    from quire.cluster.tools.bench.serving.command import bench_serve
 
     return bench_serve(bench_of(arguments))
 

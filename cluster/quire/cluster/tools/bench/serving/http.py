@@ -8,8 +8,8 @@ from typing import Any, Self
 
 import aiohttp
 
-from quire.cluster.bench.serving.answer import RequestFailed
-from quire.cluster.bench.serving.config import Target
+from quire.cluster.tools.bench.serving.answer import RequestFailed
+from quire.cluster.tools.bench.serving.config import Target
 from quire.worker.api.errors import QuireError
 
 _MOST_ERROR_BYTES = 4096

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from quire.cluster.bench.serving.config import Dataset
-from quire.cluster.bench.serving.dataset import Prompt, Vocabulary, arrivals, prompts_of
+from quire.cluster.tools.bench.serving.config import Dataset
+from quire.cluster.tools.bench.serving.dataset import Prompt, Vocabulary, arrivals, prompts_of
 from quire.worker.api.errors import ConfigError
 
 GUESSED = Vocabulary.guessed()

@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 from openai.types.chat import ChatCompletion
 
-from quire.cluster.batch import Ended, run_file
-from quire.cluster.batch_file import Limits, check_file
 from quire.cluster.cli.main import main
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.keys_file import Caller
+from quire.cluster.tools.run_batch.file import Limits, check_file
+from quire.cluster.tools.run_batch.run import Ended, run_file
 from quire.worker.api.errors import ConfigError, QuireError
 
 pytestmark = pytest.mark.anyio
@@ -147,7 +147,7 @@ async def test_a_server_that_is_not_there_ends_the_run_at_once(tmp_path: Path) -
 async def test_a_connection_that_is_lost_is_an_error_of_its_request_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.cluster.batch._ATTEMPTS", 1)
+    monkeypatch.setattr("quire.cluster.tools.run_batch.run._ATTEMPTS", 1)
 
     async def drops(asked: web.Request) -> web.Response:
         if (await asked.json())["prompt"] == "drop":

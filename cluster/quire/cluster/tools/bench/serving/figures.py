@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cluster.bench.serving.answer import Answer
-from quire.cluster.bench.serving.load import Load
+from quire.cluster.tools.bench.serving.answer import Answer
+from quire.cluster.tools.bench.serving.load import Load
 
 
 def figures(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from quire.cluster.bench.serving.config import Dataset
+from quire.cluster.tools.bench.serving.config import Dataset
 from quire.worker.api.errors import ConfigError
 
 TokenIds = NDArray[np.int64]

@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from quire.cluster.batch_file import Limits, check_file, part_of
 from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
 from quire.cluster.cli.fields import add_fields, given_fields
 from quire.cluster.cli.help import DefaultsFormatter, Parser, sentence, whole
 from quire.cluster.cli.vllm_flags import translated
+from quire.cluster.tools.run_batch.file import Limits, check_file, part_of
 from quire.worker.api.errors import ConfigError
 
 _TELL_EVERY_S = 1.0
@@ -133,7 +133,7 @@ def _answer(
     *,
     api_key: str | None,
 ) -> int:
-    from quire.cluster.batch import run_file
+    from quire.cluster.tools.run_batch.run import run_file
 
     begin_s = told_s = time.monotonic()
 

@@ -5,8 +5,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.bench.serving.config import ServeBench
-from quire.cluster.bench.serving.load import Load
+from quire.cluster.tools.bench.serving.config import ServeBench
+from quire.cluster.tools.bench.serving.load import Load
 from quire.worker.api.errors import ConfigError
 
 _LATE_MS = 10.0
