@@ -38,7 +38,7 @@ GATEWAY_IMPORTS = 256
 """Modules of Quire that a gateway's process imports when it starts."""
 ENGINE_IN_GATEWAY = 46
 """Those of them that are parts of an engine."""
-LONG_SIGNATURES = 12
+LONG_SIGNATURES = 11
 """Functions of cluster and router with eight or more parameters."""
 CALLBACKS = 118
 """Parameters of functions of cluster and router that are functions."""
@@ -48,6 +48,11 @@ LISTS_FEATURES = {"quire.cluster.features", "quire.router.features", "quire.work
 """The modules that may import every feature: each is the list of those that are installed."""
 CORE_IMPORTS_FEATURES: set[tuple[str, str]] = set()
 """Imports of a feature from outside it, which are still to be cut: (module, feature)."""
+
+
+TOOL = re.compile(r"quire\.(simulate|cluster\.tools|worker\.bench)\b")
+"""Clients of a server and what works without one. `quire.cluster.cli.commands` names their commands
+as text."""
 
 
 def feature_of(module: str) -> str | None:
@@ -76,6 +81,17 @@ def test_the_core_imports_no_feature() -> None:
         if feature and feature != feature_of(name)
     }
     assert found == CORE_IMPORTS_FEATURES
+
+
+def test_the_core_imports_no_tool() -> None:
+    found = {
+        (name, each)
+        for name, imported in imported_ever().items()
+        if not TOOL.match(name)
+        for each in imported
+        if TOOL.match(each)
+    }
+    assert not found
 
 
 def test_few_modules_know_ray_and_protobuf() -> None:

@@ -72,19 +72,5 @@ def test_gateways_and_the_router_import_the_workers_api_alone(package: str) -> N
         assert of_worker <= set(MAY_IMPORT_OF_THE_WORKER[package]), name
 
 
-def test_nothing_that_serves_knows_the_simulator_or_the_benches() -> None:
-    """The command line imports simulator and benchmarks only when their commands run."""
-    tools = ("quire.simulate.", "quire.worker.bench.", "quire.cluster.bench.")
-    found = 0
-    for name in MODULES:
-        if not f"{name}.".startswith(tools):
-            is_command = name.startswith("quire.cluster.cli.")
-            imported = imports(TREES[name], everywhere=not is_command)
-            known = {each for each in imported if f"{each}.".startswith(tools)}
-            assert not known or name == "quire.cluster.tools.simulate.requests", name
-            found += bool(known)
-    assert found == 1
-
-
 def _is_package(name: str) -> bool:
     return MODULES[name].name == "__init__.py"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from quire.cluster.cli import columns, explain
 from quire.cluster.tools import top
-from quire.cluster.tools.demo import Answer, _print_table
+from quire.cluster.tools.demo.run import Answer, _print_table
 from quire.v1 import inference_pb2 as pb
 from quire.v1.admin_pb2 import GatewayLoad, Group, ListGroupsResponse
 

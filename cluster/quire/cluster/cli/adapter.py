@@ -18,13 +18,9 @@ _KEY = "If the server needs API keys, an operator's key is read from QUIRE_API_K
 _HEAD = ("name", "model", "source", "digest")
 
 
-def add_adapter_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``adapter`` to the command line."""
-    help_text = "list the LoRA adapters, load one, or unload it"
-    adapter = commands.add_parser(
-        "adapter", help=help_text, description=f"See its commands. {_KEY}"
-    )
-    actions = adapter.add_subparsers(required=True, metavar="ACTION", dest="action")
+def add_flags(parser: Parser) -> None:
+    parser.description = f"See its commands. {_KEY}"
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     for name, help_text in (
         ("list", "show the adapters that clients can name as their model"),
         ("load", "load an adapter under a name; an adapter with that name is replaced"),

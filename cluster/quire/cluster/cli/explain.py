@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from quire.cluster.cli.columns import paragraph, table, table_rows, terminal_width
-from quire.cluster.cli.help import DefaultsFormatter, Parser, add_server_flags, server_of
+from quire.cluster.cli.help import Parser, add_server_flags, server_of
 
 if TYPE_CHECKING:
     from quire.v1 import inference_pb2 as pb
@@ -16,29 +16,25 @@ _DEFAULT_LIMIT = 20
 _HEAD = ("when", "request", "group", "why", "prompt", "cached", "first token", "outcome")
 
 
-def add_explain_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``explain`` to the command line."""
-    explain = commands.add_parser(
-        "explain",
-        help="explain to which replica groups requests were routed",
-        description="Explains why a request was routed to its replica group, or shows one line for "
+def add_flags(parser: Parser) -> None:
+    parser.description = (
+        "Explains why a request was routed to its replica group, or shows one line for "
         "each of the latest requests. Each gateway remembers the latest that it routed, and "
         "all are asked. If the server needs an API key, it is read from QUIRE_API_KEY; it shows "
-        "its tenant's requests, and an operator's key shows all requests.",
-        formatter_class=DefaultsFormatter,
+        "its tenant's requests, and an operator's key shows all requests."
     )
-    explain.add_argument(
+    parser.add_argument(
         "request_id",
         nargs="?",
         help="id of an answer or of a completion, or the X-Request-Id sent with the request",
     )
-    explain.add_argument(
+    parser.add_argument(
         "--limit",
         type=int,
         help=f"how many of the latest requests to list; {_DEFAULT_LIMIT} if absent",
     )
-    add_server_flags(explain)
-    explain.set_defaults(run=_explain)
+    add_server_flags(parser)
+    parser.set_defaults(run=_explain)
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -21,16 +21,12 @@ if TYPE_CHECKING:
 _SECOND_HEAD = "# API keys of quire serve --api-keys-file; 'quire keys' changes it.\n"
 
 
-def add_keys_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``keys`` to the command line."""
-    help_text = "make, list and revoke the API keys of a keys file"
-    keys = commands.add_parser(
-        "keys",
-        help=help_text,
-        description="Makes, lists and revokes API keys in a file for --api-keys-file. Gateways "
-        "read a changed file within seconds.",
+def add_flags(parser: Parser) -> None:
+    parser.description = (
+        "Makes, lists and revokes API keys in a file for --api-keys-file. Gateways "
+        "read a changed file within seconds."
     )
-    actions = keys.add_subparsers(required=True, metavar="ACTION", dest="action")
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     for name, run, told in (
         ("new", _new, "make a key, print it once, and add its hash to the file"),
         ("hash", _hash, "print the hash of the key on standard input, for a file"),

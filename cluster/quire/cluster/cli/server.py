@@ -1,19 +1,14 @@
-"""A client of the gRPC service, which the demo and ``quire generate`` use."""
+"""The gRPC server that a command asks, and what to print where a call of it fails."""
 
 import re
 import ssl
 import sys
-from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from quire.cluster.wire import params_to_proto
-from quire.v1 import inference_pb2 as pb
-from quire.v1.inference_pb2_grpc import InferenceStub
 from quire.worker.api.errors import ConfigError
-from quire.worker.api.sampling_params import SamplingParams
 
 # gRPC's own messages for a server that it could not reach.
 _NOBODY_THERE = re.compile("failed to connect|errors resolving")
@@ -70,68 +65,6 @@ class Server:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """The metadata to send with each call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
-
-
-def chat_request(
-    messages: Sequence[tuple[str, str]], *, sampling: pb.SamplingParams
-) -> pb.GenerateRequest:
-    """The request for a chat of ``(role, content)`` messages."""
-    turns = [pb.ChatMessage(role=role, content=content) for role, content in messages]
-    return pb.GenerateRequest(chat=pb.Chat(messages=turns), sampling=sampling)
-
-
-def generate(
-    channel: grpc.Channel,
-    request: pb.GenerateRequest,
-    *,
-    metadata: tuple[tuple[str, str], ...] = (),
-) -> Generator[pb.GenerateResponse, None, None]:
-    """Yields the chunks of one request as they arrive. Closing the generator cancels the request.
-
-    Raises:
-        grpc.RpcError: The server refused the request or is gone; `code` and `details` say why.
-    """
-    call = InferenceStub(channel).Generate(request, metadata=metadata)
-    try:
-        yield from call
-    finally:
-        call.cancel()
-
-
-def generate_to_stdout(
-    prompt: str,
-    *,
-    server: Server,
-    model: str,
-    system: str | None,
-    chat: bool,
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int | None,
-) -> int:
-    """Prints the generated text as it arrives; returns the process's exit status.
-
-    Raises:
-        InvalidRequest: A sampling parameter is out of its range.
-    """
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    sampling = params_to_proto(params)
-    if chat:
-        turns = [("system", system)] if system is not None else []
-        request = chat_request([*turns, ("user", prompt)], sampling=sampling)
-    else:
-        request = pb.GenerateRequest(text=prompt, sampling=sampling)
-    request.model = model
-    with server.channel() as channel:
-        try:
-            for chunk in generate(channel, request, metadata=server.metadata()):
-                print(chunk.text, end="", flush=True)
-        except grpc.RpcError as error:
-            print_rpc_error(server, error)
-            return 1
-    print()
-    return 0
 
 
 def print_rpc_error(server: Server, error: grpc.RpcError) -> None:

@@ -6,12 +6,12 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from quire.cluster.cli.help import (
-    DefaultsFormatter,
     Parser,
     add_model_flag,
     add_server_flags,
     server_of,
 )
+from quire.cluster.tools.generate import chat_request, generate
 
 if TYPE_CHECKING:
     import grpc
@@ -22,32 +22,30 @@ if TYPE_CHECKING:
 _HELP = "/clear forgets the conversation, /stats tells an answer's cost, /exit ends it"
 
 
-def add_chat_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``chat`` to the command line."""
-    chat = commands.add_parser(
-        "chat",
-        help="talk to a running server",
-        description="Talks to a running server: one line is one message, and Ctrl-C stops an "
-        f"answer. {_HELP}. Where the server wants an API key, it is read from QUIRE_API_KEY.",
-        formatter_class=DefaultsFormatter,
+def add_flags(parser: Parser) -> None:
+    parser.description = (
+        "Talks to a running server: one line is one message, and Ctrl-C stops an "
+        f"answer. {_HELP}. Where the server wants an API key, it is read from QUIRE_API_KEY."
     )
-    add_server_flags(chat)
-    add_model_flag(chat)
-    chat.add_argument("--system", help="a system message")
-    chat.add_argument(
+    add_server_flags(parser)
+    add_model_flag(parser)
+    parser.add_argument("--system", help="a system message")
+    parser.add_argument(
         "--max-tokens",
         type=int,
         help="most tokens of an answer; if absent, what the conversation leaves of the context",
     )
-    chat.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token")
-    chat.add_argument("--seed", type=int, help="seed that repeats a conversation")
-    chat.set_defaults(run=_run)
+    parser.add_argument(
+        "--temperature", type=float, default=0.7, help="0 takes the likeliest token"
+    )
+    parser.add_argument("--seed", type=int, help="seed that repeats a conversation")
+    parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     import grpc
 
-    from quire.cluster.cli.server import chat_request, print_rpc_error
+    from quire.cluster.cli.server import print_rpc_error
     from quire.cluster.wire import params_to_proto
     from quire.worker.api.sampling_params import SamplingParams
 
@@ -99,8 +97,6 @@ def _answer(
 ) -> tuple[str, str]:
     """Prints an answer as it arrives; returns its text, even if cut off, and a line of usage
     figures."""
-    from quire.cluster.cli.server import generate
-
     text, stats = "", "the answer was stopped"
     with closing(generate(channel, request, metadata=server.metadata())) as chunks:
         try:

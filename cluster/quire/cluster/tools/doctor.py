@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.cluster.cli.help import DefaultsFormatter, Parser, whole
+from quire.cluster.cli.help import Parser, whole
 from quire.worker.api.errors import QuireError
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "ray", "grpcio", "protobuf")
@@ -26,25 +26,21 @@ class Finding(NamedTuple):
     said: str
 
 
-def add_doctor_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``doctor`` to the command line."""
-    doctor = commands.add_parser(
-        "doctor",
-        help="check this machine: packages, GPU, compiler, memory, disk, ports, a model's files",
-        description="Checks whether this machine has what serving needs. The exit status is 1 if "
-        "something is missing or wrong.",
-        formatter_class=DefaultsFormatter,
+def add_flags(parser: Parser) -> None:
+    parser.description = (
+        "Checks whether this machine has what serving needs. The exit status is 1 if "
+        "something is missing or wrong."
     )
-    doctor.add_argument("model", nargs="?", type=Path, help="a model whose files are checked too")
-    doctor.add_argument(
+    parser.add_argument("model", nargs="?", type=Path, help="a model whose files are checked too")
+    parser.add_argument(
         "--host", default="127.0.0.1", help="the address on which gateways will listen"
     )
     port = whole(least=0, most=65535)
-    doctor.add_argument(
+    parser.add_argument(
         "--http-port", type=port, default=8000, help="the HTTP port, which must be free"
     )
-    doctor.add_argument("--grpc-port", type=port, default=50051, help="the gRPC port")
-    doctor.set_defaults(run=_run)
+    parser.add_argument("--grpc-port", type=port, default=50051, help="the gRPC port")
+    parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from quire.cluster.cli.help import DefaultsFormatter, Parser, whole
+from quire.cluster.cli.help import Parser, whole
 from quire.worker.api.errors import ConfigError
 
 _LOOK_S = 0.3
@@ -15,26 +15,21 @@ _REPLICA = re.compile(r"replica_.*?(Gateway|ReplicaGroup)_(\w+)\.log")
 _KINDS = {"Gateway": "gateway", "ReplicaGroup": "group"}
 
 
-def add_logs_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``logs`` to the command line."""
-    help_text = "show the logs of a cluster on this machine"
-    logs = commands.add_parser(
-        "logs",
-        help=help_text,
-        description="Shows the logs of gateways and groups that `quire serve` has kept, those of "
-        "the newest start unless another is named.",
-        formatter_class=DefaultsFormatter,
+def add_flags(parser: Parser) -> None:
+    parser.description = (
+        "Shows the logs of gateways and groups that `quire serve` has kept, those of "
+        "the newest start unless another is named."
     )
-    logs.add_argument("start", nargs="?", help="a start, as --list shows it")
-    logs.add_argument("--list", action="store_true", help="show which starts have logs")
-    logs.add_argument(
+    parser.add_argument("start", nargs="?", help="a start, as --list shows it")
+    parser.add_argument("--list", action="store_true", help="show which starts have logs")
+    parser.add_argument(
         "-f", "--follow", action="store_true", help="continue with new lines as they are written"
     )
-    logs.add_argument(
+    parser.add_argument(
         "-n", "--lines", type=whole(least=0), default=200, help="show this many of the last lines"
     )
-    logs.add_argument("--of", metavar="ID", help="only the gateway or group of this id")
-    logs.set_defaults(run=_run)
+    parser.add_argument("--of", metavar="ID", help="only the gateway or group of this id")
+    parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 
 from quire.cluster.cli.columns import paragraph, table, terminal_width
 from quire.cluster.cli.help import (
-    DefaultsFormatter,
     Parser,
     add_server_flags,
     finite,
-    sentence,
     server_of,
 )
 
@@ -30,22 +28,19 @@ _HEAD = (
 )
 
 
-def add_top_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``top`` to the command line."""
-    help_text = "show what a running cluster's groups do, every few seconds"
-    top = commands.add_parser(
-        "top",
-        help=help_text,
-        description=f"{sentence(help_text)}, until Ctrl-C. Where the server wants API keys, an "
-        "operator's is read from QUIRE_API_KEY.",
-        formatter_class=DefaultsFormatter,
+def add_flags(parser: Parser) -> None:
+    parser.description = (
+        "Show what a running cluster's groups do, every few seconds, until Ctrl-C. Where the "
+        "server wants API keys, an operator's is read from QUIRE_API_KEY."
     )
-    add_server_flags(top)
-    top.add_argument(
+    add_server_flags(parser)
+    parser.add_argument(
         "--interval-s", type=_positive, default=2.0, help="seconds between two updates"
     )
-    top.add_argument("--once", action="store_true", help="show one interval and exit, as in a pipe")
-    top.set_defaults(run=_run)
+    parser.add_argument(
+        "--once", action="store_true", help="show one interval and exit, as in a pipe"
+    )
+    parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -23,15 +23,11 @@ LENGTHS = (128, 256, 512, 1024, 2048)
 _CACHE_SIZES = ["10%", "30%", "100%"]
 
 
-def add_bench_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``bench`` and its kinds of measurement to the command line."""
-    bench = commands.add_parser(
-        "bench",
-        help="measure any server, or prefix caching, block sizes and tiers of the cache",
-        description="Measures a server, or one engine in this process; docs/benchmarks.md explains "
-        "the numbers.",
+def add_flags(parser: Parser) -> None:
+    parser.description = (
+        "Measures a server, or one engine in this process; docs/benchmarks.md explains the numbers."
     )
-    kinds = bench.add_subparsers(required=True, metavar="BENCHMARK")
+    kinds = parser.add_subparsers(required=True, metavar="BENCHMARK")
     add_bench_serve_parser(kinds)
 
     prefix = _add_kind(

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
 from quire.cluster.cli.fields import add_fields, given_fields
-from quire.cluster.cli.help import DefaultsFormatter, Parser, sentence, whole
+from quire.cluster.cli.help import Parser, whole
 from quire.cluster.cli.vllm_flags import translated
 from quire.cluster.tools.run_batch.file import Limits, check_file, part_of
 from quire.worker.api.errors import ConfigError
@@ -25,20 +25,16 @@ _LIMITS = {
 }
 
 
-def add_run_batch_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``run-batch`` to the command line."""
-    help_text = "answer a file of requests in OpenAI's batch format"
-    batch = commands.add_parser(
-        "run-batch",
-        usage="%(prog)s -i FILE -o FILE [--server URL | MODEL [flags]]",
-        help=help_text,
-        description=f"{sentence(help_text)}, with a running server, or with a cluster that is "
-        "started for it, with the flags of `quire serve`. The exit status is 1 if a request "
-        "failed.",
-        formatter_class=DefaultsFormatter,
-        conflict_handler="resolve",  # `serve` flags set server keys; these, a client's.
+def add_flags(parser: Parser) -> None:
+    parser.usage = "%(prog)s -i FILE -o FILE [--server URL | MODEL [flags]]"
+    parser.description = (
+        "Answer a file of requests in OpenAI's batch format, with a running server, or with a "
+        "cluster that is started for it, with the flags of `quire serve`. The exit status is 1 if "
+        "a request failed."
     )
-    add = batch.add_argument
+    # The flags of `serve` set a server's keys; `--api-key` here is a client's, and replaces that.
+    parser._optionals.conflict_handler = "resolve"
+    add = parser.add_argument
     add(
         "-i",
         "--input-file",
@@ -57,11 +53,11 @@ def add_run_batch_parser(commands: "argparse._SubParsersAction[Parser]") -> None
         action="store_true",
         help="only send requests without a successful answer in an earlier, perhaps aborted, run",
     )
-    add_fields(batch.add_argument_group("limits"), Limits, _LIMITS)
-    add_cluster_flags(batch, num_groups=1, tensor_parallel_size=1)
+    add_fields(parser.add_argument_group("limits"), Limits, _LIMITS)
+    add_cluster_flags(parser, num_groups=1, tensor_parallel_size=1)
     add("--api-key", help="API key for --server; if absent, the variable QUIRE_API_KEY")
-    batch.spellings = translated
-    batch.set_defaults(run=_run, grpc_port=0, http_port=0, api_keys=None)
+    parser.spellings = translated
+    parser.set_defaults(run=_run, grpc_port=0, http_port=0, api_keys=None)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cluster.cli.help import DefaultsFormatter, Parser, finite
+from quire.cluster.cli.help import Parser, finite
 from quire.worker.api.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -13,15 +13,11 @@ if TYPE_CHECKING:
     from quire.simulate.trace import Trace
 
 
-def add_simulate_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``simulate`` to the command line."""
-    parser = commands.add_parser(
-        "simulate",
-        help="replay a request trace against simulated groups, to compare policies and sizes",
-        description="Replays a request trace against simulated groups: how long requests wait for "
+def add_flags(parser: Parser) -> None:
+    parser.description = (
+        "Replays a request trace against simulated groups: how long requests wait for "
         "their first token, by routing policy, number of groups and speed. No model runs; the "
-        "routing and the cache are the real ones. docs/simulator.md says more.",
-        formatter_class=DefaultsFormatter,
+        "routing and the cache are the real ones. docs/simulator.md says more."
     )
     parser.add_argument("trace", type=Path, help="a trace, or a log of your own")
     add = parser.add_argument_group("trace").add_argument

@@ -11,10 +11,10 @@ import grpc
 
 from quire import demo_model
 from quire.cluster.cli.columns import terminal_width
-from quire.cluster.cli.server import chat_request, generate
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.app import Endpoints, running_cluster
 from quire.cluster.deploy.progress import Progress
+from quire.cluster.tools.generate import chat_request, generate
 from quire.v1 import inference_pb2 as pb
 
 NUM_STREAMED = 3
