@@ -31,8 +31,8 @@ PAGES = (
 HERE = ("docs/quickstart.md", "docs/guide.md")
 ELSEWHERE = {
     "docs/several-models.md": "tests/served/test_model_changes.py runs its commands",
-    "docs/adapters.md": "tests/cluster/test_adapters_served.py runs its program",
-    "docs/embeddings.md": "tests/cluster/test_embeddings.py runs its program and calls",
+    "docs/adapters.md": "tests/cluster/features/adapters/test_adapters_served.py runs its program",
+    "docs/embeddings.md": "tests/cluster/features/embeddings/test_embeddings.py runs its program",
     "docs/several-nodes.md": "tests/nodes/test_page.py runs its commands, on hosts of their own",
     "docs/from-vllm.md": "tests/cluster/test_vllm_flags.py checks every flag of vLLM",
 }

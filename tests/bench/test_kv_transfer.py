@@ -12,7 +12,7 @@ import pytest
 from bench.kv_transfer import Shape
 from bench.provenance import ROOT
 
-from quire.cluster.group.borrowing import Borrower
+from quire.cluster.features.kv_exchange.borrowing import Borrower
 from quire.worker.api.hashing import BlockHashes
 from quire.worker.api.kv_format import PeerSource
 from quire.worker.cache.pull import Pull

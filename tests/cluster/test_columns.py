@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cluster.cli import columns, explain
+from quire.cluster.cli import columns
+from quire.cluster.features.explain import command as explain
 from quire.cluster.tools import top
 from quire.cluster.tools.demo.run import Answer, _print_table
 from quire.v1 import inference_pb2 as pb

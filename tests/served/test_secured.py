@@ -213,4 +213,8 @@ def process_listening_on(port: int) -> int:
     assert process_id is not None
     process = psutil.Process(process_id)
     # The gateway's watcher, a child process, shares the sockets.
-    return process.ppid() if "quire.cluster.deploy.watcher" in process.cmdline() else process_id
+    return (
+        process.ppid()
+        if "quire.cluster.features.watcher.watcher" in process.cmdline()
+        else process_id
+    )

@@ -16,7 +16,7 @@ from tools.reference.markdown import code, table
 
 from quire.cluster.cli.commands import command_line
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
-from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscaling
+from quire.cluster.features.autoscale.settings import AutoscalingSettings, GatewayAutoscaling
 from quire.router.config import RoutingConfig
 from quire.worker.api.config import EngineConfig
 

@@ -13,7 +13,7 @@ from openai.types.chat import ChatCompletion
 
 from quire.cluster.cli.main import main
 from quire.cluster.edge.auth import ApiKeys
-from quire.cluster.edge.keys_file import Caller
+from quire.cluster.features.tenants.keys_file import Caller
 from quire.cluster.tools.run_batch.file import Limits, check_file
 from quire.cluster.tools.run_batch.run import Ended, run_file
 from quire.worker.api.errors import ConfigError, QuireError

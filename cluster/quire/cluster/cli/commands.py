@@ -20,7 +20,8 @@ class Command(NamedTuple):
     """``module:function``; the function takes the command's `Parser`."""
 
 
-_CLI, _TOOLS = "quire.cluster.cli", "quire.cluster.tools"
+_CLI, _FEATURES = "quire.cluster.cli", "quire.cluster.features"
+_TOOLS = "quire.cluster.tools"
 COMMANDS: Mapping[str, Command] = {
     "serve": Command(
         "serve a model over gRPC and the OpenAI HTTP API until Ctrl-C",
@@ -53,15 +54,19 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "chat": Command("talk to a running server", f"{_TOOLS}.chat:add_flags"),
     "explain": Command(
-        "explain to which replica groups requests were routed", f"{_CLI}.explain:add_flags"
+        "explain to which replica groups requests were routed",
+        f"{_FEATURES}.explain.command:add_flags",
     ),
     "admin": Command(
         "list the replica groups, drain one, or end its drain", f"{_CLI}.admin:add_flags"
     ),
     "adapter": Command(
-        "list the LoRA adapters, load one, or unload it", f"{_CLI}.adapter:add_flags"
+        "list the LoRA adapters, load one, or unload it", f"{_FEATURES}.adapters.command:add_flags"
     ),
-    "keys": Command("make, list and revoke the API keys of a keys file", f"{_CLI}.keys:add_flags"),
+    "keys": Command(
+        "make, list and revoke the API keys of a keys file",
+        f"{_FEATURES}.tenants.command:add_flags",
+    ),
     "doctor": Command(
         "check this machine: packages, GPU, compiler, memory, disk, ports, a model's files",
         f"{_TOOLS}.doctor:add_flags",
