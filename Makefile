@@ -37,7 +37,7 @@ test test-all: .venv/dev
 # `.ci/run` skips what this has proven. Nothing is written if a test fails.
 PROOFS := $(wildcard $(addsuffix /test_*.py,tests/golden tests/kernels tests/kernels/interpreted))
 prove: .venv/dev
-	tests/run computing -m 'slow and proof' --skip-proven
+	tests/run -m 'slow and proof' --skip-proven
 	.venv/bin/python -m tests.proofs write $(PROOFS)
 	$(MAKE) sanitize
 	.venv/bin/python -m tests.proofs write -fsanitize=$(SANITIZE) $(SANITIZED)

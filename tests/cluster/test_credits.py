@@ -37,6 +37,7 @@ async def tokens_of(call: Any) -> list[int]:
     return [token async for chunk in call for token in chunk.token_ids]
 
 
+@pytest.mark.slow
 async def test_a_slow_reader_blocks_only_itself(start_cluster: Any) -> None:
     async with (
         start_cluster(

@@ -65,6 +65,7 @@ def _begins(group: Any, step: Any, row: int, poison: int) -> bool:
     return bool(written.get(slot, group.executor._slots[slot]) == poison)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "spread"),
     [

@@ -213,6 +213,7 @@ def test_an_encoder_takes_no_adapters(tmp_path: Path) -> None:
         LLM(tmp_path, device="cpu", enable_lora=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"max_num_batched_tokens": 16}])
 def test_a_causal_embedding_has_the_same_bits_on_two_ranks_and_in_chunks(
     options: dict[str, Any], tmp_path: Path

@@ -39,7 +39,7 @@ def test_every_shipped_kernel_compiles_without_fault(part: int) -> None:
     assert list(faults) == [name(case) for case in all_cases()[part::NUM_PARTS]]
 
 
-@pytest.mark.quick_cells(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_a_decode_loads_a_tile_while_it_computes_with_another(capability: int) -> None:
     cases = shipped_cases(head_sizes=(128,), dtypes=(torch.bfloat16,), capabilities=(capability,))

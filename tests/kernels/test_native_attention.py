@@ -209,7 +209,7 @@ def test_threads_that_share_one_long_row_give_its_bits(
     assert_near_twin(alone, _dense_attention(batch, window=window))
 
 
-@pytest.mark.quick_cells(12)
+@pytest.mark.quick_cells(6)
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 1, 60, SPLIT, 201, 10_000])

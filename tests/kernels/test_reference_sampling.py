@@ -25,6 +25,7 @@ def test_the_random_number_is_that_of_the_sampler(position: int) -> None:
     assert [reference_sampling.random_uniform(seed, position) for seed in seeds] == want.tolist()
 
 
+@pytest.mark.slow
 def test_sampling_keeps_what_every_limit_allows() -> None:
     draws = 2000
     logits = torch.tensor([3.0, 1.0, 2.0, 2.0, 0.0]).expand(draws, -1)

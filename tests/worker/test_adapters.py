@@ -69,7 +69,7 @@ def expected(adapters: list[LoRARequest | None]) -> list[list[int]]:
     return found
 
 
-@pytest.mark.quick_cells("two slots", "two ranks")
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_beside_others_each_adapter_says_what_it_says_alone(
     adapters: list[LoRARequest | None], expected: list[list[int]], variant: str

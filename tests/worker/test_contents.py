@@ -43,6 +43,7 @@ def serve(engine: Any, requests: int, *, begin: int = 0) -> Contents:
     return blocks
 
 
+@pytest.mark.slow
 def test_contents_follow_blocks_through_host_memory_and_disk(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:

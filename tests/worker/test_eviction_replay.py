@@ -66,6 +66,7 @@ def test_no_policy_beats_the_one_that_knows_the_future(
         assert bench.hit_rate(prompts, num_blocks, policy) <= best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "num_blocks"), [("scans", 400), ("long_tails", 400)])
 def test_what_is_read_once_does_not_push_out_what_is_popular(
     bench: Bench, name: str, num_blocks: int

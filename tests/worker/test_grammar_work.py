@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[Constraint, str | None]] = {
 }
 
 
-@pytest.mark.quick_cells(8)
+@pytest.mark.quick_cells(4)
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_hostile_constraint_is_refused_or_takes_little(
     process: GrammarProcess, grammars: Grammars, family: str

@@ -79,7 +79,7 @@ def test_on_any_number_of_ranks(
         assert _tokens(llm, _chats()) == expected
 
 
-@pytest.mark.quick_cells("1")
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_beside_requests_with_other_parameters(ranks: int) -> None:

@@ -61,7 +61,7 @@ def chats() -> list[Chat]:
     ]
 
 
-@pytest.mark.quick_cells("bfloat16")
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("kind", KINDS, ids=["bfloat16", "int8", "w4"])
 def test_tokens_and_logprobs_have_the_same_bits(chats: list[Chat], kind: dict[str, object]) -> None:

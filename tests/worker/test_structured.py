@@ -376,7 +376,7 @@ HOSTILE: list[dict[str, str]] = [
 ]
 
 
-@pytest.mark.quick_cells(14)
+@pytest.mark.quick_cells(5)
 @pytest.mark.parametrize("hostile", HOSTILE, ids=lambda each: str(each)[:40])
 def test_a_hostile_constraint_fails_its_request_alone(llm: LLM, hostile: dict[str, str]) -> None:
     asked = StructuredOutputsParams(**hostile)  # type: ignore[arg-type]

@@ -136,6 +136,7 @@ def test_a_context_in_splits_gives_a_token_the_same_bits_in_any_chunk(
     assert torch.equal(prefill(batch.only(1)), whole[70:110])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_split", [False, True])
 def test_a_lookahead_over_splits_is_that_of_the_twin(
     is_split: bool, monkeypatch: pytest.MonkeyPatch

@@ -61,7 +61,7 @@ def adapter(seed: int, dtype: torch.dtype) -> AdapterLayers:
     return layers
 
 
-@pytest.mark.quick_cells(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [0, 1, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["layers.0.qkv", "layers.0.gate_up"])
@@ -95,6 +95,7 @@ def test_each_token_gets_what_its_adapter_adds(
     assert torch.equal(again, found[few])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_share_of_a_sum_has_its_ranks_behind_it(dtype: torch.dtype) -> None:
     """As on two ranks that hold half of the inputs each, in the products' type."""

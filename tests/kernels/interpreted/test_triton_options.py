@@ -57,6 +57,7 @@ def test_a_window_is_that_of_the_twin(window: int, dtype: torch.dtype) -> None:
     assert_near_twin(attend(batch, options, num_decodes=2), expected(batch, options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 33])
 @pytest.mark.parametrize("lookahead", [1, 40, 4096])
 def test_a_lookahead_is_that_of_the_twin(lookahead: int, window: int | None) -> None:

@@ -143,7 +143,7 @@ def bytes_of_one_rank(
     return make
 
 
-@pytest.mark.quick_cells("2-bfloat16", "4-float32")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_groups_of_any_number_of_ranks_exchange_blocks(

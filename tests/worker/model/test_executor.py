@@ -66,6 +66,7 @@ def wait_until_gone(pids: Sequence[int], *, deadline_s: float = 120.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_two_ranks_and_one_generate_what_transformers_does(
     start: Any, config_of: ConfigOf, tiny_llama: Path, oracle: Any, driver: Any
 ) -> None:
@@ -105,6 +106,7 @@ def deaths_may_take_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep, "_SETTLE_S", 60)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("deaths_may_take_their_time")
 def test_a_killed_rank_fails_the_group_by_name(start: Any, driver: Any) -> None:
     executor = start()
@@ -211,7 +213,7 @@ time.sleep(600)
 """
 
 
-@pytest.mark.quick_cells("memory")
+@pytest.mark.slow
 @pytest.mark.parametrize("native", ["1", "0"], ids=["memory", "gloo"])
 def test_a_killed_script_leaves_neither_ranks_nor_files(
     tiny_llama: Path, tmp_path: Path, native: str

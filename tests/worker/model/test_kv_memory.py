@@ -53,6 +53,7 @@ def test_a_float8_cache_is_refused_on_a_cpu(config_of: ConfigOf, tiny_llama: Pat
         config_of(tiny_llama, kv_cache_dtype="fp4")
 
 
+@pytest.mark.slow
 def test_more_host_memory_than_is_free_is_refused(config_of: ConfigOf, tiny_llama: Path) -> None:
     for size in (1, 2):
         config = config_of(tiny_llama, kv_offloading_size=1e6, tensor_parallel_size=size)

@@ -258,6 +258,7 @@ async def test_without_the_setting_no_adapter_is_taken(
     assert "--enable-lora" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_a_group_that_comes_later_is_given_what_it_needs_by_another_one(
     start: Any, start_group: Any, write: Write, tmp_path: Path
 ) -> None:
@@ -362,6 +363,7 @@ async def test_operators_load_over_grpc_and_http_and_tenants_do_not(
         assert "parent" not in listing[0]
 
 
+@pytest.mark.slow
 async def test_gateways_tell_each_other_and_one_that_starts_asks(start: Any, write: Write) -> None:
     async with start(num_groups=1) as cluster:
         first = cluster.models.adapters

@@ -222,6 +222,7 @@ async def test_grpc_makes_the_same(served: Served, client: httpx.AsyncClient, mo
     np.testing.assert_allclose([(each.index, each.score) for each in order.ranked], scores)
 
 
+@pytest.mark.slow
 async def test_requests_of_a_group_that_dies_get_the_same_elsewhere(tmp_path: Path) -> None:
     save("bert", tmp_path, vocab_size=_vocab_size())
     for file in demo_model.PATH.glob("*token*"):
@@ -357,6 +358,7 @@ async def test_a_refusal_names_the_clients_own_place(client: httpx.AsyncClient) 
             assert answer.json()["error"]["message"].startswith(message)
 
 
+@pytest.mark.slow
 async def test_as_many_inputs_as_openai_takes_are_embedded(client: httpx.AsyncClient) -> None:
     body = {"model": "encoder", "input": [[5]] * 2048}
     answer = await client.post("/v1/embeddings", json=body)

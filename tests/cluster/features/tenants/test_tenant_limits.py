@@ -172,6 +172,7 @@ async def test_a_priority_that_is_not_the_tenants_is_refused(cluster: Any) -> No
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.slow
 async def test_the_last_place_under_way_is_for_the_tenant_with_less_waiting(
     start_cluster: Any, keys: ApiKeys
 ) -> None:
