@@ -39,6 +39,7 @@ from quire.cluster.edge.keys_file import (
 )
 from quire.cluster.errors import NotAnOperator, Unauthenticated
 from quire.cluster.serving.tenants import TenantPolicy
+from quire.cluster.serving.turns import Turns
 from quire.worker.api.errors import ConfigError, InvalidRequest
 
 _log = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class GrpcAuth(grpc.aio.ServerInterceptor):
 
     ``access``: who may make each call, by its path; other calls are for operators. ``keys``: the
     accepted keys; without them, every caller is `EVERYONE`. ``refused`` receives the peer of each
-    call without a key, as gRPC writes it.
+    call without a key, as gRPC writes it. ``turns``: the turns in which calls begin, but open ones.
     """
 
     def __init__(
@@ -153,8 +154,10 @@ class GrpcAuth(grpc.aio.ServerInterceptor):
         access: Mapping[str, Access] | None = None,
         why: str = REFUSAL,
         refused: Callable[[str], object] = lambda peer: None,
+        turns: Turns | None = None,
     ) -> None:
         self._keys = keys
+        self._turns = turns
         self._access = access or {}
         self._why = why
         self._refused = refused
@@ -175,6 +178,8 @@ class GrpcAuth(grpc.aio.ServerInterceptor):
             check_access(access, caller)
         except (Unauthenticated, NotAnOperator) as error:
             return self._refusal(error)
+        if self._turns is not None and caller is not None and access is not Access.OPEN:
+            await self._turns.take(caller.tenant)
         return handler
 
     def _caller(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:

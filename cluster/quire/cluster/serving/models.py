@@ -15,6 +15,7 @@ from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import Budget
 from quire.cluster.serving.service import ModelService
 from quire.cluster.serving.tenants import Tenants
+from quire.cluster.serving.turns import Turns
 from quire.cluster.telemetry.call_spans import spans_of
 from quire.cluster.telemetry.explanations import Explanations
 from quire.cluster.telemetry.live import Live, Watched
@@ -59,6 +60,8 @@ class Models:
         self.live = Live(lambda: [_watched(each) for each in self._all])
         self.bodies = Budget(max_body_bytes)
         """The budget of bytes that transports may hold until `ModelService.prepare` returns."""
+        self.turns = Turns()
+        """The turns in which transports begin calls."""
         self.telemetry = GatewayTelemetry()
         self.telemetry.register(self.usage)
         self.telemetry.body_bytes.set_function(lambda: self.bodies.held)
