@@ -47,6 +47,7 @@ from quire.worker.model.adapters.store import AdapterStore
 from quire.worker.model.hub import fetch_adapter, fetch_checkpoint, with_revision
 from quire.worker.model.sentence_folder import read_scoring, read_use
 from quire.worker.ranks.executor import make_executor
+from quire.worker.schedule.reading import checker
 from quire.worker.text.completions import OfflineCompletion, Progress, request_output
 from quire.worker.text.embeddings import OfflineEmbedding, pair_token_ids
 from quire.worker.text.prompts import Prompt, read_prompt
@@ -196,7 +197,7 @@ class LLM:
         self._use = read_use(self.config.model)
         executor, facts = make_executor(self.config)
         self._engine = Engine(self.config, facts, executor)
-        self._adapters = AdapterStore()
+        self._adapters = AdapterStore(check=checker(self.config))
         self._num_prompts = 0
         self._templates: TemplateProcess | None = None
         # Ranks must not outlive an LLM that nobody closed.

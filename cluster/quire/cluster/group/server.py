@@ -36,7 +36,7 @@ from quire.worker.cache.travel import num_tiers
 from quire.worker.engine import Engine
 from quire.worker.model.adapters.store import AdapterStore
 from quire.worker.model.facts import ModelFacts
-from quire.worker.schedule.reading import reader
+from quire.worker.schedule.reading import checker, reader
 
 if TYPE_CHECKING:
     from quire.cluster.telemetry.span_export import SpanExport
@@ -235,7 +235,7 @@ def _adapters(config: ClusterConfig) -> GroupAdapters:
         held = await asyncio.to_thread(read, digest)
         held.release()
 
-    return GroupAdapters(AdapterStore(), check)
+    return GroupAdapters(AdapterStore(check=checker(config.engine)), check)
 
 
 def _describe(
