@@ -315,6 +315,17 @@ async def test_those_who_never_called_make_room_for_those_who_do(serving: Any) -
             client.close()
 
 
+async def test_an_address_with_many_silent_connections_loses_one_first(serving: Any) -> None:
+    async with serving(max_connections=3) as (_, server):
+        first = server.connect("127.0.0.2")
+        many = [server.connect("127.0.0.3") for _ in range(3)]
+        assert await asyncio.to_thread(server.is_ended, many[0])
+        assert first.recv(1)
+        assert server.cuts == {"room": 1}
+        for client in (first, *many):
+            client.close()
+
+
 async def test_a_message_that_does_not_come_ends_its_call(serving: Any) -> None:
     async with serving(body_timeout_s=0.05) as (_, server):
         address = f"127.0.0.1:{server.port}"

@@ -350,10 +350,11 @@ class GrpcGuard:
                 self._is_to_be_told = True  # At the next check.
 
     def _bound(self) -> None:
-        """Ends connections above the limits: an address's newest ones, and the oldest strangers."""
+        """Ends connections above the limits: an address's newest ones, and strangers, the oldest of
+        the address that has most of them."""
         limits = self._limits
-        num_excess = len(self._connections) - limits.max_connections
-        if limits.max_connections_per_address is None and num_excess <= 0:
+        is_full = len(self._connections) > limits.max_connections
+        if limits.max_connections_per_address is None and not is_full:
             return
         oldest = sorted(self._connections.items(), key=lambda item: item[1].account.begin_s)
         num_of: Counter[str] = Counter()
@@ -361,9 +362,15 @@ class GrpcGuard:
             num_of[each.host] += 1
             if num_of[each.host] > (limits.max_connections_per_address or inf):
                 self._end(fd, each, "address")
-            elif num_excess > 0 and each.account.is_stranger:
-                num_excess -= 1
-                self._end(fd, each, "room")
+        num_excess = max(0, len(self._connections) - limits.max_connections)
+        newer: Counter[str] = Counter()
+        strangers = list[tuple[int, int, _Connection]]()
+        for fd, each in reversed(oldest):
+            if fd in self._connections and each.account.is_stranger:
+                strangers.append((newer[each.host], fd, each))
+                newer[each.host] += 1
+        for _, fd, each in sorted(reversed(strangers), key=lambda item: -item[0])[:num_excess]:
+            self._end(fd, each, "room")
 
     def _sweep(self, now_s: float) -> None:
         """Forgets accounts that were made for calls read after their connection had ended."""
