@@ -52,6 +52,8 @@ class Models:
         self.aliases: dict[str, str] = {}
         self.troubles: dict[str, str] = {}
         """Why a model cannot be served, by its name. Such a model may have no service."""
+        self.num_groups = 0
+        """How many groups the models should have at least; 0 if that is not known."""
         self._leaving: list[ModelService] = []
         self.adapters = Adapters(self)
         self.tenants = Tenants(num_gateways=lambda: self._num_gateways)
