@@ -87,10 +87,9 @@ class OpenConnections:
         return True
 
     def _to_close(self, host: str) -> "HttpConnection | None":
-        """The connection that makes room for one from ``host``. If another address has more, one of
-        that address: the one that has waited longest, or else the oldest whose request is not whole,
-        so that slow uploads from one address do not shut out all others. If none has, the one that
-        has waited longest."""
+        """The connection that makes room for one from ``host``. If an address has more, it is the
+        one of that address that has waited longest, or the oldest whose request is not whole: slow
+        uploads from one address do not shut out others. Else it is the longest waiting of all."""
         most = max(self._num_of, key=self._num_of.__getitem__)
         if self._num_of[most] > self._num_of[host] + 1:
             for each in chain(self._waiting, self._sending):

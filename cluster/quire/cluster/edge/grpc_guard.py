@@ -369,7 +369,8 @@ class GrpcGuard:
             if fd in self._connections and each.account.is_stranger:
                 strangers.append((newer[each.host], fd, each))
                 newer[each.host] += 1
-        for _, fd, each in sorted(reversed(strangers), key=lambda item: -item[0])[:num_excess]:
+        strangers.sort(key=lambda item: (-item[0], item[2].account.begin_s))
+        for _, fd, each in strangers[:num_excess]:
             self._end(fd, each, "room")
 
     def _sweep(self, now_s: float) -> None:
