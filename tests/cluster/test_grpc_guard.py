@@ -29,6 +29,7 @@ from bench.http2_frames import (
     header,
 )
 
+from quire.cluster.edge import grpc_guard
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_guard import GrpcGuard
 from quire.cluster.edge.grpc_server import build_grpc_server
@@ -173,6 +174,22 @@ async def test_a_flood_without_a_key_is_ended_and_streams_go_on(
         async for response in responses:
             token_ids += response.token_ids
         assert token_ids == cluster.model.continuation(PROMPT, seed=3, max_tokens=300)
+
+
+def test_a_guard_without_connections_sleeps_until_the_kernel_accepts_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: list[int | None] = [7]
+    monkeypatch.setattr(grpc_guard, "num_accepted", lambda: counts[-1])
+    guard = GrpcGuard(ConnectionLimits())
+    looks_s = [0.01 * tick for tick in range(1000) if not guard._may_sleep(0.01 * tick)]
+    assert len([at_s for at_s in looks_s if at_s > 2]) <= 17
+    counts.append(8)
+    assert [guard._may_sleep(10 + 0.01 * tick) for tick in range(50)] == [False] * 50
+    assert guard._may_sleep(12) is False  # It looks from time to time.
+    assert guard._may_sleep(12.01)
+    counts.append(None)
+    assert [guard._may_sleep(20 + tick) for tick in range(9)] == [False] * 9
 
 
 async def test_a_flood_of_frames_is_ended_where_there_are_no_keys(serving: Any) -> None:
