@@ -208,8 +208,8 @@ class GrpcGuard:
             pause_s = max(_LOOK_S, (time.thread_time() - begin_s) / _MAX_SHARE)
 
     def _may_sleep(self, now_s: float) -> bool:
-        """Whether there is nothing to look at. gRPC does not tell of new connections. But the kernel
-        counts those of all ports, and that takes a tenth as long as a look at all descriptors."""
+        """Whether there is nothing to look at. gRPC does not tell of new connections, but the
+        kernel counts those of all ports, which takes a tenth of a look at all descriptors."""
         before, self._num_accepted = self._num_accepted, num_accepted()
         if self._connections or self._num_accepted is None or self._num_accepted != before:
             self._awake_until_s = now_s + _AWAKE_S
