@@ -47,7 +47,7 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.garbage import collect_seldom
 from quire.cluster.group.server import GroupServer
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 SMALL = [f"small{number}" for number in range(9)]
 GREEDY = "greedy"

@@ -28,17 +28,18 @@ from tests.direct_executor import DirectExecutor
 from tests.steps import banned_ids, samples
 
 from quire.cluster.deploy.gateway_server import tell_of_tenants
-from quire.cluster.edge import leaving
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
-from quire.cluster.edge.limits import ConnectionLimits
-from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app
 from quire.cluster.failover.resume import CompletionConfig
-from quire.cluster.group.adapters import Check, GroupAdapters
-from quire.cluster.group.borrowing import Borrower
+from quire.cluster.features.adapters.group import Check, GroupAdapters
+from quire.cluster.features.guard import leaving
+from quire.cluster.features.guard.limits import ConnectionLimits
+from quire.cluster.features.guard.listener import HttpListener, listening_socket
+from quire.cluster.features.installed import INSTALLED
+from quire.cluster.features.kv_exchange.borrowing import Borrower
+from quire.cluster.features.kv_exchange.peers import Peers
 from quire.cluster.group.engine_loop import EngineLoop
-from quire.cluster.group.peers import Peers
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.groups import Groups
@@ -50,15 +51,15 @@ from quire.cluster.wire import format_to_proto
 from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, inference_pb2_grpc
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import InvalidRequest, RankFailure
-from quire.worker.api.outputs import TokenLogprobs
-from quire.worker.engine import Engine
-from quire.worker.model.adapters.peft import read_config
-from quire.worker.model.adapters.store import AdapterStore, Held
+from quire.worker.engine.engine import Engine
+from quire.worker.engine.messages import StepInput, StepOutput
 from quire.worker.model.facts import ModelFacts
-from quire.worker.schedule.reading import Read
-from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.parts.adapters.peft import read_config
+from quire.worker.parts.adapters.reading import Read
+from quire.worker.parts.adapters.store import AdapterStore, Held
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import InvalidRequest, RankFailure
+from quire.worker.request.outputs import TokenLogprobs
 from quire.worker.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 4
@@ -504,14 +505,16 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
 async def _serve(cluster: Cluster, stack: contextlib.AsyncExitStack, keys: ApiKeys | None) -> None:
     if keys is not None:
         tell_of_tenants(cluster.models, keys)
-    server = build_grpc_server(cluster.models, keys=keys)
+    server = build_grpc_server(cluster.models, features=INSTALLED, keys=keys)
     cluster.grpc_address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     stack.push_async_callback(server.stop, None)
     channel = await stack.enter_async_context(grpc.aio.insecure_channel(cluster.grpc_address))
     cluster.inference = inference_pb2_grpc.InferenceStub(channel)
 
-    app = build_http_app(cluster.models, keys=keys, allow_origins=["http://localhost:3000"])
+    app = build_http_app(
+        cluster.models, features=INSTALLED, keys=keys, allow_origins=["http://localhost:3000"]
+    )
     http = HttpListener(
         app, limits=ConnectionLimits(), drain_timeout_s=0, finish=cluster.models.finished
     )

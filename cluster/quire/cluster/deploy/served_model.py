@@ -11,12 +11,11 @@ from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.node_adapters import NodeAdapters
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.table import RoutingTable
-from quire.worker.api.scoring import EmbeddingUse, Scoring
 from quire.worker.model.hub import fetch_text_files
 from quire.worker.model.sentence_folder import read_scoring, read_use
+from quire.worker.request.scoring import EmbeddingUse, Scoring
 from quire.worker.text.tokenizer import Tokenizer
 
 
@@ -59,6 +58,9 @@ class ServedModel:
         config = read.config
         keeper = None
         if config.engine.enable_lora:
+            # It imports parts of an engine, which other gateways do without.
+            from quire.cluster.features.adapters.node import NodeAdapters
+
             keeper = NodeAdapters(config.engine, chat_template=config.chat_template)
         self._contacts: dict[str, GroupContact] = {}  # By address.
         groups = Groups(

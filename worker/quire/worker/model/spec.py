@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.worker.model.pooling import Pooling
-from quire.worker.model.stored_weights import StoredWeights
+from quire.worker.weights.stored import StoredWeights
 
 Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 NormPlace = Literal["attention_in", "attention_out", "mlp_in", "mlp_out"]
@@ -202,6 +202,8 @@ class ModelSpec:
     """Layers in the checkpoint after the last one, for multi-token prediction; they are not run."""
     is_text_part: bool = False
     """Whether this is the text decoder of a larger, multimodal checkpoint."""
+    untested: str = ""
+    """Why such a text part is refused, if it can be computed; a dry run may give another reason."""
     stored: StoredWeights | None = None
     """How the checkpoint quantises linear layers; ``None`` if it does not."""
     through_transformers: str | None = None

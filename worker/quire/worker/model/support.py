@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from quire.worker.api.errors import CheckpointError
 from quire.worker.model.spec import Experts, Mlp, ModelSpec
+from quire.worker.request.errors import CheckpointError
 
 _ACTIVATIONS = (("silu", True), ("gelu_tanh", True), ("gelu_tanh", False))
 """Supported pairs of an activation and whether the MLP is gated."""
@@ -16,7 +16,7 @@ def check_runnable(spec: ModelSpec, source: object = "model") -> None:
 
 
 def _refusals(spec: ModelSpec) -> Iterator[str]:
-    if spec.stored and spec.stored.layout == "mxfp4" and not spec.names.experts_turned:
+    if spec.stored and spec.stored.has_mxfp4_experts and not spec.names.experts_turned:
         yield "quantization_config.quant_method='mxfp4' is supported of gpt-oss' experts only"
     first = spec.layers[0].attention
     for number, layer in enumerate(spec.layers):

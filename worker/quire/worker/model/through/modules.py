@@ -15,7 +15,6 @@ from transformers.pytorch_utils import Conv1D
 
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.ops import LinearLayer
-from quire.worker.api.errors import CheckpointError
 from quire.worker.model.through import rowwise
 from quire.worker.model.through.fused import Product, fuse
 from quire.worker.model.through.products import (
@@ -26,6 +25,7 @@ from quire.worker.model.through.products import (
     is_experts,
     run_experts,
 )
+from quire.worker.request.errors import CheckpointError
 
 _EXPERTS = "quire"
 
@@ -143,6 +143,17 @@ class _OnMeta(nn.Module):
         return (
             tuple(each.to("meta") for each in made) if isinstance(made, tuple) else made.to("meta")
         )
+
+
+def replaced_part(part: object) -> str:
+    """What ``part`` replaces in a dry run; empty if it is transformers' own."""
+    known: dict[type, str] = {
+        _OnMeta: "its rotary embeddings",
+        nn.Identity: "a norm",
+        PackedWeight: "a matrix",
+    }
+    is_ours = type(part).__module__.startswith("quire.")
+    return known.get(type(part), "a module" if is_ours else "")
 
 
 class _RowFunctions(TorchFunctionMode):

@@ -1,1 +1,0 @@
-"""Autoscaling: how many groups and gateways there should be."""
