@@ -15,8 +15,7 @@ from quire.cluster.edge import body
 from quire.cluster.edge.access import EVERYONE, Caller
 from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
 from quire.cluster.errors import Overloaded
-from quire.cluster.serving.bounds import Budget
-from quire.cluster.serving.turns import Turns
+from quire.cluster.serving.bounds import Budget, Turns
 from quire.worker.request.errors import InvalidRequest
 
 pytestmark = pytest.mark.anyio

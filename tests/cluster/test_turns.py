@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from quire.cluster.serving.turns import Turns
+from quire.cluster.serving.bounds import Turns
 
 pytestmark = pytest.mark.anyio
 

@@ -32,7 +32,7 @@ from quire.cluster.edge.http_errors import error_response
 from quire.cluster.errors import NotAnOperator, Unauthenticated
 from quire.cluster.features.tenants.keys_file import KeysFile, KnownKey, digest, read_keys_file
 from quire.cluster.features.tenants.limits import TenantPolicy
-from quire.cluster.serving.turns import Turns
+from quire.cluster.serving.bounds import Turns
 from quire.worker.request.errors import ConfigError, InvalidRequest
 
 _log = logging.getLogger(__name__)

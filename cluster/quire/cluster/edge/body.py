@@ -26,8 +26,7 @@ from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
 from quire.cluster.edge.served_fields import Body
 from quire.cluster.errors import Overloaded
-from quire.cluster.serving.bounds import Budget, Hold
-from quire.cluster.serving.turns import Turns
+from quire.cluster.serving.bounds import Budget, Hold, Turns
 from quire.worker.request.errors import InvalidRequest
 
 B = TypeVar("B", bound=Body)
@@ -57,7 +56,7 @@ class BodyReader:
         self,
         budget: Budget,
         *,
-        turns: Turns,
+        turns: Turns | None = None,
         ignore_unknown_fields: bool = False,
         refused: Callable[[], object] = lambda: None,
     ) -> None:
@@ -65,7 +64,7 @@ class BodyReader:
         fields are ignored; otherwise they are refused. ``refused`` is called before `Overloaded` is
         raised."""
         self._budget = budget
-        self._turns = turns
+        self._turns = turns or Turns()
         self._ignore_unknown_fields = ignore_unknown_fields
         self._refused = refused
         self._turn = Budget(1)

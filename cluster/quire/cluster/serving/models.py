@@ -17,9 +17,8 @@ from quire.cluster.features.tenants.limits import Tenants
 from quire.cluster.features.tenants.usage import UsageLedger
 from quire.cluster.features.tracing.call_spans import spans_of
 from quire.cluster.serving.admission_config import AdmissionConfig
-from quire.cluster.serving.bounds import Budget
+from quire.cluster.serving.bounds import Budget, Turns
 from quire.cluster.serving.service import ModelService
-from quire.cluster.serving.turns import Turns
 from quire.cluster.telemetry.metrics import GatewayTelemetry
 from quire.cluster.telemetry.timeline import Timeline
 from quire.worker.request.errors import InvalidRequest

@@ -29,9 +29,9 @@ from bench.http2_frames import (
     header,
 )
 
-from quire.cluster.edge import grpc_guard
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
+from quire.cluster.features.guard import grpc_guard
 from quire.cluster.features.guard.grpc_guard import GrpcGuard
 from quire.cluster.features.guard.limits import ConnectionLimits
 from quire.cluster.features.installed import INSTALLED
