@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from quire import demo_model
-from quire.cluster.bench.reuse import ReuseConfig, _found
+from quire.cluster.tools.bench.reuse import ReuseConfig, _found
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.outputs import Fetched
 
