@@ -12,7 +12,7 @@ from tests.modules import MODULES, ROOT, TREES, closure, imported_at_start, impo
 
 NAMED_IN = {
     # feature: (its words, files of cluster and router, files of worker and kernels)
-    "adapters": (r"\badapter|lora|LoRA|Lora", 48, 52),
+    "adapters": (r"\badapter|lora|LoRA|Lora", 47, 52),
     "kv_exchange": (
         r"[Ll]end|[Bb]orrow|kv_transfer|[Pp]ull|\bloan|PeerSource|\bsource\b.*group|[Ff]etched",
         47,

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster.config import ClusterConfig, ModelConfig
+from quire.cluster.config import ClusterConfig, GroupModel, LogSettings, ModelConfig, SharedSettings
 from quire.cluster.deploy.listed import Listed, to_json
 from quire.cluster.deploy.serve_options import (
     gateway_count,
@@ -27,6 +27,7 @@ from quire.worker.api.errors import (
     InvalidRequest,
     QuireError,
 )
+from quire.worker.api.settings import part
 from quire.worker.cache.disk import check_folder
 from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.config import (
@@ -52,9 +53,9 @@ _COMMON: dict[str, Any] = {
 
 
 def build_gateways(
-    config: ClusterConfig, models: Iterable[Listed], *, gateway: "type[Gateway] | None" = None
+    config: SharedSettings, models: Iterable[Listed], *, gateway: "type[Gateway] | None" = None
 ) -> "serve.Application":
-    """The application of the gateways. They serve ``models``; the models in ``config`` are ignored.
+    """The application of the gateways. They serve ``models``.
 
     ``gateway`` is a subclass of `deployments.Gateway` to run instead of it.
     """
@@ -76,7 +77,7 @@ def build_gateways(
         )(gateway or deployments.Gateway),
         gateway_version(config),
     )
-    app: serve.Application = gateways.bind(config)
+    app: serve.Application = gateways.bind(part(SharedSettings, config))
     return app
 
 
@@ -119,7 +120,7 @@ def build_groups(
 
 
 def build_parts(
-    config: ClusterConfig, models: Iterable[Listed], *, group: "type[ReplicaGroup] | None" = None
+    config: SharedSettings, models: Iterable[Listed], *, group: "type[ReplicaGroup] | None" = None
 ) -> "dict[str, serve.Application]":
     """The applications of the groups of all ``models`` without trouble, by part."""
     return {
@@ -188,13 +189,13 @@ def num_threads_for(models: Iterable[ModelConfig]) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
-def is_on_gpu(config: ClusterConfig, resources: Mapping[str, float]) -> bool:
+def is_on_gpu(config: GroupModel, resources: Mapping[str, float]) -> bool:
     """Whether the model's groups run on GPUs, given Ray's ``resources``."""
     device = config.engine.device
     return device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
 
 
-def _logging(config: ClusterConfig) -> dict[str, Any]:
+def _logging(config: LogSettings) -> dict[str, Any]:
     """Serve's logging configuration: of its own lines, and the format of a replica's file."""
     encoding = "JSON" if config.log_format == "json" else "TEXT"
     return {"log_level": "WARNING", "enable_access_log": False, "encoding": encoding}

@@ -11,6 +11,7 @@ from typing import Literal, get_args, get_type_hints
 
 from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.api.errors import ConfigError
+from quire.worker.api.settings import Branch, setting
 
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 MAX_LORAS, MAX_LORA_RANK = 1024, 256
@@ -38,12 +39,14 @@ _ONLY_ON = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Branch):
     """The settings of one replica group's engine.
 
     Raises:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
+
+    title = "engine"
 
     model: Path
     """A checkpoint directory in Hugging Face format (safetensors). In a `ClusterConfig` also
@@ -51,13 +54,13 @@ class EngineConfig:
     model_impl: ModelImpl = "auto"
     """Implementation of the model: "quire" uses Quire's description of its family, "transformers"
     the modules of that library; "auto" is "quire" for families that Quire describes."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = setting(1, short="-tp")
     """Ranks that share each layer; must divide the model's attention heads."""
     dtype: DType = "auto"
     """Type of weights, activations and KV; "auto" is the checkpoint's own."""
     quantization: Quantization | None = None
     """"int8" rounds weights and the inputs of linear layers to 8 bits while they are multiplied,
-    "w4" weights alone to 4 bits (CPU only); the checkpoint stays as it is."""
+    "w4" weights alone to 4 bits (CPU only); the checkpoint stays as it is. If absent, neither."""
     kv_cache_dtype: KvCacheDType = "auto"
     """"auto" keeps K and V as they are computed; "int8" (CPU) and "fp8" (float8_e4m3fn, GPU) in 8
     bits: half the memory of 16."""
@@ -71,22 +74,23 @@ class EngineConfig:
     requests in the batch. On CPUs they never do, except for models that run through transformers
     with operations that are known to depend on the batch: with this setting, such a model is
     refused."""
-    block_size: int = 16
+    block_size: int = setting(16, choices=BLOCK_SIZES)
     """Tokens of KV cache in a block: a power of two from 4 to 128."""
     gpu_memory_utilization: float | None = None
     """Share of the device's memory for weights, activations and KV together (GPU, default 0.9),
     or share of the free RAM for KV (CPU; default 0.4, but 4 GiB at most)."""
     kv_cache_memory_bytes: int | None = None
     """KV cache of the whole group in bytes, instead of a share."""
-    num_blocks: int | None = None
+    num_blocks: int | None = setting(None, flag=None)
     """Blocks in the KV cache, instead of a share or bytes; mainly for tests and experiments."""
     max_model_len: int | None = None
-    """Most tokens of prompt and output together; ``None`` is the limit of the checkpoint."""
+    """Most tokens of prompt and output together; if absent, the limit of the
+    checkpoint."""
     max_num_seqs: int = 128
     """Most sequences that run at the same time."""
     max_num_batched_tokens: int = 2048
     """Most tokens that one step computes, in decodes and prefill chunks together."""
-    max_num_waiting: int = 4096
+    max_num_waiting: int = setting(4096, flag=None)
     """Most requests that wait in the engine; one more is refused."""
     scheduling_policy: SchedulingPolicy = "shortest_prefill"
     """Order of prompts of the same priority: the least remaining work first, with an allowance for
@@ -100,20 +104,21 @@ class EngineConfig:
     kv_disk_size: float = 16.0
     """Most GiB that this engine uses in ``kv_disk_dir``."""
     kv_transfer: bool | None = None
-    """Fetch KV blocks from other groups, and lend blocks to them; ``None`` does so if a cluster may
-    run several groups of the model."""
+    """Fetch KV blocks from other groups, and lend blocks to them. If absent, on if a cluster may
+    run several groups of the model and each is on one node."""
     kv_events: bool = False
-    """Remember the tokens of cached blocks, so that gateways can report to other routers what is
-    cached; takes some 200 bytes of memory for each block of 16 tokens."""
+    """Remember the tokens of cached blocks, so that gateways can report to other routers, which
+    call SubscribeKvEvents, what is cached; takes some 200 bytes of memory for each block of 16
+    tokens."""
     seed: int = 0
     """Seed from which requests without their own seed get one."""
     num_threads: int | None = None
-    """CPU threads of each rank; ``None`` divides the machine's cores among the ranks."""
+    """CPU threads of each rank; if absent, the machine's cores are divided among the ranks."""
     async_scheduling: bool | None = None
-    """Prepare the next step while one runs; ``None`` does so on GPUs."""
+    """Prepare the next step while one runs. If absent, on for GPUs."""
     speculation: bool | None = None
-    """Speculative decoding without a draft model when few sequences run, which changes no token;
-    ``None`` does so on CPUs. Not with ``async_scheduling``."""
+    """Speculative decoding without a draft model when few sequences run, which changes no token.
+    If absent, on for CPUs. Not with ``async_scheduling``."""
     enable_lora: bool = False
     """Serve LoRA adapters of the model, for those requests that name one."""
     max_loras: int = 8
@@ -121,18 +126,18 @@ class EngineConfig:
     max_lora_rank: int = 64
     """Greatest rank of an adapter; 256 at most."""
     max_cpu_loras: int | None = None
-    """Adapters kept in memory; ``None`` is four times ``max_loras``."""
-    step_timeout_s: float = 60.0
+    """Adapters kept in memory; if absent, four times ``max_loras``."""
+    step_timeout_s: float = setting(60.0, flag=None)
     """If a step takes longer, a rank hangs, and the group fails."""
 
-    def __post_init__(self) -> None:
+    def _check(self) -> None:
         for name, (kinds, told) in _kinds().items():
             value = getattr(self, name)
             is_one = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
             _check(is_one, name, value, f"must be {told}")
         object.__setattr__(self, "model", Path(self.model))
-        if self.kv_disk_dir is not None:
-            object.__setattr__(self, "kv_disk_dir", Path(self.kv_disk_dir))
+        if self.kv_disk_dir is not None:  # Ranks may run in other working directories.
+            object.__setattr__(self, "kv_disk_dir", Path(self.kv_disk_dir).absolute())
         _check(
             self.enable_prefix_caching or not self.kv_events,
             "kv_events",
