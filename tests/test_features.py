@@ -18,14 +18,14 @@ NAMED_IN = {
         47,
         24,
     ),
-    "tracing": (r"traceparent|[Ss]pan[s_A-Z]|tracestate|otlp|TracesTo", 26, 2),
-    "tenants": (r"\btenant", 50, 14),
+    "tracing": (r"traceparent|[Ss]pan[s_A-Z]|tracestate|otlp|TracesTo", 25, 2),
+    "tenants": (r"\btenant", 49, 14),
     "embeddings": (r"[Ee]mbed(ding|_|s\b|ded)|\btask\b *[=:]|\"embed\"", 32, 54),
     "live": (r"\b[Ll]ive\b|live_rows|ui_api|on_finished", 11, 1),
     "kv_events": (r"SubscribeKvEvents|kv_events|KvEvents|[Ll]edger|contents_", 13, 3),
     "isolation": (r"[Ii]solat|[Bb]lame|convict|[Qq]uarantin", 11, 1),
     "priority": (r"\bpriority", 16, 9),
-    "prefill_groups": (r"prefill_groups|only_prefills|hand_over|Stages|HandedOver", 12, 0),
+    "prefill_groups": (r"prefill_groups|only_prefills|hand_over|Stages|HandedOver", 10, 0),
 }
 """A feature's words, and how many files outside its folder name one of them."""
 

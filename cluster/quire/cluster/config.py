@@ -173,6 +173,9 @@ class GatewaySettings(
 ):
     """What each gateway uses of the settings that are not a model's."""
 
+    gateway_resource: str | None = setting(None, flag=None)
+    """A custom Ray resource, of which each gateway takes one. It selects the nodes of gateways."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings(TlsSettings, ShutdownSettings, LogSettings):
@@ -186,8 +189,8 @@ class GroupSettings(TlsSettings, ShutdownSettings, LogSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(Branch):
-    """How Ray Serve runs gateways, and how it replaces them and groups. They do not use it."""
+class NumGateways(Branch):
+    """How many gateways Ray Serve runs, which a gateway does not use."""
 
     title = "gateways"
 
@@ -197,18 +200,22 @@ class ServeSettings(Branch):
     gateway_autoscaling: GatewayAutoscaling | None = None
     """Starts and stops gateways with the requests in progress. If absent, there are always
     ``num_gateways``."""
-    gateway_resource: str | None = setting(None, flag=None)
-    """A custom Ray resource, of which each gateway takes one. It selects the nodes of gateways."""
-    start_first: bool = setting(False, flag=None)
-    """An upgrade starts each new group and gateway before it stops an old one. It needs room for
-    one more of each, and waits if there is none. Otherwise a single group's clients wait."""
 
     def _check(self) -> None:
         self._must_be_at_least(1, "num_gateways")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SharedSettings(ServeSettings, GatewaySettings, GroupSettings):
+class UpgradeSettings(Branch):
+    """How Ray Serve replaces gateways and groups, which these do not use."""
+
+    start_first: bool = False
+    """An upgrade starts each new group and gateway before it stops an old one. It needs room for
+    one more of each, and waits if there is none. Otherwise a single group's clients wait."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedSettings(NumGateways, GatewaySettings, GroupSettings, UpgradeSettings):
     """The settings that are not a model's."""
 
     def serving(self, *models: "ModelConfig") -> "ClusterConfig":

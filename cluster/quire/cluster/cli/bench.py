@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cluster.cli.bench_serve import add_bench_serve_parser
-from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
+from quire.cluster.cli.engine import add_engine_flags, engine_config
+from quire.cluster.cli.flags import MODEL_HELP
 from quire.cluster.cli.help import DefaultsFormatter, Parser
 from quire.worker.api.config import BLOCK_SIZES, EngineConfig
 
@@ -74,7 +75,7 @@ def _add_kind(
         type=Path,
         help=MODEL_HELP,
     )
-    add_engine_flags(parser, tensor_parallel_size=1)
+    add_engine_flags(parser)
     return parser
 
 

@@ -4,6 +4,7 @@ name a server."""
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -66,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         if any(action.dest == "config" for action in self._actions):
             known.given = self._given(args)
             known.flags = {
-                action.dest: action.option_strings[0]
+                action.dest.rpartition(".")[2]: action.option_strings[0]
                 for action in self._actions
                 if action.option_strings and action.option_strings[0].startswith("--")
             }
@@ -147,6 +148,10 @@ class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults as one would type them; flags without a default show none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
+        if hasattr(action, "setting"):  # Read from source only where it is shown.
+            from quire.cluster.cli.flags import help_of
+
+            return help_of(action).replace("%", "%%")
         default = action.default
         if default is None or default == "" or action.const is True:
             return action.help
@@ -154,6 +159,9 @@ class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
             shown = " ".join(map(str, default)).replace("%", "%%")
             return f"{action.help} (default: {shown})"
         return super()._get_help_string(action)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def sentence(text: str) -> str:

@@ -17,7 +17,7 @@ from quire.cluster.cli.chat import add_chat_parser
 from quire.cluster.cli.cluster import add_cluster_flags, add_serve_flags, cluster_config
 from quire.cluster.cli.doctor import add_doctor_parser
 from quire.cluster.cli.explain import add_explain_parser
-from quire.cluster.cli.fields import with_flags
+from quire.cluster.cli.flags import with_flags
 from quire.cluster.cli.help import (
     SHORT_USAGE,
     DefaultsFormatter,
@@ -128,8 +128,16 @@ def _parser() -> argparse.ArgumentParser:
         "questions that share a system prompt, shows what each cost, and stops it.",
         formatter_class=DefaultsFormatter,
     )
-    add_cluster_flags(demo, num_groups=2, tensor_parallel_size=2)
-    demo.set_defaults(run=_demo, grpc_port=0, http_port=0)
+    add_cluster_flags(
+        demo,
+        defaults={
+            "num_groups": 2,
+            "engine": {"tensor_parallel_size": 2},
+            "grpc_port": 0,
+            "http_port": 0,
+        },
+    )
+    demo.set_defaults(run=_demo)
 
     add_upgrade_parser(commands)
     add_model_parser(commands)
@@ -173,11 +181,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    config = cluster_config(arguments)
+    from quire.cluster.cli.sources import read_cluster
+
+    sources = read_cluster(arguments)
     if arguments.print_config is not None:
         from quire.cluster.cli.print_config import printed
 
-        print(printed(arguments, config, everything=arguments.print_config == "all"), end="")
+        print(printed(arguments, sources, everything=arguments.print_config == "all"), end="")
         return 0
     # The imports alone take seconds.
     with ended_by_signal(), kept_keys(arguments.api_keys), on_stdout() as progress:
@@ -185,7 +195,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             from quire.cluster.deploy.app import serve_until_signal
 
         serve_until_signal(
-            config,
+            sources.config,
             name=arguments.name,
             ray_address=arguments.ray_address,
             status_every_s=arguments.status_interval_s,

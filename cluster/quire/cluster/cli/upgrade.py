@@ -23,9 +23,7 @@ def add_upgrade_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
         "their defaults: repeat those of `quire serve`.",
         formatter_class=DefaultsFormatter,
     )
-    add_cluster_flags(
-        upgrade, num_groups=1, tensor_parallel_size=1, ray_address_help=RAY_ADDRESS_HELP
-    )
+    add_cluster_flags(upgrade, ray_address_help=RAY_ADDRESS_HELP)
     upgrade.add_argument(
         "--start-first",
         action="store_true",

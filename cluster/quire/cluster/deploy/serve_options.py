@@ -19,9 +19,10 @@ import quire.worker
 from quire.cluster.config import (
     ClusterConfig,
     GroupConfig,
+    NumGateways,
     NumGroups,
-    ServeSettings,
     SharedSettings,
+    UpgradeSettings,
 )
 from quire.cluster.scaling.gateways import GatewayPolicy
 from quire.cluster.scaling.serve import ServePolicy
@@ -35,6 +36,9 @@ from quire.worker.api.errors import ConfigError
 from quire.worker.api.settings import part
 from quire.worker.model.hub import is_hub_name
 
+OF_GROUPS = (GroupConfig, NumGroups, UpgradeSettings)
+"""The settings that may stand in the ``args`` of groups."""
+
 
 def group_config(config: ClusterConfig) -> GroupConfig:
     """What each group of the only model of ``config`` uses of the settings."""
@@ -46,7 +50,7 @@ def group_config(config: ClusterConfig) -> GroupConfig:
 def check_of_groups(names: Iterable[str]) -> None:
     """Raises ConfigError: ``names``, the ``args`` of groups, have settings that only gateways
     use."""
-    known = {each.name for kind in (GroupConfig, NumGroups, ServeSettings) for each in fields(kind)}
+    known = {each.name for kind in OF_GROUPS for each in fields(kind)}
     all_names = {each.name for each in fields(ClusterConfig)}
     if others := [name for name in names if name in all_names - known]:
         raise ConfigError(
@@ -108,7 +112,7 @@ def group_version(config: ClusterConfig) -> str:
 def gateway_version(config: SharedSettings) -> str:
     """The version of the gateways: a digest of the settings that are not a model's, and of this
     software."""
-    counts = {field.name for field in fields(ServeSettings)} - {"gateway_resource", "start_first"}
+    counts = {field.name for field in fields(NumGateways)}
     settings = part(SharedSettings, config)
     return _digest([(name, value) for name, value in vars(settings).items() if name not in counts])
 

@@ -23,7 +23,7 @@ class AutoscalingSettings(Branch):
     min_groups: int = 1
     """The fewest groups. 0 stops the last group too; new requests then wait until one runs."""
     max_groups: int = 1
-    """The most groups that may run at a time. The flag turns autoscaling on."""
+    """The most groups that may run at a time. Its flag turns autoscaling on."""
     target_ttft_s: float = 2.0
     """How long prompts should wait for their turn at most."""
     max_kv_use: float = setting(0.8, flag=None)

@@ -11,9 +11,10 @@ part of the code can ask for its own branch alone. A process gets the branches t
 
 import ast
 import inspect
-import textwrap
+import sys
 from collections.abc import Collection
 from dataclasses import field, fields
+from functools import cache
 from math import inf
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -95,15 +96,30 @@ class Attribute(NamedTuple):
 
 def attributes_of(owner: type) -> dict[str, Attribute]:
     """The annotated attributes that ``owner`` itself declares, by name."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-    assert isinstance(tree, ast.ClassDef)
     found: dict[str, Attribute] = {}
     name = ""
-    for node in tree.body:
+    for node in _classes_in(owner.__module__)[owner.__qualname__].body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             name = node.target.id
             found[name] = Attribute(ast.unparse(node.annotation), "")
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
             text = " ".join(inspect.cleandoc(str(node.value.value)).split())
             found[name] = found[name]._replace(text=text)
+    return found
+
+
+@cache
+def _classes_in(module: str) -> dict[str, ast.ClassDef]:
+    """The classes in a module's source by qualified name. Each source is parsed once."""
+    found = {}
+
+    def look(node: ast.AST, place: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                found[place + child.name] = child
+                look(child, f"{place}{child.name}.")
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                look(child, f"{place}{child.name}.<locals>.")
+
+    look(ast.parse(inspect.getsource(sys.modules[module])), "")
     return found
