@@ -36,7 +36,7 @@ from quire.cluster.group.server import GroupServer
 from quire.cluster.group.session import TracesTo
 from quire.cluster.telemetry.tracing import Span
 from quire.v1 import inference_pb2, inference_pb2_grpc
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 _SPAWN = multiprocessing.get_context("spawn")
 _PROMPT_TOKENS = 100

@@ -35,8 +35,8 @@ from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.events import BlocksStored, EventBatch
-from quire.worker.api.hashing import HASH_BYTES, BlockHashes
+from quire.worker.blocks.events import BlocksStored, EventBatch
+from quire.worker.blocks.hashing import HASH_BYTES, BlockHashes
 
 _BLOCKS = 4096
 _REQUESTS_PER_TICK = 50

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +44,7 @@ def imports(tree: ast.AST, *, everywhere: bool) -> Iterator[str]:
             yield from imports(node, everywhere=everywhere)
 
 
+@cache
 def imported_at_start() -> dict[str, set[str]]:
     """For each module the modules that it imports at import time."""
     return {
@@ -51,6 +53,7 @@ def imported_at_start() -> dict[str, set[str]]:
     }
 
 
+@cache
 def imported_ever() -> dict[str, set[str]]:
     """For each module the modules that it imports at any time, also for types alone."""
     return {

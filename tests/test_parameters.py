@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.request.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = [field.name for field in fields(SamplingParams)]
@@ -48,7 +48,7 @@ FILES = files_by_name()
 def test_few_files_name_a_parameter_unless_there_is_a_reason(name: str) -> None:
     files = FILES[name]
     assert {
-        "worker/quire/worker/api/sampling_params.py",
+        "worker/quire/worker/request/sampling_params.py",
         "proto/quire/v1/inference.proto",
     } <= files
     assert (len(files) > MOST_FILES) == (name in KNOWN_WIDELY), sorted(files)

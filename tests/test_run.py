@@ -36,9 +36,15 @@ def test_the_exit_status_says_if_a_part_failed(
     assert run(stand_in).returncode == status
 
 
-def test_a_selection_may_leave_out_the_interpreted_kernels(stand_in: Path) -> None:
-    stand_in.write_text('#!/bin/sh\ncase "$*" in *"tests/kernels/interpreted") exit 5;; esac\n')
+@pytest.mark.parametrize("empty", ["tests/kernels/interpreted", "tests/cluster"])
+def test_a_selection_may_have_no_test_of_a_part(stand_in: Path, empty: str) -> None:
+    stand_in.write_text(f'#!/bin/sh\ncase "$*" in *"{empty}"*) exit 5;; esac\n')
     assert run(stand_in, "-m", "slow").returncode == 0
+
+
+def test_a_selection_without_any_test_fails(stand_in: Path) -> None:
+    stand_in.write_text("#!/bin/sh\nexit 5\n")
+    assert run(stand_in, "-k", "a_typo").returncode == 5
 
 
 FAILS_ONCE = """#!/bin/sh
@@ -89,7 +95,7 @@ def test_an_interrupt_ends_all_parts(stand_in: Path, sent: signal.Signals) -> No
     )
     os.close(writes)
     with open(reads) as told:
-        assert [told.readline() for _ in range(3)] == ["started\n"] * 3
+        assert [told.readline() for _ in range(4)] == ["started\n"] * 4
         process.send_signal(sent)
         assert process.wait() == 128 + sent
         assert select.select([told], [], [], 60)[0], "a process is left"

@@ -26,7 +26,7 @@ from quire.cluster.config import (
 )
 from quire.cluster.deploy.serve_options import OF_GROUPS
 from quire.router.config import RoutingConfig
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "helm/quire"

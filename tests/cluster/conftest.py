@@ -50,15 +50,15 @@ from quire.cluster.wire import format_to_proto
 from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, inference_pb2_grpc
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import InvalidRequest, RankFailure
-from quire.worker.api.outputs import TokenLogprobs
-from quire.worker.engine import Engine
-from quire.worker.model.adapters.peft import read_config
-from quire.worker.model.adapters.store import AdapterStore, Held
+from quire.worker.engine.engine import Engine
+from quire.worker.engine.messages import StepInput, StepOutput
 from quire.worker.model.facts import ModelFacts
-from quire.worker.schedule.reading import Read
-from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.parts.adapters.peft import read_config
+from quire.worker.parts.adapters.reading import Read
+from quire.worker.parts.adapters.store import AdapterStore, Held
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import InvalidRequest, RankFailure
+from quire.worker.request.outputs import TokenLogprobs
 from quire.worker.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 4

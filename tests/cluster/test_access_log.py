@@ -214,6 +214,7 @@ async def test_a_connection_that_speaks_no_http_has_one_line(
     assert f'quire_requests_total{{endpoint="other",status="{said["status"]}"}} 1.0' in page
 
 
+@pytest.mark.slow
 async def test_a_failover_names_both_groups(start_cluster: Any, lines: Lines) -> None:
     async with start_cluster(num_groups=2) as cluster:
         cluster.take_steps_of(0.01)

@@ -23,8 +23,8 @@ from quire.cluster.serving.models import Models
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import admin_pb2, admin_pb2_grpc, group_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import AdapterError
-from quire.worker.model.adapters.store import AdapterStore
+from quire.worker.parts.adapters.store import AdapterStore
+from quire.worker.request.errors import AdapterError
 
 pytestmark = pytest.mark.anyio
 
@@ -258,6 +258,7 @@ async def test_without_the_setting_no_adapter_is_taken(
     assert "--enable-lora" in answer.json()["error"]["message"]
 
 
+@pytest.mark.slow
 async def test_a_group_that_comes_later_is_given_what_it_needs_by_another_one(
     start: Any, start_group: Any, write: Write, tmp_path: Path
 ) -> None:
@@ -362,6 +363,7 @@ async def test_operators_load_over_grpc_and_http_and_tenants_do_not(
         assert "parent" not in listing[0]
 
 
+@pytest.mark.slow
 async def test_gateways_tell_each_other_and_one_that_starts_asks(start: Any, write: Write) -> None:
     async with start(num_groups=1) as cluster:
         first = cluster.models.adapters

@@ -23,8 +23,8 @@ from quire.cluster.config import ClusterConfig, LoraModule
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.group.server import GroupServer
 from quire.cluster.serving.adapters import Word
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 from quire_client import AsyncClient, SamplingParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

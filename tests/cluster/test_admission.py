@@ -22,7 +22,7 @@ from quire.router.policies.policy import GroupLoad, GroupState
 from quire.router.policies.speeds import Rates, Speeds
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 NUM_SLOTS = 4
 

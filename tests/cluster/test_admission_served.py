@@ -135,6 +135,7 @@ async def test_a_deadline_in_the_queue_ends_the_wait(start_cluster: Any, how: st
         assert cluster.connections.demand.num_requests == 0
 
 
+@pytest.mark.slow
 async def test_the_queue_is_served_by_priority_and_the_group_is_told(
     start_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ async def kill_all(cluster: Any, *, how: str) -> None:
             group.engine_loop._deliver = lambda result: None
 
 
-@pytest.mark.quick_cells(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
 async def test_all_streams_go_on_exactly_once_groups_are_back(
     start_cluster: Any, start_group: Any, how: str
@@ -88,6 +88,7 @@ async def test_all_streams_go_on_exactly_once_groups_are_back(
         assert cluster.gateway.telemetry.quarantined._value.get() == 0
 
 
+@pytest.mark.slow
 async def test_where_no_group_is_started_any_more_all_are_told_at_once(start_cluster: Any) -> None:
     """Streams under way, a request that waits for a group, and one that arrives later."""
     async with start_cluster(num_groups=NUM_GROUPS, group_wait_s=1e4, **ROOM) as cluster:

@@ -177,6 +177,7 @@ async def test_a_stop_sequence_is_named(start_cluster: Any, says: Any) -> None:
     assert stopped.content[0].text == "I look"
 
 
+@pytest.mark.slow
 async def test_a_call_is_made_where_it_must_be(start_cluster: Any) -> None:
     schema = {"type": "object", "properties": {"k": {"enum": ["a", "b"]}}, "required": ["k"]}
     tool: Any = {

@@ -10,7 +10,7 @@ import pytest
 
 from quire.cluster.scaling.policy import Observation, Sample, ScalingDecision, State, decide
 from quire.cluster.scaling.settings import AutoscalingSettings
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 SPEED = 1000.0  # Prompt tokens per second.
 TICK_S = 0.1  # Serve's interval; groups report every tenth.

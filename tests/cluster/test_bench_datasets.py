@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from quire.cluster.bench.serving.config import Dataset
 from quire.cluster.bench.serving.dataset import Prompt, Vocabulary, arrivals, prompts_of
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 GUESSED = Vocabulary.guessed()
 

@@ -21,7 +21,7 @@ from quire.cluster.bench.serving.command import choose_form
 from quire.cluster.bench.serving.dataset import Prompt
 from quire.cluster.bench.serving.figures import details, figures
 from quire.cluster.bench.serving.load import Load, run
-from quire.worker.api.errors import ConfigError, QuireError
+from quire.worker.request.errors import ConfigError, QuireError
 
 Events = Sequence[tuple[float, int]]
 """For each chunk the seconds since the request and its number of tokens."""

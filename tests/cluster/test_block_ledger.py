@@ -15,8 +15,8 @@ from quire.cluster.links.block_ledger import Block, Change, Gap, Gone, Keys, Led
 from quire.cluster.wire import contents_from_proto, contents_to_proto, events_from_proto
 from quire.router.prefix_index.directory import Position
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.events import BlockContent, EventBatch, EventLog
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.events import BlockContent, EventBatch, EventLog
+from quire.worker.blocks.hashing import BlockHash
 
 NUM_TIERS = 3
 NUM_BLOCKS = 12

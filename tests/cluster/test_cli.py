@@ -13,7 +13,7 @@ from quire.cluster.cli.main import _parser, main
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import app
 from quire.cluster.errors import StartFailed
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 FREE_PORTS = ["--grpc-port", "0", "--http-port", "0"]
 

@@ -20,7 +20,7 @@ from tests.cluster.http_listener import (
 )
 
 from quire.cluster.edge.limits import MAX_HEAD_BYTES, ConnectionLimits, allowed_connections
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 

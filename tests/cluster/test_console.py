@@ -20,7 +20,7 @@ from quire.cluster.deploy.ticker import ERASE
 from quire.cluster.edge.admin_grpc import overview_of
 from quire.cluster.telemetry.rates import Rates, first_token_s, is_busy
 from quire.v1 import admin_pb2 as pb
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 

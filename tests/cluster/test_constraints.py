@@ -10,9 +10,9 @@ import pytest
 from quire import demo_model
 from quire.cluster.serving import constraints
 from quire.cluster.serving.constraints import Constraints
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.structured import Constraint
-from quire.worker.text.grammar import Grammars
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.structured import Constraint
+from quire.worker.text.grammar.compiler import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio

@@ -12,8 +12,8 @@ from quire.cluster.failover.chunk import Chunk
 from quire.cluster.wire import tokens_to_bytes, work_of
 from quire.v1 import group_pb2, group_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.request import Request, Tokens
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.request.request import Request, Tokens
+from quire.worker.request.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.anyio
 
@@ -37,6 +37,7 @@ async def tokens_of(call: Any) -> list[int]:
     return [token async for chunk in call for token in chunk.token_ids]
 
 
+@pytest.mark.slow
 async def test_a_slow_reader_blocks_only_itself(start_cluster: Any) -> None:
     async with (
         start_cluster(

@@ -24,8 +24,8 @@ from quire.cluster.scaling.demand import Demand
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.prefix_index.directory import GroupId
 from quire.router.registry import REGISTRY, Member
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 

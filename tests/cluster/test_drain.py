@@ -83,6 +83,7 @@ async def test_what_is_left_at_the_end_of_the_grace_is_given_back(
     assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=NUM_TOKENS)
 
 
+@pytest.mark.slow
 async def test_one_group_after_the_other_is_replaced_under_load(
     start_cluster: Any, start_group: Any
 ) -> None:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import openai
 import pytest
 import torch
-from langchain_openai import OpenAIEmbeddings
 from openai import AsyncOpenAI
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 from tests.cluster.test_models import serving
@@ -37,10 +36,10 @@ from quire.cluster.serving.embeddings import Ask
 from quire.llm import LLM
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Chat, Text, Tokens
-from quire.worker.api.scoring import EmbeddingUse
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import Chat, Text, Tokens
+from quire.worker.request.scoring import EmbeddingUse
 from quire.worker.text.tokenizer import Tokenizer
 from quire_client import AsyncClient, InvalidArgument
 
@@ -187,6 +186,8 @@ async def test_embeddings_are_those_of_transformers(served: Served, model: str) 
     first = found[1, :8] / np.linalg.norm(found[1, :8])
     np.testing.assert_allclose(short.data[0].embedding, first, atol=1e-6)
     assert made.usage.prompt_tokens == made.usage.total_tokens > 0
+    from langchain_openai import OpenAIEmbeddings  # Slow to import.
+
     async with httpx.AsyncClient() as http:
         by_langchain = OpenAIEmbeddings(
             model=model,
@@ -222,6 +223,7 @@ async def test_grpc_makes_the_same(served: Served, client: httpx.AsyncClient, mo
     np.testing.assert_allclose([(each.index, each.score) for each in order.ranked], scores)
 
 
+@pytest.mark.slow
 async def test_requests_of_a_group_that_dies_get_the_same_elsewhere(tmp_path: Path) -> None:
     save("bert", tmp_path, vocab_size=_vocab_size())
     for file in demo_model.PATH.glob("*token*"):
@@ -357,6 +359,7 @@ async def test_a_refusal_names_the_clients_own_place(client: httpx.AsyncClient) 
             assert answer.json()["error"]["message"].startswith(message)
 
 
+@pytest.mark.slow
 async def test_as_many_inputs_as_openai_takes_are_embedded(client: httpx.AsyncClient) -> None:
     body = {"model": "encoder", "input": [[5]] * 2048}
     answer = await client.post("/v1/embeddings", json=body)

@@ -16,8 +16,8 @@ from quire.cluster.telemetry.metrics import Telemetry
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2
-from quire.worker.api.errors import InvalidRequest, QueueFull, QuireError
-from quire.worker.api.model_card import ModelCard
+from quire.worker.request.errors import InvalidRequest, QueueFull, QuireError
+from quire.worker.request.model_card import ModelCard
 
 pytestmark = pytest.mark.anyio
 

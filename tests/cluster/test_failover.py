@@ -81,6 +81,7 @@ async def test_a_stream_goes_on_exactly_when_a_rank_of_its_group_fails(start_clu
     assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=NUM_TOKENS)
 
 
+@pytest.mark.slow
 async def test_a_silent_group_is_left_and_its_streams_go_on(start_cluster: Any) -> None:
     async with start_cluster() as cluster:
         cluster.take_steps_of(SLOW_S)

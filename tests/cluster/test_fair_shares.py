@@ -90,6 +90,7 @@ def share_kept(
     return {tenant: beside[tenant] / without[tenant] for tenant in SMALL}
 
 
+@pytest.mark.slow
 def test_a_tenant_at_a_hundred_times_the_load_costs_the_others_at_most_a_twentieth() -> None:
     kept = share_kept("slots", seconds=45)
     assert min(kept.values()) >= 0.95, kept

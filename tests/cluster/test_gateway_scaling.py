@@ -10,7 +10,7 @@ from quire.cluster.scaling.gateways import INFLIGHT, GatewayPolicy, decide
 from quire.cluster.scaling.serve import ServePolicy
 from quire.cluster.scaling.settings import GatewayAutoscaling
 from quire.cluster.settings import config_from
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 SETTINGS = GatewayAutoscaling(max_gateways=4, target_inflight=10, down_delay_s=60)
 

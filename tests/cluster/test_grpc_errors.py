@@ -65,6 +65,7 @@ FIELDS = [
 ]
 
 
+@pytest.mark.slow
 async def test_an_invalid_argument_names_its_field(start_cluster: Any) -> None:
     async with start_cluster(num_groups=1) as cluster:
         for request, field in FIELDS:

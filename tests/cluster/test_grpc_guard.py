@@ -159,7 +159,7 @@ def request(max_tokens: int) -> pb.GenerateRequest:
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=sampling)
 
 
-@pytest.mark.quick_cells(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("frames", FLOODS)
 async def test_a_flood_without_a_key_is_ended_and_streams_go_on(
     serving: Any, frames: Callable[[], Iterator[bytes]]
@@ -262,6 +262,7 @@ async def test_uploads_that_are_cancelled_are_no_flood(serving: Any) -> None:
         assert not server.cuts
 
 
+@pytest.mark.slow
 async def test_a_flood_under_tls_is_ended(serving: Any) -> None:
     authority = trustme.CA()
     pair = authority.issue_cert("localhost")

@@ -13,7 +13,7 @@ from tests.prepared import prepared
 from quire.cluster.wire import work_of
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import RankFailure
+from quire.worker.request.errors import RankFailure
 
 pytestmark = pytest.mark.anyio
 
@@ -71,6 +71,7 @@ async def read_to_end(call: Any) -> None:
         pass
 
 
+@pytest.mark.slow
 async def test_a_group_that_beats_but_does_not_step_is_left_by_the_gateway(
     start_cluster: Any, hang: Hang, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -111,6 +112,7 @@ async def test_a_hung_step_fails_the_whole_group_which_is_then_left(
     assert found == cluster.model.continuation(PROMPT, seed=5, max_tokens=NUM_TOKENS)
 
 
+@pytest.mark.slow
 async def test_an_idle_engine_and_a_working_one_pass_the_watch(start_group: Any) -> None:
     async with start_group() as group:
         group.engine_loop.watch(step_deadline_s=2)
@@ -151,6 +153,7 @@ async def test_a_gateway_that_falls_silent_has_its_requests_aborted(start_group:
             assert group.executor.num_steps < 300
 
 
+@pytest.mark.slow
 async def test_a_gateway_that_neither_reads_nor_speaks_keeps_no_blocks(start_group: Any) -> None:
     """The group is blocked in a write."""
     small_windows = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
@@ -176,6 +179,7 @@ async def test_a_gateway_that_neither_reads_nor_speaks_keeps_no_blocks(start_gro
             call.cancel()
 
 
+@pytest.mark.slow
 async def test_a_gateway_with_nothing_to_say_is_heard_all_the_same(start_cluster: Any) -> None:
     async with start_cluster(
         num_groups=1,

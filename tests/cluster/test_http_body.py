@@ -16,7 +16,7 @@ from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
 from quire.cluster.edge.keys_file import EVERYONE, Caller
 from quire.cluster.errors import Overloaded
 from quire.cluster.serving.bounds import Budget
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -237,6 +237,7 @@ async def test_the_connection_ends_with_the_answer_to_a_body_that_was_not_read(
         assert (answer.status_code, "connection" in answer.headers) == (400, False)
 
 
+@pytest.mark.slow
 async def test_an_answer_to_a_gigabyte_comes_before_a_byte_of_it(start_cluster: Any) -> None:
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     async with start_cluster(num_groups=1) as cluster:

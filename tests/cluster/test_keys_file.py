@@ -13,7 +13,7 @@ from quire.cluster.cli.main import main
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.keys_file import Caller
 from quire.cluster.serving.tenants import TenantPolicy
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 SECRET = "qk-the-secret-of-acme"
 BOSS = "qk-the-secret-of-the-boss"

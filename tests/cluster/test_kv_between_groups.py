@@ -18,9 +18,9 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.group.server import GroupServer
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.kv_format import PeerSource
-from quire.worker.schedule import arriving
+from quire.worker.blocks.kv_format import PeerSource
+from quire.worker.parts.tiers import arriving
+from quire.worker.request.config import EngineConfig
 
 pytestmark = pytest.mark.anyio
 

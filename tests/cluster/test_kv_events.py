@@ -25,8 +25,8 @@ from quire.cluster.edge.kv_events import KvEventsConfig
 from quire.cluster.wire import events_from_proto
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.events import DIGEST_BYTES, BlocksRemoved, Digest, EventBatch
-from quire.worker.engine import Engine
+from quire.worker.blocks.events import DIGEST_BYTES, BlocksRemoved, Digest, EventBatch
+from quire.worker.engine.engine import Engine
 
 pytestmark = pytest.mark.anyio
 

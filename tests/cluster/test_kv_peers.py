@@ -25,8 +25,8 @@ from quire.cluster.group.warming import Warming
 from quire.cluster.tls import own_tls
 from quire.cluster.wire import format_to_proto, source_to_proto
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.hashing import BlockHash
-from quire.worker.cache.pull import Pull
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.parts.tiers.pull import Pull
 
 pytestmark = pytest.mark.anyio
 

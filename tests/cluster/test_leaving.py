@@ -88,6 +88,7 @@ async def test_a_request_whose_answer_has_not_begun_is_told_that_its_server_leav
             assert connection_header_of(answer) == "close"
 
 
+@pytest.mark.slow
 async def test_connections_without_a_request_are_closed_as_their_server_leaves() -> None:
     async with serving(drain_timeout_s=FOREVER_S) as server:
         idle = await server.client(GET, sees=b"done\r\n0\r\n\r\n")
@@ -98,6 +99,7 @@ async def test_connections_without_a_request_are_closed_as_their_server_leaves()
             assert await silent.rest() == b""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="SO_REUSEPORT deals connections out on Linux")
 async def test_a_server_that_leaves_a_shared_port_loses_no_connection() -> None:
     """Neither those that wait to be accepted nor those that arrive in the meantime."""

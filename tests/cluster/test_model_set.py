@@ -22,8 +22,8 @@ from quire.cluster.deploy.served_model import ServedModel, new_table
 from quire.cluster.group.server import GroupServer
 from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.cluster.serving.adapters import Word
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import CheckpointError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import CheckpointError
 
 pytestmark = pytest.mark.anyio
 
@@ -91,10 +91,11 @@ async def serving() -> AsyncIterator[Serving]:
     async with contextlib.AsyncExitStack() as stack:
         server = GatewayServer(CONFIG)
         await server.listen()
+        stack.push_async_callback(server.stop, drain_timeout_s=0)
+        # The client closes first: a server that stops gives idle connections two seconds.
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://{server.http_address}", timeout=None)
         )
-        stack.push_async_callback(server.stop, drain_timeout_s=0)
         made = Serving(stack, server, client)
         made.models = ModelSet(CONFIG, server.models, make_table=new_table, follow=made.follow)
         stack.push_async_callback(made.models.close)
@@ -153,6 +154,7 @@ async def test_an_adapter_does_not_come_back_once_a_model_has_had_its_name(
     assert [*await serving.states()] == ["chat"]
 
 
+@pytest.mark.slow
 async def test_a_stream_ends_on_the_model_that_was_removed_or_is_told(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:

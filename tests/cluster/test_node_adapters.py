@@ -10,8 +10,8 @@ from safetensors.numpy import save_file
 
 from quire import demo_model
 from quire.cluster.node_adapters import NodeAdapters
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import AdapterError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import AdapterError
 
 
 def write(folder: Path, module: str = "x", **config: Any) -> Path:

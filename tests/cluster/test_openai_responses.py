@@ -217,6 +217,7 @@ class Kind(pydantic.BaseModel):
     k: Literal["cat", "mat"]
 
 
+@pytest.mark.slow
 async def test_forms_are_kept(start_cluster: Any) -> None:
     async with start_cluster(
         num_groups=1, model_len=700, config={"tool_call_parser": "hermes"}

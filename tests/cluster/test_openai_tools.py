@@ -13,7 +13,7 @@ from tests.response_templates import CASES
 
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.formats import TOOL_FORMATS
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 from quire.worker.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio
@@ -199,7 +199,7 @@ NAMED: Any = {"type": "function", "function": {"name": "find"}}
 FREE = ASKED | {"tools": [FIND], "seed": 4, "parallel_tool_calls": False, "max_tokens": None}
 
 
-@pytest.mark.quick_cells(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [each.name for each in TOOL_FORMATS])
 async def test_a_call_that_is_required_comes_in_every_format(start_cluster: Any, form: str) -> None:
     """From a model whose tokens are otherwise random."""
@@ -215,6 +215,7 @@ async def test_a_call_that_is_required_comes_in_every_format(start_cluster: Any,
             jsonschema.validate(json.loads(call.function.arguments), KIND)
 
 
+@pytest.mark.slow
 async def test_strict_tools_are_called_as_their_schemas_say(start_cluster: Any) -> None:
     class Find(pydantic.BaseModel):
         k: Literal["cat"]
@@ -243,6 +244,7 @@ async def test_strict_tools_are_called_as_their_schemas_say(start_cluster: Any) 
             await chats.create(**asked | {"tools": [bad]}, tool_choice="required")
 
 
+@pytest.mark.slow
 async def test_a_required_call_goes_on_exactly_when_its_group_is_killed(
     start_cluster: Any,
 ) -> None:

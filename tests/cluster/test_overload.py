@@ -359,7 +359,7 @@ def at(limit: str, factor: float, *, num_gateways: int = 1) -> Outcome:
     return run(limit, per_s=factor * capacity_per_s(limit), num_gateways=num_gateways)
 
 
-@pytest.mark.quick_cells("slots")
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", LIMITS)
 def test_at_three_times_its_capacity_what_is_accepted_keeps_its_latency(limit: str) -> None:
     at_capacity, over = at(limit, 1.0), at(limit, 3.0)
@@ -367,7 +367,7 @@ def test_at_three_times_its_capacity_what_is_accepted_keeps_its_latency(limit: s
     assert over.completed_per_s > 0.9 * capacity_per_s(limit), "groups do not fall idle"
 
 
-@pytest.mark.quick_cells("slots")
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("num_gateways", [1, 4])
 def test_every_request_is_completed_or_refused_on_arrival(limit: str, num_gateways: int) -> None:

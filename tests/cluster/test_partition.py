@@ -82,6 +82,7 @@ async def tokens_of(call: Any, chunks: list[pb.GenerateResponse]) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 async def test_streams_go_on_elsewhere_and_nothing_comes_twice_after_the_heal(
     start_cluster: Any, start_group: Any
 ) -> None:

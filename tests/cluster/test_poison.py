@@ -16,7 +16,7 @@ from tests.prepared import prepared
 from quire.cluster.wire import work_of
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import RankFailure
+from quire.worker.request.errors import RankFailure
 
 pytestmark = pytest.mark.anyio
 
@@ -65,6 +65,7 @@ def _begins(group: Any, step: Any, row: int, poison: int) -> bool:
     return bool(written.get(slot, group.executor._slots[slot]) == poison)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "spread"),
     [

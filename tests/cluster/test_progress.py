@@ -34,6 +34,7 @@ def test_a_pipe_gets_lines_even_while_the_process_hangs_in_one_call() -> None:
     assert said[-1] == "serves"
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_one_line_that_changes_and_is_gone_at_the_end() -> None:
     here, there = pty.openpty()
     with subprocess.Popen([sys.executable, "-c", HANGS], stdout=there):

@@ -22,8 +22,8 @@ from quire.cluster.dialects.events import (
 )
 from quire.cluster.dialects.parser import OutputParser
 from quire.cluster.dialects.tools import Tool, ToolUse
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.text.chat_template import ChatTemplate
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.text.template.chat_template import ChatTemplate
 from quire.worker.text.tokenizer import Tokenizer
 
 TURNS = (

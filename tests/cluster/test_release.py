@@ -83,6 +83,7 @@ async def check_released(cluster: Any, steps: Steps) -> None:
     assert tokens == expected
 
 
+@pytest.mark.slow
 async def test_a_hundred_cancelled_calls(start_cluster: Any) -> None:
     async with start_cluster(**OPTIONS) as cluster:
         (group,) = cluster.groups.values()

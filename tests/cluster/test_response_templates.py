@@ -25,9 +25,9 @@ from quire.cluster.dialects.events import Content, Event, Reasoning
 from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.response_template import calls_from
 from quire.cluster.dialects.tools import check_tools
-from quire.worker.api.errors import UnreadableTemplate
+from quire.worker.request.errors import UnreadableTemplate
 from quire.worker.text.reasoning import reasoning_from, reasoning_of
-from quire.worker.text.response_template import Group, sequence_of
+from quire.worker.text.template.response_template import Group, sequence_of
 from quire.worker.text.tokenizer import Tokenizer
 
 SAID = st.text(st.characters(codec="utf-8", categories=["L", "N", "Zs", "Cc"]), max_size=9)

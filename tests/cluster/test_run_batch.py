@@ -16,7 +16,7 @@ from quire.cluster.batch_file import Limits, check_file
 from quire.cluster.cli.main import main
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.keys_file import Caller
-from quire.worker.api.errors import ConfigError, QuireError
+from quire.worker.request.errors import ConfigError, QuireError
 
 pytestmark = pytest.mark.anyio
 
@@ -168,6 +168,7 @@ async def test_a_connection_that_is_lost_is_an_error_of_its_request_alone(
     assert answers["keep"]["response"]["body"] == {"ok": True}
 
 
+@pytest.mark.slow
 async def test_a_request_beyond_a_limit_fails_alone_and_says_what_helps(tmp_path: Path) -> None:
     async def answer(asked: web.Request) -> web.Response:
         prompt = (await asked.json())["prompt"]

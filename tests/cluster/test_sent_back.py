@@ -169,6 +169,7 @@ async def talk(
         yield Talk(cluster, messages, grpc, prompts, script)
 
 
+@pytest.mark.slow
 async def test_at_chats(talk: Talk) -> None:
     chats = talk.cluster.openai.chat.completions
     asked: dict[str, Any] = {"model": "hash", "temperature": 0, "tools": TOOLS}

@@ -12,7 +12,7 @@ from quire.cluster.cli.main import _parser, main
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.kept_keys import kept_keys
 from quire.cluster.edge.auth import ApiKeys
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 
 def config_of(*flags: str) -> ClusterConfig:

@@ -22,9 +22,9 @@ from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
 from quire.v1 import inference_pb2
-from quire.worker.api.events import BlocksStored, EventBatch
-from quire.worker.api.hashing import BlockHash, BlockHashes
-from quire.worker.api.outputs import Fetched
+from quire.worker.blocks.events import BlocksStored, EventBatch
+from quire.worker.blocks.hashing import BlockHash, BlockHashes
+from quire.worker.request.outputs import Fetched
 
 A, B, C = GroupId("a"), GroupId("b"), GroupId("c")
 NUM_PROMPT_TOKENS = 999

@@ -131,6 +131,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 async def test_what_is_not_supported_is_refused_by_the_gateway(start_cluster: Any) -> None:
     async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         for fields, words in REFUSED:

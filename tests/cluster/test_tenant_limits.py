@@ -24,7 +24,7 @@ from quire.cluster.serving.tenants import TenantPolicy, Tenants, duration
 from quire.cluster.telemetry.usage import NUM_MINUTES, Counts, UsageLedger
 from quire.v1 import admin_pb2, admin_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -172,6 +172,7 @@ async def test_a_priority_that_is_not_the_tenants_is_refused(cluster: Any) -> No
     assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+@pytest.mark.slow
 async def test_the_last_place_under_way_is_for_the_tenant_with_less_waiting(
     start_cluster: Any, keys: ApiKeys
 ) -> None:

@@ -17,9 +17,9 @@ from quire.cluster.telemetry.explanations import routing_message
 from quire.router.policies.policy import Decision, GroupState
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.request import Request, Text, Tokens
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.request import Request, Text, Tokens
+from quire.worker.request.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.anyio
 

@@ -31,7 +31,7 @@ from quire.cluster.telemetry.span_export import MAX_QUEUED, SpanExport
 from quire.cluster.telemetry.timeline import MAX_TRACED, Timeline
 from quire.cluster.telemetry.tracing import Span, new_span_id, start_tracing
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 

@@ -131,6 +131,7 @@ async def test_a_pace_that_cannot_be_is_refused_by_name(
         assert answer.json()["error"]["message"].startswith(named)
 
 
+@pytest.mark.slow
 async def test_a_picture_comes_first_and_then_what_changes(start_cluster: Any) -> None:
     async with start_cluster(num_groups=2) as cluster, watching(cluster.http_url) as seen:
         name, picture = await anext(seen)

@@ -17,7 +17,7 @@ from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.keys_file import Caller
 from quire.cluster.telemetry.timeline import Timeline
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 playwright_api = pytest.importorskip("playwright.async_api")
 playwright_api.expect.set_options(timeout=120_000)  # Ends failed tests only.

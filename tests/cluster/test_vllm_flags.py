@@ -11,8 +11,8 @@ from quire.cluster.cli.main import _parser, main
 from quire.cluster.cli.vllm_flags import translated
 from quire.cluster.deploy.kept_keys import kept_keys
 from quire.cluster.edge.auth import ApiKeys
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.vllm_names import ALWAYS, REFUSED, SPELLED
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.vllm_names import ALWAYS, REFUSED, SPELLED
 
 FLAGS = Path(__file__).with_name("vllm_flags.txt").read_text(encoding="ascii").split()
 """Flags of ``vllm serve`` in release 0.33.0."""

@@ -75,6 +75,7 @@ def wait_until_refused(port: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_process_that_was_stopped_gets_no_more_connections_and_goes_on() -> None:
     with gateway("time.sleep(0.1)") as (process, port):
         stop(process)
@@ -85,6 +86,7 @@ def test_a_process_that_was_stopped_gets_no_more_connections_and_goes_on() -> No
         assert process.wait() == 0
 
 
+@pytest.mark.slow
 def test_connections_of_one_that_was_stopped_go_to_another() -> None:
     with gateway("time.sleep(1000)") as (process, port):
         other = listening_socket("127.0.0.1", port, is_shared=True)
@@ -103,6 +105,7 @@ def test_connections_of_one_that_was_stopped_go_to_another() -> None:
                         in_a_row = 0
 
 
+@pytest.mark.slow
 def test_a_process_that_stays_stopped_is_killed() -> None:
     with gateway("time.sleep(1000)") as (process, _):
         stop(process)

@@ -64,6 +64,7 @@ def test_from_the_cache(
         assert first == oracle(tiny_llama, prompts)
 
 
+@pytest.mark.slow
 def test_without_the_cache_nothing_is_reused(
     tiny_llama: Path, prompts: list[list[int]], oracle: Oracle
 ) -> None:
@@ -74,6 +75,7 @@ def test_without_the_cache_nothing_is_reused(
         assert [output.outputs[0].token_ids for output in again] == oracle(tiny_llama, prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caching", [True, False])
 def test_when_sequences_are_preempted(
     tiny_llama: Path, prompts: list[list[int]], oracle: Oracle, caching: bool
@@ -101,7 +103,7 @@ def test_with_each_step_prepared_while_the_one_before_it_runs(
         assert _generate(llm, prompts) == oracle(tiny_llama, prompts)
 
 
-@pytest.mark.quick_cells("native-True")
+@pytest.mark.slow
 @pytest.mark.parametrize("caching", [True, False])
 def test_on_two_tensor_parallel_ranks(
     tiny_llama: Path, prompts: list[list[int]], oracle: Oracle, caching: bool

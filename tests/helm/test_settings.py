@@ -32,7 +32,7 @@ from quire.cluster.deploy.serve_options import check_of_groups, group_config
 from quire.cluster.settings import config_from
 from quire.router.config import RoutingConfig
 from quire.router.policies.catalog import POLICIES
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 BOUNDS = {
     ("admission", "maxQueueWaitSeconds"): "max_queue_wait_s",

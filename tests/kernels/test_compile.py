@@ -15,9 +15,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from tools.kernels.compile_cases import KernelCase, shipped_cases
 from tools.kernels.compile_check import all_cases, compile_all, compile_case
 
-from quire.kernels.launch import SHARED_PAIRS, SPLIT_TOKENS, launch_config
-from quire.kernels.triton_decode import decode_kernel
-from quire.kernels.triton_prefill import prefill_kernel
+from quire.kernels.triton.decode import decode_kernel
+from quire.kernels.triton.launch import SHARED_PAIRS, SPLIT_TOKENS, launch_config
+from quire.kernels.triton.prefill import prefill_kernel
 
 NUM_PARTS = 4
 """Parts of the test: as one, it could exceed a test's time limit on a busy machine."""
@@ -39,7 +39,7 @@ def test_every_shipped_kernel_compiles_without_fault(part: int) -> None:
     assert list(faults) == [name(case) for case in all_cases()[part::NUM_PARTS]]
 
 
-@pytest.mark.quick_cells(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_a_decode_loads_a_tile_while_it_computes_with_another(capability: int) -> None:
     cases = shipped_cases(head_sizes=(128,), dtypes=(torch.bfloat16,), capabilities=(capability,))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import native_header
-from quire.kernels import native_abi
+from quire.kernels.native import abi as native_abi
 
 SOURCES = Path(native_abi.__file__).parent / "native"
 NAMES: dict[Any, str] = {
@@ -57,6 +57,7 @@ def name_of(kind: Any) -> str:
     return f"{kind._type_.__name__}*" if issubclass(kind, ctypes._Pointer) else str(kind.__name__)
 
 
+@pytest.mark.slow
 def test_the_compiler_sees_what_python_reads() -> None:
     compiler = shutil.which("c++")
     if compiler is None:

@@ -78,7 +78,7 @@ def test_a_planted_fault_is_noticed(fault: str, kind: str, capability: int) -> N
         CASES[kind].run(capability, edits=edits)
 
 
-@pytest.mark.quick_cells(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "capability", "pattern", "replacement"),
     [

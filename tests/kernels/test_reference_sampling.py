@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import reference_sampling
-from quire.worker.sampling import draw
+from quire.kernels.reference import sampling as reference_sampling
+from quire.worker.rank.sampling import draw
 
 
 def test_sampling_weights_are_those_of_exact_arithmetic_to_the_last_bits_of_float32() -> None:
@@ -25,6 +25,7 @@ def test_the_random_number_is_that_of_the_sampler(position: int) -> None:
     assert [reference_sampling.random_uniform(seed, position) for seed in seeds] == want.tolist()
 
 
+@pytest.mark.slow
 def test_sampling_keeps_what_every_limit_allows() -> None:
     draws = 2000
     logits = torch.tensor([3.0, 1.0, 2.0, 2.0, 0.0]).expand(draws, -1)

@@ -9,11 +9,11 @@ import numpy as np
 
 from quire.cluster.group.remote_rank import RemoteRankTask
 from quire.cluster.group.remote_ranks import RemoteRanks
-from quire.worker.api.config import EngineConfig
+from quire.worker.engine.messages import Executor, StepInput
+from quire.worker.engine.sampling_batch import SamplingBatch
 from quire.worker.model.facts import ModelFacts, model_facts
-from quire.worker.ranks.lockstep import LockstepExecutor
-from quire.worker.step.messages import Executor, StepInput
-from quire.worker.step.sampling_batch import SamplingBatch
+from quire.worker.rank.lockstep import LockstepExecutor
+from quire.worker.request.config import EngineConfig
 
 RANK = """
 import pickle, sys
@@ -56,7 +56,7 @@ class NodeProcesses:
 def make_executor(
     config: EngineConfig, nodes: Sequence[tuple[str, Wrap]]
 ) -> tuple[Executor, ModelFacts]:
-    """Replaces `quire.worker.ranks.executor.make_executor`. The first of ``nodes`` is this
+    """Replaces `quire.worker.rank.executor.make_executor`. The first of ``nodes`` is this
     machine."""
     ranks = RemoteRanks(NodeProcesses(nodes), num_nodes=len(nodes), host=nodes[0][0])
     executor = LockstepExecutor(config, ranks)

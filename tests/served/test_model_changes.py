@@ -31,7 +31,7 @@ from quire.cluster.deploy.app import SILENT, Endpoints, running_app
 from quire.cluster.deploy.change import add_model, model_states, remove_model, replace_model
 from quire.cluster.deploy.local import ray_session
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import CheckpointError, ConfigError
+from quire.worker.request.errors import CheckpointError, ConfigError
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

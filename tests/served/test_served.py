@@ -26,7 +26,7 @@ from quire.cluster.deploy.app import Endpoints
 from quire.llm import LLM, SamplingParams
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
-from quire.worker.api.outputs import TokenDelta
+from quire.worker.request.outputs import TokenDelta
 
 T = TypeVar("T")
 SetPace = Callable[[float], None]

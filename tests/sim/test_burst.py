@@ -42,7 +42,7 @@ def ask(world: World, shared: list[int], *, max_tokens: int = NUM_OUTPUT) -> Ask
     return drawn
 
 
-@pytest.mark.quick_cells("64-0")
+@pytest.mark.slow
 @pytest.mark.parametrize("spread_s", [0.0, 2.0])
 @pytest.mark.parametrize("num_clients", [64, 100])
 def test_no_client_of_a_burst_with_a_shared_prompt_is_refused(

@@ -69,7 +69,7 @@ def fault(kind: str, *, length_s: float = 30.0) -> Step:
     return step
 
 
-@pytest.mark.quick_cells(3)
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize(
     ("kind", "bound_s"),
     [
@@ -102,13 +102,14 @@ def test_groups_that_share_no_fate_lose_nothing_when_each_is_rolled() -> None:
     assert result.outcomes == {"done": NUM_STREAMS + 10}
 
 
+@pytest.mark.slow
 def test_a_lone_group_that_crashes_is_waited_for() -> None:
     plan = Plan(cluster=replace(CLUSTER, num_groups=1, detect_s=1.0, start_s=2.0, news_s=0.5))
     result = play(fault("crash"), plan=plan)
     assert result.outcomes == {"done": NUM_STREAMS}
 
 
-@pytest.mark.quick_cells(3)
+@pytest.mark.quick_cells(1)
 @pytest.mark.parametrize("kind", ["crash", "vanish", "rank failure"])
 @pytest.mark.parametrize("seed", range(10))
 def test_where_all_groups_die_together_every_stream_is_done_once_they_are_back(
@@ -238,7 +239,7 @@ def test_a_request_that_kills_groups_is_stopped_and_the_others_go_on(
 EVENT_KINDS = ("events lost", "events repeated", "events exchanged", "events forgotten")
 
 
-@pytest.mark.quick_cells(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", EVENT_KINDS)
 def test_a_wrong_feed_of_events_costs_no_token_and_is_mended(kind: str) -> None:
     """Answers are checked as they arrive, and the directory at the end."""

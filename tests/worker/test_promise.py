@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from quire import demo_model
-from quire.kernels import native
+from quire.kernels.native import library as native
 from quire.llm import LLM, SamplingParams
 
 Settings = dict[str, object]
@@ -79,7 +79,7 @@ def test_on_any_number_of_ranks(
         assert _tokens(llm, _chats()) == expected
 
 
-@pytest.mark.quick_cells("1")
+@pytest.mark.slow
 @needs_native
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_beside_requests_with_other_parameters(ranks: int) -> None:

@@ -18,7 +18,7 @@ from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
 from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscaling
 from quire.cluster.settings import settings_in
 from quire.router.config import RoutingConfig
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 _SECTIONS: Mapping[str, tuple[type, str | None, str]] = {
     "The cluster": (ClusterConfig, "", "The settings of the first model stand beside these."),

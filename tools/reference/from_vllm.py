@@ -6,7 +6,7 @@ from pathlib import Path
 from tools.reference.markdown import code, table
 
 from quire.cluster.cli.main import _parser
-from quire.worker.api.vllm_names import ALWAYS, REFUSED, SPELLED, VALUES
+from quire.worker.request.vllm_names import ALWAYS, REFUSED, SPELLED, VALUES
 
 _FLAGS = Path(__file__).resolve().parents[2] / "tests/cluster/vllm_flags.txt"
 _BY_HAND = {

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import AdapterError
+from quire.worker.request.errors import AdapterError
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_BYTES = 4 * 2**30
@@ -23,7 +23,7 @@ _PIECE_TIMEOUT_S = 30.0
 
 
 class AdapterStore(Protocol):
-    """Keeps adapters on a node's disk, as `quire.worker.model.adapters.store` does."""
+    """Keeps adapters on a node's disk, as `quire.worker.parts.adapters.store` does."""
 
     def receiving(self) -> AbstractContextManager[Path]:
         """An empty folder in which to put both files for `keep`; removed when the context ends."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import aiohttp
 
 from quire.cluster.batch_file import MIB, Item, Limits, digest_of, lines_of, part_of
-from quire.worker.api.errors import QuireError
+from quire.worker.request.errors import QuireError
 
 _MAX_SAID_CHARS = 1000
 _ATTEMPTS = 6

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.cluster.unique_keys import read_json
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.settings import Branch
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.settings import Branch
 
 MIB = 2**20
 URLS = (

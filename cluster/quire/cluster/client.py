@@ -12,8 +12,8 @@ import grpc
 from quire.cluster.wire import params_to_proto
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.sampling_params import SamplingParams
 
 # gRPC's own messages for a server that it could not reach.
 _NOBODY_THERE = re.compile("failed to connect|errors resolving")

@@ -8,8 +8,8 @@
         GroupModel          what its groups use
     GroupConfig             what a process of a group gets: GroupSettings and GroupModel
 
-The classes are unions of branches (`quire.worker.api.settings`), each of which stands beside what
-it sets. A field's place decides which processes get it, and whose restart a change of it needs.
+The classes are unions of branches (`quire.worker.request.settings`), each of which stands beside
+what it sets. A field's place decides which processes get it, and so whose restart a change needs.
 """
 
 import re
@@ -25,10 +25,10 @@ from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscali
 from quire.cluster.serving.admission_config import AdmissionSettings
 from quire.cluster.telemetry.tracing import check_endpoint
 from quire.router.config import RoutingConfig
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.settings import Branch, part, setting
 from quire.worker.model.hub import model_name
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.settings import Branch, part, setting
 from quire.worker.text.reasoning import REASONING_FORMATS
 
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")

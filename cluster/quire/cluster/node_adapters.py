@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import AdapterError, CheckpointError
-from quire.worker.model.adapters.store import AdapterStore, Held
-from quire.worker.model.adapters.texts import check_texts
 from quire.worker.model.hub import fetch_adapter, fetch_text_files
-from quire.worker.schedule.reading import checker
+from quire.worker.parts.adapters.reading import checker
+from quire.worker.parts.adapters.store import AdapterStore, Held
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import AdapterError, CheckpointError
+from quire.worker.weights.adapter_texts import check_texts
 
 
 class NodeAdapters:

@@ -8,7 +8,7 @@ message names the tested versions. `quire.cluster.deploy.ray_private` and
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 
 def unknown_version(

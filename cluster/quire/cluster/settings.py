@@ -11,8 +11,8 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig, ModelConfig
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.settings import Branch, attributes_of
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.settings import Branch, attributes_of
 
 _Config = TypeVar("_Config", bound=ModelConfig)
 
@@ -30,7 +30,7 @@ class Setting:
     default: Any
     """`dataclasses.MISSING` if it must be given."""
     options: Mapping[str, Any]
-    """What `quire.worker.api.settings.setting` says of it."""
+    """What `quire.worker.request.settings.setting` says of it."""
 
     @property
     def name(self) -> str:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.settings import Branch, setting
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.settings import Branch, setting
 
 POLICY_NAMES: Mapping[str, str] = MappingProxyType(
     {

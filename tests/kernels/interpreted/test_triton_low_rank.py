@@ -17,10 +17,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
-from quire.kernels.low_rank import PlainLowRank, StepAdapters, multiply
 from quire.kernels.ops import AdapterLayers, Embed, GatedLinear, Linear, LowRank, Op
-from quire.kernels.triton_backend import TritonBackend
-from quire.kernels.triton_low_rank import TritonLowRank
+from quire.kernels.torch.low_rank import PlainLowRank, StepAdapters, multiply
+from quire.kernels.triton.backend import TritonBackend
+from quire.kernels.triton.low_rank import TritonLowRank
 
 C, Q, KV, F, SLOTS = 72, 96, 40, 56, 5
 
@@ -61,7 +61,7 @@ def adapter(seed: int, dtype: torch.dtype) -> AdapterLayers:
     return layers
 
 
-@pytest.mark.quick_cells(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [0, 1, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["layers.0.qkv", "layers.0.gate_up"])
@@ -95,6 +95,7 @@ def test_each_token_gets_what_its_adapter_adds(
     assert torch.equal(again, found[few])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_share_of_a_sum_has_its_ranks_behind_it(dtype: torch.dtype) -> None:
     """As on two ranks that hold half of the inputs each, in the products' type."""

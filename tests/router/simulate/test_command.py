@@ -16,7 +16,7 @@ from quire.simulate.cost import PRESETS
 from quire.simulate.fit import fit_cost
 from quire.simulate.run import SimulationConfig, simulate
 from quire.simulate.trace import Row, Trace
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 from quire.worker.text.tokenizer import Tokenizer
 
 

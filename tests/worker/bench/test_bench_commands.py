@@ -44,6 +44,7 @@ def test_prefix_compares_caching_on_and_off(
     assert ("prefix.png" in shown) == plot.has_matplotlib()
 
 
+@pytest.mark.slow
 def test_blocksize_runs_a_workload_of_ones_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,14 +30,14 @@ from quire.cluster.cli.bench import LENGTHS
 from quire.cluster.cli.engine import engine_config
 from quire.cluster.config import ClusterConfig
 from quire.cluster.links.group_link import GroupContact
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.hashing import TokenIds
-from quire.worker.api.kv_format import PeerSource
-from quire.worker.api.request import Prepared
-from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.bench import plot, report
 from quire.worker.bench.reuse import PLACES, ReuseRow, reuse_table
+from quire.worker.blocks.hashing import TokenIds
+from quire.worker.blocks.kv_format import PeerSource
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.request import Prepared
+from quire.worker.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from quire.cluster.group.server import GroupServer

@@ -12,7 +12,7 @@ from quire.cluster.cli.bench_serve import add_bench_serve_parser
 from quire.cluster.cli.engine import add_engine_flags, engine_config
 from quire.cluster.cli.flags import MODEL_HELP
 from quire.cluster.cli.help import DefaultsFormatter, Parser
-from quire.worker.api.config import BLOCK_SIZES, EngineConfig
+from quire.worker.request.config import BLOCK_SIZES, EngineConfig
 
 if TYPE_CHECKING:
     from quire.worker.bench.command import Kind

@@ -246,7 +246,7 @@ def _listed(text: str) -> Sequence[str]:
 
 
 def _percentiles(text: str) -> Sequence[float]:
-    from quire.worker.api.errors import ConfigError
+    from quire.worker.request.errors import ConfigError
 
     try:
         return [float(each) for each in _listed(text)]

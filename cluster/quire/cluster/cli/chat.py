@@ -49,7 +49,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     from quire.cluster.client import chat_request, print_rpc_error
     from quire.cluster.wire import params_to_proto
-    from quire.worker.api.sampling_params import SamplingParams
+    from quire.worker.request.sampling_params import SamplingParams
 
     sampling = params_to_proto(
         SamplingParams(

@@ -18,9 +18,9 @@ from quire.cluster.cli.vllm_flags import origins, own_flag
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.settings import merged, settings_in
 from quire.cluster.unique_keys import read_yaml
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.vllm_names import VALUES
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.vllm_names import VALUES
 
 OF_COMMAND = ("name", "ray_address", "status_interval_s")
 """Settings of the command itself."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire.cluster.cli.help import DefaultsFormatter, Parser, whole
-from quire.worker.api.errors import QuireError
+from quire.worker.request.errors import QuireError
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "ray", "grpcio", "protobuf")
 _CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -95,7 +95,7 @@ def _package(name: str) -> Finding:
 
 def _cpu() -> tuple[bool, str]:
     cores = len(os.sched_getaffinity(0))
-    from quire.kernels import native
+    from quire.kernels.native import library as native
 
     return True, f"{cores} cores for this process; kernels for {native.available_isas()[0]}"
 
@@ -104,7 +104,7 @@ def _compiler() -> tuple[bool, str]:
     found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     if found is None:
         return False, "none: CPU kernels run in PyTorch, several times slower; install g++"
-    from quire.kernels import native
+    from quire.kernels.native import library as native
 
     if native.library() is None:
         return False, f"{found}, but the native library could not be made; the log says why"
@@ -138,7 +138,7 @@ def _smaller_torch(cuda: str | None, version: str) -> str:
 
 
 def _memory() -> tuple[bool, str]:
-    from quire.worker.runner.kv_cache import available_ram_bytes
+    from quire.worker.rank.kv import available_ram_bytes
 
     free = available_ram_bytes() / 2**30
     return free > 2, f"{free:.1f} GiB free"
@@ -170,10 +170,10 @@ def _port(host: str, port: int) -> tuple[bool, str]:
 
 
 def _model(model: Path) -> tuple[bool, str]:
-    from quire.worker.model.checkpoint import open_checkpoint
     from quire.worker.model.config import read_model_spec
     from quire.worker.model.hub import fetch_text_files, is_hub_name
     from quire.worker.text.tokenizer import Tokenizer
+    from quire.worker.weights.checkpoint import open_checkpoint
 
     folder = fetch_text_files(model)
     spec = read_model_spec(folder)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from quire.cluster.cli.flags import add_settings, given_settings
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 _MEASURED = (
     *("block_size", "enable_prefix_caching", "gpu_memory_utilization", "kv_cache_memory_bytes"),

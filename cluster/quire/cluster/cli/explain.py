@@ -47,7 +47,7 @@ def _explain(arguments: argparse.Namespace) -> int:
     from quire.cluster.client import print_rpc_error
     from quire.v1 import inference_pb2 as pb
     from quire.v1.inference_pb2_grpc import InferenceStub
-    from quire.worker.api.errors import ConfigError
+    from quire.worker.request.errors import ConfigError
 
     limit = arguments.limit
     if limit is not None and not 1 <= limit < 2**32:

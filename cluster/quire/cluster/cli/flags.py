@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.settings import Setting, settings_in
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 Settings = dict[str, Any]
 """Settings by name; those of a section are in a mapping of its own."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from quire.cluster.cli.environment import read_environment
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.cluster.client import Server

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from quire import __version__
 from quire.cluster.cli.help import Parser
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _PACKAGES = (
     "torch",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.cluster.cli.columns import table, terminal_width
 from quire.cluster.cli.help import DefaultsFormatter, Parser
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.cluster.edge.keys_file import KeyEntry

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire.cluster.cli.help import DefaultsFormatter, Parser, whole
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _LOOK_S = 0.3
 _MAX_LINE_BYTES = 2**16

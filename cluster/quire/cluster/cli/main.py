@@ -40,7 +40,7 @@ from quire.cluster.cli.vllm_flags import translated
 from quire.cluster.deploy.kept_keys import kept_keys
 from quire.cluster.deploy.progress import on_stdout
 from quire.cluster.deploy.signals import ended_by_signal
-from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
+from quire.worker.request.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
 
 _BAD_USAGE = (ConfigError, CheckpointError, InvalidRequest)
 """Errors that the user can fix: printed like argparse's errors, with the same exit status."""

@@ -7,9 +7,9 @@ as a gateway does.
 from pathlib import Path
 
 from quire.simulate.trace import Row, Trace
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.hashing import BlockHash, hash_blocks
 from quire.worker.bench.workload import WorkItem, read_workload
+from quire.worker.blocks.hashing import BlockHash, hash_blocks
+from quire.worker.request.errors import ConfigError
 from quire.worker.text.tokenizer import Tokenizer
 
 _ROOT = BlockHash(bytes(32))

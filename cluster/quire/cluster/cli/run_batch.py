@@ -14,7 +14,7 @@ from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
 from quire.cluster.cli.flags import add_settings, given_settings
 from quire.cluster.cli.help import DefaultsFormatter, Parser, sentence, whole
 from quire.cluster.cli.vllm_flags import translated
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _TELL_EVERY_S = 1.0
 

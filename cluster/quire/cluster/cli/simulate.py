@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cluster.cli.help import DefaultsFormatter, Parser, finite
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.simulate.cost import CostModel

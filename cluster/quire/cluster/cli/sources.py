@@ -18,8 +18,8 @@ from quire.cluster.cli.lora import lora_modules
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
 from quire.cluster.deploy.kept_keys import kept_keys_file
 from quire.cluster.settings import config_from, merged
-from quire.worker.api.errors import ConfigError
 from quire.worker.model.hub import model_name
+from quire.worker.request.errors import ConfigError
 
 DEFAULT = "default"
 

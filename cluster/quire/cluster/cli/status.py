@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from quire.cluster.cli.help import RAY_ADDRESS_HELP, DefaultsFormatter, Parser, sentence
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _HEALTHY, _NOT_WHOLE, _NOTHING = 0, 1, 2
 

@@ -47,10 +47,10 @@ from quire.cluster.telemetry.explanations import Answers
 from quire.router.registry import REGISTRY, Member
 from quire.router.table import RoutingTable
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.hashing import as_token_ids
-from quire.worker.api.outputs import TokenDelta
-from quire.worker.api.request import Prepared
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.blocks.hashing import as_token_ids
+from quire.worker.request.outputs import TokenDelta
+from quire.worker.request.request import Prepared
+from quire.worker.request.sampling_params import SamplingParams
 
 
 def pool_of(part: str) -> str:

@@ -25,8 +25,8 @@ from quire.cluster.telemetry.access_log import log_access
 from quire.cluster.telemetry.tracing import new_span_id, start_tracing
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.settings import part
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.settings import part
 
 _log = logging.getLogger(__name__)
 

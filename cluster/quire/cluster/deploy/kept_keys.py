@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quire.cluster.deploy.kept_logs import is_running, state_folder
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 
 def kept_keys_file(keys: Sequence[str]) -> Path:

@@ -32,9 +32,9 @@ from quire.cluster.scaling.settings import (
     AutoscalingSettings,
     GatewayAutoscaling,
 )
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.settings import part
 from quire.worker.model.hub import is_hub_name
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.settings import part
 
 OF_GROUPS = (GroupConfig, NumGroups, UpgradeSettings)
 """The settings that may stand in the ``args`` of groups."""

@@ -14,10 +14,10 @@ from quire.cluster.model_card import Expectation
 from quire.cluster.node_adapters import NodeAdapters
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.table import RoutingTable
-from quire.worker.api.scoring import EmbeddingUse, Scoring
-from quire.worker.api.settings import part
 from quire.worker.model.hub import fetch_text_files
 from quire.worker.model.sentence_folder import read_scoring, read_use
+from quire.worker.request.scoring import EmbeddingUse, Scoring
+from quire.worker.request.settings import part
 from quire.worker.text.tokenizer import Tokenizer
 
 

@@ -18,16 +18,16 @@ from quire.cluster.dialects.probe import Probed, Shown, probed
 from quire.cluster.dialects.read_back import finds, read_back, reads
 from quire.cluster.dialects.response_template import calls_from
 from quire.cluster.dialects.tools import ToolUse
-from quire.worker.api.errors import InvalidRequest, UnreadableTemplate
-from quire.worker.api.hashing import TokenIds
-from quire.worker.text.chat_template import ChatTemplate
+from quire.worker.blocks.hashing import TokenIds
+from quire.worker.request.errors import InvalidRequest, UnreadableTemplate
 from quire.worker.text.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
     reasoning_from,
     sign_in,
 )
-from quire.worker.text.template_process import TemplateProcess
+from quire.worker.text.template.chat_template import ChatTemplate
+from quire.worker.text.template.process import TemplateProcess
 from quire.worker.text.tokenizer import Tokenizer
 
 _UNDEFINED = re.compile(r"'(\w+)' is undefined")

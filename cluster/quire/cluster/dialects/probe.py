@@ -9,8 +9,8 @@ from typing import Any
 
 from quire.cluster.dialects.formats import Around
 from quire.cluster.dialects.tools import Tool
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.text.chat_template import NO_CALLS
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.text.template.chat_template import NO_CALLS
 
 Render = Callable[[list[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
 """Renders a chat with its tools to text; the flag says whether the generation prompt follows.

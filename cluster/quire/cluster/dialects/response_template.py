@@ -24,9 +24,9 @@ from quire.cluster.dialects.formats import (
     ToolFormat,
 )
 from quire.cluster.dialects.tools import NAME_CHARS
-from quire.worker.api.errors import UnreadableTemplate
+from quire.worker.request.errors import UnreadableTemplate
 from quire.worker.text.reasoning import reasoning_from
-from quire.worker.text.response_template import (
+from quire.worker.text.template.response_template import (
     Field,
     Gap,
     Group,

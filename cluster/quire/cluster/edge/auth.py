@@ -39,7 +39,7 @@ from quire.cluster.edge.keys_file import (
 )
 from quire.cluster.errors import NotAnOperator, Unauthenticated
 from quire.cluster.serving.tenants import TenantPolicy
-from quire.worker.api.errors import ConfigError, InvalidRequest
+from quire.worker.request.errors import ConfigError, InvalidRequest
 
 _log = logging.getLogger(__name__)
 

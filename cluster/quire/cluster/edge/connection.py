@@ -29,7 +29,7 @@ from quire.cluster.edge.error_kinds import HeadTooLarge, UnknownExpectation
 from quire.cluster.edge.http_errors import error_response
 from quire.cluster.edge.limits import MAX_HEAD_BYTES, MAX_HEADERS, ConnectionLimits
 from quire.cluster.telemetry.timeline import Timeline
-from quire.worker.api.errors import InvalidRequest, QuireError
+from quire.worker.request.errors import InvalidRequest, QuireError
 
 LEAVE_S = 2.0
 """How long an idle connection is kept once the gateway leaves, in seconds. A client may be sending

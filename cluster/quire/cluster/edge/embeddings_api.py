@@ -28,9 +28,9 @@ from quire.cluster.edge.served_fields import Body
 from quire.cluster.edge.streams import client_id, unless_disconnected
 from quire.cluster.serving.embeddings import MAX_INPUTS, Ask, Cost, best, embed, rank, score
 from quire.cluster.serving.models import Models
-from quire.worker.api.arrays import Floats
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Prompt, Text, Tokens
+from quire.worker.request.arrays import Floats
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import Prompt, Text, Tokens
 
 _MANY_NUMBERS = 2**16
 """An answer with more numbers than this is serialized in a thread."""

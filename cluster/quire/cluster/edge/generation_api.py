@@ -43,9 +43,9 @@ from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.timing import server_timing
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Prepared, Prompt, Request
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import Prepared, Prompt, Request
+from quire.worker.request.sampling_params import SamplingParams
 from quire.worker.text.reasoning import ReasoningFormat
 
 TIMEOUT_HEADER = "X-Request-Timeout"

@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from quire.cluster.edge.grpc_errors import Context, refuse
 from quire.cluster.edge.grpc_guard import Account
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 Handler = Any  # A grpc.RpcMethodHandler; only type checkers see it as generic.
 

@@ -35,8 +35,8 @@ from quire.cluster.serving.service import ModelService
 from quire.cluster.wire import params_from_proto
 from quire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Request, Text, Tokens
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import MAX_MESSAGES, Chat, Prompt, Request, Text, Tokens
 
 _SPARE_CONNECTIONS = 64
 _PIECE_TOKENS = 2**16

@@ -29,7 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from quire.cluster.serving.tenants import TenantPolicy
 from quire.cluster.unique_keys import repeated_key
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _MAX_FILE_BYTES = 16 * 2**20
 _OPERATOR = "*"

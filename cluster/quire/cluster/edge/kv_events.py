@@ -30,7 +30,7 @@ from quire.cluster.wire import contents_from_proto, events_from_proto
 from quire.router.failure_log import FailureLog
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import QueueFull
+from quire.worker.request.errors import QueueFull
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 import resource
 from dataclasses import dataclass
 
-from quire.worker.api.settings import Branch
+from quire.worker.request.settings import Branch
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from quire.cluster.edge.openai_messages import MANY, ChatTurn
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import MAX_MESSAGES
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import MAX_MESSAGES
 
 
 class Block(BaseModel):

@@ -10,9 +10,9 @@ from quire.cluster.dialects.tools import ToolUse, check_tool_use
 from quire.cluster.edge.messages_input import Blocks, Turns, marks_of, turns_of
 from quire.cluster.edge.openai_schema import NOWHERE, ChatFields, GenerationBody, Texts
 from quire.cluster.edge.served_fields import Body
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Prompt
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import Prompt
+from quire.worker.request.sampling_params import SamplingParams
 
 _TOOL_FIELDS = {
     "name": "name",

@@ -12,8 +12,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from quire.cluster.edge.openai_messages import MANY, ChatTurn, ContentPart
 from quire.cluster.edge.responses_tools import arguments_of
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import MAX_MESSAGES
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import MAX_MESSAGES
 
 _ROLES = ("user", "assistant", "system", "developer")
 _CALLS = ("function_call", "custom_tool_call")

@@ -18,9 +18,9 @@ from quire.cluster.edge.responses_tools import (
     nested_tool,
 )
 from quire.cluster.edge.served_fields import Body
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Prompt
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import Prompt
+from quire.worker.request.sampling_params import SamplingParams
 
 _MAX_METADATA = 16
 _MAX_METADATA_CHARS = (64, 512)

@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeGuard
 
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 _FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
 _CUSTOM_FIELDS = ("name", "description", "format")

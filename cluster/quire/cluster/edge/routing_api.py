@@ -22,7 +22,7 @@ from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.telemetry.explanations import MAX_LIMIT, Explanations
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 PATH = "/v1/routing/decisions"
 _PARAMETERS = ("request_id", "limit")

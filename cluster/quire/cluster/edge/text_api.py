@@ -26,8 +26,8 @@ from quire.cluster.edge.served_fields import Body
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.prompts import off_loop
 from quire.cluster.serving.service import ModelService
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Prompt, Text
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import Prompt, Text
 
 
 class TokenizeBody(ChatFields):

@@ -21,7 +21,7 @@ from quire.cluster.edge.auth import operates_http
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.streams import EventStream
 from quire.cluster.telemetry.live import MAX_EVERY_S, Live
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 _FOLDER = files("quire.cluster.edge").joinpath("ui")
 _TYPES = {

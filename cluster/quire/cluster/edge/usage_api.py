@@ -17,7 +17,7 @@ from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.errors import NotAnOperator
 from quire.cluster.telemetry.usage import UsageLedger
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 PATH = "/v1/usage"
 

@@ -12,11 +12,11 @@ from typing import Any
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from quire.cluster.failover.chunk import Chunk
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.outputs import TokenLogprobs
-from quire.worker.api.request import Prepared, Prompt, Text, Tokens
-from quire.worker.api.sampling_params import PARAMETERS, SamplingParams
-from quire.worker.api.structured import StructuredOutputsParams
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.outputs import TokenLogprobs
+from quire.worker.request.request import Prepared, Prompt, Text, Tokens
+from quire.worker.request.sampling_params import PARAMETERS, SamplingParams
+from quire.worker.request.structured import StructuredOutputsParams
 
 _CONSTRAINTS = {"json_schema": "json"}
 """Names of constraints that differ from Quire's."""

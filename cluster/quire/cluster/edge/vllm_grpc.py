@@ -35,8 +35,8 @@ from quire.cluster.serving.embeddings import Ask, embed
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 from quire.v1 import group_pb2
-from quire.worker.api.errors import InvalidRequest, QueueFull
-from quire.worker.api.request import Request, Tokens
+from quire.worker.request.errors import InvalidRequest, QueueFull
+from quire.worker.request.request import Request, Tokens
 
 VLLM_FILE = vllm.DESCRIPTOR
 VLLM_SERVICE = VLLM_FILE.services_by_name["VllmEngine"]

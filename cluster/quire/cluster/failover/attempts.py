@@ -29,14 +29,14 @@ from quire.router.policies.policy import Decision
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import (
+from quire.worker.request.errors import (
     BrokenLogits,
     ConstraintRefused,
     InvalidRequest,
     QueueFull,
     QuireError,
 )
-from quire.worker.api.request import Prepared
+from quire.worker.request.request import Prepared
 
 _MAX_REFUSALS = 3
 """A new completion fails after this number of groups with a full queue refused it."""

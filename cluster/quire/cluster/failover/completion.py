@@ -28,9 +28,9 @@ from quire.cluster.wire import (
 )
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as group_pb
-from quire.worker.api.errors import BrokenLogits, QuireError
-from quire.worker.api.outputs import FinishReason
-from quire.worker.api.request import Prepared
+from quire.worker.request.errors import BrokenLogits, QuireError
+from quire.worker.request.outputs import FinishReason
+from quire.worker.request.request import Prepared
 from quire.worker.text.text_stream import TextStream
 from quire.worker.text.tokenizer import Tokenizer
 

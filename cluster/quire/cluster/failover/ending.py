@@ -7,7 +7,7 @@ request failed. It sees the same CancelledError in all three cases.
 from dataclasses import dataclass
 from math import inf
 
-from quire.worker.api.errors import QuireError
+from quire.worker.request.errors import QuireError
 
 # A client ends its call at the deadline too, and often first: gRPC sends the remaining time rounded
 # up, by a hundredth at most, and the message takes some milliseconds to arrive.

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
 from quire.cluster.links.deaths import Deaths
-from quire.worker.api.settings import Branch
+from quire.worker.request.settings import Branch
 
 
 @dataclass(frozen=True, kw_only=True)

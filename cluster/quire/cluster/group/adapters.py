@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 from quire.cluster.adapter_files import AdapterStore, keep_pieces, pieces_of
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 

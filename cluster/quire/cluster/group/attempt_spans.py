@@ -9,8 +9,8 @@ group         from the gateway's message to the end; below the gateway's span of
 import time
 
 from quire.cluster.telemetry.tracing import Span, Value, ids_in, new_span_id
-from quire.worker.api.outputs import Fetched, TokenDelta
-from quire.worker.api.progress import Progress
+from quire.worker.request.outputs import Fetched, TokenDelta
+from quire.worker.request.progress import Progress
 
 
 class AttemptSpans:

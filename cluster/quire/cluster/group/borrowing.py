@@ -37,8 +37,8 @@ from quire.cluster.group.kv_frames import (
 from quire.cluster.group.peer_links import PeerLinks
 from quire.cluster.wire import format_to_proto
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.kv_format import KvFormat, PeerSource
-from quire.worker.cache.pull import Pull
+from quire.worker.blocks.kv_format import KvFormat, PeerSource
+from quire.worker.parts.tiers.pull import Pull
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Borrower:
         return self._num_pulls
 
     def fetch(self, pull: Pull) -> None:
-        """Starts a pull and returns at once, in any thread (`quire.worker.cache.pull.Fetch`)."""
+        """Starts a pull and returns at once, in any thread (a `Fetch` of the tiers)."""
         source = pull.source
         assert source is not None, "a pull from another group has a source"
         with self._lock:

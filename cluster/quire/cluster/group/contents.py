@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 
 from quire.cluster.wire import Described, contents_to_proto, events_to_proto
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.events import BlockContent, BlocksStored, EventBatch
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.events import BlockContent, BlocksStored, EventBatch
+from quire.worker.blocks.hashing import BlockHash
 
 PIECE_BLOCKS = 512
 """Most blocks in a message. The event loop runs other work after as many blocks."""

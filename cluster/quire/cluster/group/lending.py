@@ -27,12 +27,12 @@ from quire.cluster.group.kv_frames import TICKET_BYTES, block_header, end_frame
 from quire.cluster.group.kv_listener import KvListener
 from quire.cluster.wire import format_from_proto
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import QueueFull, RankFailure
-from quire.worker.api.hashing import HASH_BYTES, BlockHashes
-from quire.worker.api.kv_format import KvFormat
-from quire.worker.cache.loan import Lent, Loan
-from quire.worker.cache.pace import Pace
-from quire.worker.engine import Engine
+from quire.worker.blocks.hashing import HASH_BYTES, BlockHashes
+from quire.worker.blocks.kv_format import KvFormat
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.tiers.loan import Lent, Loan
+from quire.worker.parts.tiers.pace import Pace
+from quire.worker.request.errors import QueueFull, RankFailure
 
 _log = logging.getLogger(__name__)
 

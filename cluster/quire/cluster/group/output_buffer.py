@@ -9,7 +9,7 @@ from quire.cluster.wire import (
     vector_to_bytes,
 )
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.outputs import TokenDelta
+from quire.worker.request.outputs import TokenDelta
 
 Key = tuple[str, int]
 """A request's id and the number of its attempt."""

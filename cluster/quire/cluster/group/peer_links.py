@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from quire.cluster.links.group_link import GroupContact, GroupLink, grpc_connect
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.kv_format import PeerSource
+from quire.worker.blocks.kv_format import PeerSource
 
 _KEPT_S = 30.0
 

@@ -7,7 +7,7 @@ from quire.cluster.group.borrowing import Borrower
 from quire.cluster.group.lending import Call, Lender, LendKept
 from quire.cluster.group.warming import Warming
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.kv_format import KvFormat
+from quire.worker.blocks.kv_format import KvFormat
 
 
 class Peers:

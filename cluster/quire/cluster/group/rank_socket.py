@@ -14,7 +14,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 
 from quire.cluster.seldom import SeldomWarning
-from quire.worker.ranks.lockstep import Rank, bound_waits
+from quire.worker.rank.lockstep import Rank, bound_waits
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from quire.cluster.group.rank_socket import Hello, connect, listen
-from quire.worker.ranks.rank import run_rank
+from quire.worker.rank.rank import run_rank
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 

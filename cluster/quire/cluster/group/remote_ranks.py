@@ -11,9 +11,9 @@ from typing import Protocol
 
 from quire.cluster.group.rank_socket import Reception, RemoteRank
 from quire.cluster.group.remote_rank import RemoteRankTask
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import RankFailure
-from quire.worker.ranks.lockstep import START_TIMEOUT_S
+from quire.worker.rank.lockstep import START_TIMEOUT_S
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import RankFailure
 
 _LOOK_S = 0.5
 """Interval of the checks whether a rank that has not connected has failed."""

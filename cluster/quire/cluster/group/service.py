@@ -25,7 +25,7 @@ from quire.cluster.group.session import Door, GatewaySession, TracesTo
 from quire.cluster.wire import events_to_proto
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
-from quire.worker.api.errors import AdapterError, RankFailure
+from quire.worker.request.errors import AdapterError, RankFailure
 
 _log = logging.getLogger(__name__)
 

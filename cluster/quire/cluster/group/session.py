@@ -23,15 +23,15 @@ from quire.cluster.group.output_buffer import Key, OutputBuffer
 from quire.cluster.telemetry.tracing import Span
 from quire.cluster.wire import FINISH_REASON_OF, prepared_of, stats_to_proto
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import (
+from quire.worker.request.errors import (
     BrokenLogits,
     ConstraintRefused,
     InvalidRequest,
     QueueFull,
     QuireError,
 )
-from quire.worker.api.outputs import TokenDelta
-from quire.worker.api.request import Prepared
+from quire.worker.request.outputs import TokenDelta
+from quire.worker.request.request import Prepared
 
 _LISTENS_IN = 4  # Checks within a gateway's timeout.
 

@@ -13,9 +13,9 @@ from quire.cluster.group.borrowing import Borrower, Outcome
 from quire.cluster.group.lending import Call
 from quire.cluster.wire import source_from_proto
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import QuireError
-from quire.worker.api.hashing import HASH_BYTES, BlockHash, BlockHashes
-from quire.worker.api.kv_format import KvFormat, PeerSource
+from quire.worker.blocks.hashing import HASH_BYTES, BlockHash, BlockHashes
+from quire.worker.blocks.kv_format import KvFormat, PeerSource
+from quire.worker.request.errors import QuireError
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from quire.cluster.adapter_files import pieces_of
 from quire.cluster.errors import GroupLost, Unavailable
 from quire.cluster.links.group_client import GroupClient
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import InvalidRequest, QuireError
+from quire.worker.request.errors import InvalidRequest, QuireError
 
 _HOLD_TIMEOUT_S = 60.0
 _WRITE_TIMEOUT_S = 600.0

@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.cluster.wire import Described
 from quire.router.prefix_index.directory import Position
-from quire.worker.api.events import (
+from quire.worker.blocks.events import (
     DIGEST_BYTES,
     MAX_TIERS,
     NUM_BUCKETS,
@@ -25,7 +25,7 @@ from quire.worker.api.events import (
     EventBatch,
     bucket_of,
 )
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 MAX_BLOCKS = 512
 """Most blocks per change. A ledger yields after each change, so that other work can run."""

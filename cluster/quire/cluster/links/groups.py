@@ -30,8 +30,8 @@ from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import Applied, GroupId, Position
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.events import EventBatch
-from quire.worker.api.model_card import ModelCard
+from quire.worker.blocks.events import EventBatch
+from quire.worker.request.model_card import ModelCard
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from quire.cluster.scaling.policy import (
     num_pending,
 )
 from quire.cluster.scaling.settings import AutoscalingSettings
-from quire.worker.api.engine_stats import EngineStats
+from quire.worker.request.engine_stats import EngineStats
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext

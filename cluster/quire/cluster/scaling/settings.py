@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from quire.worker.api.settings import Branch, setting
+from quire.worker.request.settings import Branch, setting
 
 METRICS_INTERVAL_S = 1.0
 """Seconds between a group's reports."""

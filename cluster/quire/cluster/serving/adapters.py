@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from quire.cluster.errors import ModelNotFound
 from quire.cluster.serving.keeper import Adapter, Keeper
 from quire.cluster.serving.service import ModelService
-from quire.worker.api.errors import AdapterError, InvalidRequest, QuireError
+from quire.worker.request.errors import AdapterError, InvalidRequest, QuireError
 
 if TYPE_CHECKING:
     from quire.cluster.serving.models import Models

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import inf
 
-from quire.worker.api.settings import Branch, part
+from quire.worker.request.settings import Branch, part
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,12 +9,12 @@ import numpy as np
 
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.serving.service import ModelService
-from quire.worker.api.arrays import Floats
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Chat, Prepared, Prompt, Request, Span, Task, Text, Tokens
-from quire.worker.api.sampling_params import SamplingParams
-from quire.worker.api.scoring import EmbeddingUse, LogitScore, PairScore, Scoring, check_uncut
-from quire.worker.api.vectors import normalized, similarity
+from quire.worker.request.arrays import Floats
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import Chat, Prepared, Prompt, Request, Span, Task, Text, Tokens
+from quire.worker.request.sampling_params import SamplingParams
+from quire.worker.request.scoring import EmbeddingUse, LogitScore, PairScore, Scoring, check_uncut
+from quire.worker.request.vectors import normalized, similarity
 from quire.worker.text.embeddings import check_pair, pair_prompt
 
 MAX_INPUTS = 2048

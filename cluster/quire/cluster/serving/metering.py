@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from quire.cluster.errors import RateLimited, RefusalReason
 from quire.cluster.serving.tenants import Account, TenantPolicy, Tenants
 from quire.cluster.telemetry.usage import Counts, UsageLedger
-from quire.worker.api.request import Prepared
+from quire.worker.request.request import Prepared
 
 
 class Used:

@@ -21,7 +21,7 @@ from quire.cluster.telemetry.live import Live, Watched
 from quire.cluster.telemetry.metrics import GatewayTelemetry
 from quire.cluster.telemetry.timeline import Timeline
 from quire.cluster.telemetry.usage import UsageLedger
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from quire.cluster.telemetry.span_export import SpanExport

@@ -37,20 +37,20 @@ from quire.cluster.telemetry.metrics import Telemetry
 from quire.cluster.telemetry.usage import UsageLedger
 from quire.cluster.wire import work_of
 from quire.router.table import RoutingTable
-from quire.worker.api.errors import ConstraintRefused, InvalidRequest
-from quire.worker.api.hashing import BlockHashes, as_token_ids
-from quire.worker.api.limits import (
+from quire.worker.blocks.hashing import BlockHashes, as_token_ids
+from quire.worker.request.errors import ConstraintRefused, InvalidRequest
+from quire.worker.request.limits import (
     RequestLimits,
     check_embedding,
     check_prompt_length,
     check_request,
 )
-from quire.worker.api.model_card import ModelCard
-from quire.worker.api.request import Chat, Prepared, Prompt, Request, Text
-from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
-from quire.worker.api.scoring import EmbeddingUse, Scoring
-from quire.worker.api.spelling import num_chars, spell_out, takes_any_length
-from quire.worker.text.template_process import TemplateLimits
+from quire.worker.request.model_card import ModelCard
+from quire.worker.request.request import Chat, Prepared, Prompt, Request, Text
+from quire.worker.request.sampling_params import MAX_SEED, SamplingParams
+from quire.worker.request.scoring import EmbeddingUse, Scoring
+from quire.worker.request.spelling import num_chars, spell_out, takes_any_length
+from quire.worker.text.template.process import TemplateLimits
 from quire.worker.text.tokenizer import Tokenizer
 
 MAX_COMPLETIONS = 1024

@@ -18,7 +18,7 @@ from math import inf
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quire.cluster.errors import Overloaded, RateLimited, RefusalReason
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 _MIN_PRIORITY, _MAX_PRIORITY = -(2**31), 2**31 - 1
 _CONCURRENCY_RETRY_S = 1.0

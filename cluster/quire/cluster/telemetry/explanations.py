@@ -9,7 +9,7 @@ from quire.router.errors import UnknownDecision
 from quire.router.policies.policy import Candidate, Decision
 from quire.router.table import RoutingTable
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 MAX_LIMIT = 1000
 DEFAULT_LIMIT = 20

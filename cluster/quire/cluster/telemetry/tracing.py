@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 if TYPE_CHECKING:
     from quire.cluster.telemetry.span_export import SpanExport

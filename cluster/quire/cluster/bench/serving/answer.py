@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cluster.bench.serving.dataset import Prompt
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _LONGEST_LINE = 1 << 20
 _MOST_TOKENS = 100_000

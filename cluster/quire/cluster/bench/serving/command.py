@@ -24,7 +24,7 @@ from quire.cluster.bench.serving.figures import details, figures
 from quire.cluster.bench.serving.http import Http
 from quire.cluster.bench.serving.load import Load, Progress, Transport, ask, run
 from quire.cluster.bench.serving.report import file_name, header, make_folder, table
-from quire.worker.api.errors import QuireError
+from quire.worker.request.errors import QuireError
 
 _SHOW_EVERY_S = 0.25
 _REFUSALS = ("HTTP 400", "HTTP 422")

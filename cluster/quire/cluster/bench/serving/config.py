@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 OF_FILES = ("sharegpt", "custom", "trace")
 METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.cluster.bench.serving.config import Dataset
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 TokenIds = NDArray[np.int64]
 Content = str | list[Any] | TokenIds

@@ -10,7 +10,7 @@ import aiohttp
 
 from quire.cluster.bench.serving.answer import RequestFailed
 from quire.cluster.bench.serving.config import Target
-from quire.worker.api.errors import QuireError
+from quire.worker.request.errors import QuireError
 
 _MOST_ERROR_BYTES = 4096
 _CONNECT_S = 30.0

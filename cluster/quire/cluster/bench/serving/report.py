@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.cluster.bench.serving.config import ServeBench
 from quire.cluster.bench.serving.load import Load
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _LATE_MS = 10.0
 """If the client is later than this, the report notes it."""
