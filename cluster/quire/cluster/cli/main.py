@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from quire.cluster.cli.sources import read_cluster
+    from quire.cluster.cli.sources import check_paths, read_cluster
 
     sources = read_cluster(arguments)
     if arguments.print_config is not None:
@@ -189,6 +189,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
         print(printed(arguments, sources, everything=arguments.print_config == "all"), end="")
         return 0
+    check_paths(sources.config)
     # The imports alone take seconds.
     with ended_by_signal(), kept_keys(arguments.api_keys), on_stdout() as progress:
         with progress.step("imports"):

@@ -18,8 +18,9 @@ from quire.cluster.cli.lora import lora_modules
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
 from quire.cluster.deploy.kept_keys import kept_keys_file
 from quire.cluster.settings import config_from, merged
-from quire.worker.model.hub import model_name
-from quire.worker.request.errors import ConfigError
+from quire.worker.model.config import check_path
+from quire.worker.model.hub import is_hub_name, model_name
+from quire.worker.request.errors import CheckpointError, ConfigError
 
 DEFAULT = "default"
 
@@ -98,6 +99,20 @@ def read_cluster(arguments: argparse.Namespace) -> Sources:
         if name in arguments.given or name in file.of_command
     }
     return Sources(config_from(first), layers, command)
+
+
+def check_paths(config: ClusterConfig) -> None:
+    """Refuses a cluster of which no model is there, before the imports that the other checks need.
+    Raises CheckpointError."""
+    missing: list[CheckpointError] = []
+    for each in config.each_model:
+        try:
+            if not is_hub_name(each.engine.model):
+                check_path(each.engine.model)
+        except CheckpointError as error:
+            missing.append(error)
+    if len(missing) == len(config.each_model):
+        raise missing[0]
 
 
 def _models(arguments: argparse.Namespace, file: SettingsFile) -> list[tuple[str, Path | None]]:

@@ -130,16 +130,13 @@ def build_parts(
     }
 
 
-def checked(
-    config: ClusterConfig, *, machine: Mapping[str, float] | None = None
-) -> tuple[ClusterConfig, dict[str, QuireError]]:
+def checked(config: ClusterConfig) -> tuple[ClusterConfig, dict[str, QuireError]]:
     """Checks, before anything starts, for errors that would make every group of a model fail.
     Returns the settings, in which models of the hub are pinned to their current commit, and the
     errors of models that fail.
 
     All files of a model of the hub except its weights are fetched: the weights may only be needed
-    on other nodes. ``machine`` has Ray's resources of this machine, if groups will run here: then
-    its device, memory and disk are checked too.
+    on other nodes.
 
     Raises:
         ConfigError: The settings cannot work for any of the models, or spans cannot be sent as
@@ -152,7 +149,7 @@ def checked(
     for each in config.each_model:
         try:
             each = replace(each, engine=replace(each.engine, model=pinned(each.engine.model)))
-            _check(config.serving(each), machine)
+            _check(config.serving(each))
         except (ConfigError, CheckpointError) as error:
             failed[each.model_name] = error
         models.append(each)
@@ -161,18 +158,37 @@ def checked(
     return config.serving(*models), failed
 
 
-def _check(config: ClusterConfig, machine: Mapping[str, float] | None) -> None:
+def check_here(
+    config: ClusterConfig, failed: dict[str, QuireError], *, machine: Mapping[str, float]
+) -> None:
+    """Checks the device, memory and disk of this machine, on which groups will run, for models
+    that have not ``failed``, and adds those that fail. ``machine`` has its resources for Ray.
+    Raises ConfigError: none of the models can run here."""
+    for name, model in config.models.items():
+        if name not in failed:
+            try:
+                _check_here(model, machine)
+            except ConfigError as error:
+                failed[name] = error
+    if len(failed) == len(config.models):
+        raise next(iter(failed.values()))
+
+
+def _check_here(config: ClusterConfig, machine: Mapping[str, float]) -> None:
+    engine, on_gpu = config.engine, is_on_gpu(config, machine)
+    engine.check_device("cuda" if on_gpu else "cpu")
+    if engine.kv_disk_dir is not None:
+        check_folder(engine.kv_disk_dir)
+    if not on_gpu:
+        folder = fetch_text_files(engine.model)
+        check_memory_here(engine, read_model_spec(folder, model_impl=engine.model_impl))
+
+
+def _check(config: ClusterConfig) -> None:
     engine = config.engine
-    on_gpu = machine is not None and is_on_gpu(config, machine)
-    if machine is not None:
-        engine.check_device("cuda" if on_gpu else "cpu")
-        if engine.kv_disk_dir is not None:
-            check_folder(engine.kv_disk_dir)
     folder = fetch_text_files(engine.model)
     model = read_model_spec(folder, model_impl=engine.model_impl)
     check_settings(engine, model)
-    if machine is not None and not on_gpu:
-        check_memory_here(engine, model)
     Tokenizer.load(folder, chat_template=config.chat_template)
     if not is_hub_name(engine.model):
         open_checkpoint(engine.model)
