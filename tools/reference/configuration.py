@@ -15,7 +15,7 @@ from tools.fields import DocumentedField, documented_fields
 from tools.reference.markdown import code, table
 
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
-from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscaling
+from quire.cluster.features.autoscale.settings import AutoscalingSettings, GatewayAutoscaling
 from quire.cluster.settings import settings_in
 from quire.router.config import RoutingConfig
 from quire.worker.request.config import EngineConfig

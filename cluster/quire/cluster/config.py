@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Literal
 
 from quire.cluster.dialects.formats import TOOL_FORMATS, check_parsers
-from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.failover.resume import FailoverSettings
-from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscaling
+from quire.cluster.features.autoscale.settings import AutoscalingSettings, GatewayAutoscaling
+from quire.cluster.features.guard.limits import ConnectionLimits
+from quire.cluster.features.tracing.tracing import check_endpoint
 from quire.cluster.serving.admission_config import AdmissionSettings
-from quire.cluster.telemetry.tracing import check_endpoint
 from quire.router.config import RoutingConfig
 from quire.worker.model.hub import model_name
 from quire.worker.request.config import EngineConfig

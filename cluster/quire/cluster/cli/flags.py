@@ -103,24 +103,6 @@ def template_text(given: str | None) -> str | None:
         raise ConfigError(f"--chat-template {given}: cannot be read as text: {error}") from error
 
 
-def with_flags(message: str, flags: Mapping[str, str]) -> str:
-    """``message`` with settings written as flags, such as ``--device cpu`` for ``device='cpu'``.
-    ``flags`` has the flag of each setting."""
-
-    def written(found: re.Match[str]) -> str:
-        name, value = found["name"], found["value"]
-        if value is None and "_" not in name:
-            return found[0]  # The word, not the setting.
-        if value == "False":
-            return f"--no-{flags[name].removeprefix('--')}"
-        shown = "" if value in (None, "True") else " " + value.strip("'")
-        return f"{flags[name]}{shown}"
-
-    names = "|".join(sorted(flags, key=len, reverse=True))
-    setting = rf"(?<![\w./'-])(?:engine\.)?(?P<name>{names})\b(?:=(?P<value>'[^']*'|[^\s:;,)]+))?"
-    return re.sub(r"(--[\w-]+) \(\1\)", r"\1", re.sub(setting, written, message))
-
-
 def absolute(given: Path) -> Path:
     """An absolute path if ``given`` exists here, for processes with another working directory.
     Other paths are kept: they may have a meaning elsewhere."""

@@ -3,9 +3,10 @@ name a server."""
 
 import argparse
 import os
+import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from math import inf, isfinite
@@ -16,7 +17,7 @@ from quire.cluster.cli.environment import read_environment
 from quire.worker.request.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.cluster.client import Server
+    from quire.cluster.cli.server import Server
 
 _CLOSE = 0.8
 """How similar an unknown flag must be to a known one to be suggested: --num-group is, --tokenizer
@@ -164,6 +165,24 @@ class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
+def with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """``message`` with settings written as flags, such as ``--device cpu`` for ``device='cpu'``.
+    ``flags`` has the flag of each setting."""
+
+    def written(found: re.Match[str]) -> str:
+        name, value = found["name"], found["value"]
+        if value is None and "_" not in name:
+            return found[0]  # The word, not the setting.
+        if value == "False":
+            return f"--no-{flags[name].removeprefix('--')}"
+        shown = "" if value in (None, "True") else " " + value.strip("'")
+        return f"{flags[name]}{shown}"
+
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    setting = rf"(?<![\w./'-])(?:engine\.)?(?P<name>{names})\b(?:=(?P<value>'[^']*'|[^\s:;,)]+))?"
+    return re.sub(r"(--[\w-]+) \(\1\)", r"\1", re.sub(setting, written, message))
+
+
 def sentence(text: str) -> str:
     """``text`` with its first letter in upper case and the others as they are."""
     return text[:1].upper() + text[1:]
@@ -212,7 +231,7 @@ def add_model_flag(parser: argparse.ArgumentParser) -> None:
 
 def server_of(arguments: argparse.Namespace) -> "Server":
     """The server named by the flags, with the API key from the environment."""
-    from quire.cluster.client import Server
+    from quire.cluster.cli.server import Server
 
     return Server(
         address=arguments.address,
