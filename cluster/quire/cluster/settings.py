@@ -6,13 +6,12 @@ from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from functools import cache
 from inspect import get_annotations
-from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.worker.request.errors import ConfigError
-from quire.worker.request.settings import Branch, attributes_of
+from quire.worker.request.settings import Branch, attributes_of, plain_type
 
 _Config = TypeVar("_Config", bound=ModelConfig)
 
@@ -71,7 +70,7 @@ def settings_in(kind: type, *place: str) -> tuple[Setting, ...]:
                 Setting(
                     path=(*place, name),
                     owner=owner,
-                    kind=_plain(types[name]),
+                    kind=plain_type(types[name]),
                     default=field.default,
                     options=field.metadata,
                 )
@@ -85,7 +84,7 @@ def settings_in(kind: type, *place: str) -> tuple[Setting, ...]:
 @cache
 def sections_of(kind: type) -> dict[str, type[Any]]:
     """The fields of ``kind`` that are settings of their own."""
-    types = {each.name: _plain(get_type_hints(kind)[each.name]) for each in fields(kind)}
+    types = {each.name: plain_type(get_type_hints(kind)[each.name]) for each in fields(kind)}
     return {
         name: type_
         for name, type_ in types.items()
@@ -103,12 +102,6 @@ def merged(*each: Mapping[str, Any]) -> dict[str, Any]:
                 value = (dict(before) if isinstance(before, Mapping) else {}) | dict(value)
             merged[name] = value
     return merged
-
-
-def _plain(hint: Any) -> Any:
-    """The type, without ``None`` if that is allowed too."""
-    members = [each for each in get_args(hint) if each is not NoneType]
-    return members[0] if NoneType in get_args(hint) and len(members) == 1 else hint
 
 
 def config_from(settings: Mapping[str, Any]) -> ClusterConfig:

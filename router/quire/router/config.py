@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from quire.worker.request.errors import ConfigError
 from quire.worker.request.settings import Branch, setting
 
 POLICY_NAMES: Mapping[str, str] = MappingProxyType(
@@ -58,17 +57,11 @@ class RoutingConfig(Branch):
     decisions are kept. The last one always is."""
 
     def _check(self) -> None:
-        if self.policy not in POLICY_NAMES:
-            raise ConfigError(f"policy={self.policy!r}: must be one of {', '.join(POLICY_NAMES)}")
+        names = ", ".join(POLICY_NAMES)
+        self._must(self.policy in POLICY_NAMES, "policy", f"must be one of {names}")
         for name in (
-            "stale_after_s",
-            "reservation_timeout_s",
-            "max_directory_blocks",
-            "max_in_flight",
-            "max_in_flight_blocks",
+            *("stale_after_s", "reservation_timeout_s", "max_directory_blocks"),
+            *("max_in_flight", "max_in_flight_blocks"),
         ):
-            if not getattr(self, name) > 0:  # Nor is what is not a number.
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
-        for name in ("num_prefill_groups", "max_decisions_kept", "max_candidates_kept"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")
+            self._must(getattr(self, name) > 0, name, "must be above 0")  # Refuses NaN too.
+        self._must_be_at_least(0, "num_prefill_groups", "max_decisions_kept", "max_candidates_kept")

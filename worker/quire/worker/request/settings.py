@@ -12,15 +12,36 @@ part of the code can ask for its own branch alone. A process gets the branches t
 import ast
 import inspect
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import field, fields
-from functools import cache
+from functools import cache, partial
 from math import inf
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from numbers import Integral, Real
+from operator import contains
+from os import PathLike
+from pathlib import Path
+from types import NoneType
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from quire.worker.request.errors import ConfigError
 
 _Kind = TypeVar("_Kind", bound="Branch")
+
+_TYPES: Mapping[object, tuple[tuple[type, ...], str]] = {
+    bool: ((bool,), "True or False"),
+    int: ((Integral,), "a whole number"),
+    float: ((Real,), "a number"),
+    Path: ((str, PathLike), "a path"),
+}
 
 
 def setting(
@@ -59,7 +80,11 @@ class Branch:
     """Text below the title."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError: a value cannot work. Each branch checks its own fields."""
+        """Checks the types of all fields; then each branch checks its own. Raises ConfigError: a
+        value cannot work."""
+        own: type = type(self)
+        for name, (is_one, rule) in _rules_of(own).items():
+            self._must(is_one(getattr(self, name)), name, rule)
         for kind in reversed(type(self).__mro__):
             if check := vars(kind).get("_check"):
                 check(self)
@@ -71,7 +96,8 @@ class Branch:
 
     def _must_be_at_least(self, least: int, *names: str) -> None:
         for name in names:
-            self._must(getattr(self, name) >= least, name, f"must be {least} or more")
+            value = getattr(self, name)
+            self._must(value is None or value >= least, name, f"must be {least} or more")
 
     def _must_be_finite(self, *names: str, above_zero: bool = False) -> None:
         rule = f"must be {'above 0' if above_zero else '0 or more'}, and finite"
@@ -85,6 +111,34 @@ def part(kind: type[_Kind], config: Branch, **changes: Any) -> _Kind:
     known = {field.name for field in fields(config)}  # type: ignore[arg-type]
     names = [field.name for field in fields(kind) if field.name in known]  # type: ignore[arg-type]
     return kind(**{name: getattr(config, name) for name in names} | changes)
+
+
+def plain_type(hint: Any) -> Any:
+    """The type, without ``None`` if that is allowed too."""
+    members = [each for each in get_args(hint) if each is not NoneType]
+    return members[0] if NoneType in get_args(hint) and len(members) == 1 else hint
+
+
+@cache
+def _rules_of(kind: type) -> dict[str, tuple[Callable[[Any], bool], str]]:
+    """For fields that have numbers, switches, paths or a few values: what a value must be, as a
+    test and in words."""
+    found: dict[str, tuple[Callable[[Any], bool], str]] = {}
+    for name, hint in get_type_hints(kind).items():
+        type_, is_optional = plain_type(hint), NoneType in get_args(hint)
+        none = ", or None" if is_optional else ""
+        if get_origin(type_) is Literal:
+            values = (*get_args(type_), *([None] if is_optional else []))
+            found[name] = partial(contains, values), f"one of {get_args(type_)}{none}"
+        elif type_ in _TYPES:
+            types, told = _TYPES[type_]
+            types = (*types, NoneType) if is_optional else types
+            found[name] = partial(_is_of, types), f"must be {told}{none}"
+    return found
+
+
+def _is_of(types: tuple[type, ...], value: object) -> bool:
+    return isinstance(value, types) and (bool in types or not isinstance(value, bool))
 
 
 class Attribute(NamedTuple):
