@@ -3,13 +3,13 @@
 A comment after each setting says where it comes from.
 """
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from quire.cluster.cli.sources import DEFAULT, Place, Sources
+from quire.cluster.cli.config_file import OF_COMMAND
+from quire.cluster.cli.sources import DEFAULT, Place, Sources, flag_of
 from quire.cluster.config import ModelConfig
 from quire.cluster.settings import config_from, settings_of
 
@@ -17,14 +17,16 @@ _NOTHING = "# All settings are at their defaults; --print-config=all prints thos
 _KEYS = "# API keys are left out: put them into a file, and name it as api_keys_file."
 
 
-def printed(arguments: argparse.Namespace, sources: Sources, *, everything: bool) -> str:
-    """The file's text. ``sources`` result from ``arguments``. ``everything``: includes defaults."""
+def printed(sources: Sources, *, everything: bool) -> str:
+    """The file's text. ``everything``: includes defaults."""
+    arguments = sources.arguments
     settings, defaults = settings_of(sources.config), settings_of(config_from({}))
     names = list(sources.config.models)
     settings["served_model_name"] = names[0]
     lines = [
-        f"{name}: {_written(getattr(arguments, name))}  # {origin}"
-        for name, origin in sources.command.items()
+        f"{name}: {_written(value)}  # {flag_of(arguments, name)}"
+        for name in OF_COMMAND
+        if (value := getattr(arguments, name)) is not None
     ]
     more = settings.pop("more_models")
     of_models = [field.name for field in fields(ModelConfig)]

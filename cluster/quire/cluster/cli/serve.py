@@ -26,7 +26,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.print_config is not None:
         from quire.cluster.cli.print_config import printed
 
-        print(printed(arguments, sources, everything=arguments.print_config == "all"), end="")
+        print(printed(sources, everything=arguments.print_config == "all"), end="")
         return 0
     check_paths(sources.config)
     # The imports alone take seconds.

@@ -7,12 +7,12 @@ configuration.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.cluster.cli.config_file import OF_COMMAND, SettingsFile, read_file
+from quire.cluster.cli.config_file import SettingsFile, read_file
 from quire.cluster.cli.flags import Settings, check_autoscaling, given_settings
 from quire.cluster.cli.lora import lora_modules
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
@@ -32,8 +32,8 @@ class Layer(NamedTuple):
     """The settings of one source."""
 
     values: Settings
-    origin: Callable[[Place], str] = lambda place: DEFAULT
-    """Where the value at a place comes from."""
+    origin: str
+    """What is said of where they come from; empty for flags and variables, which tell."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class Sources:
     config: ClusterConfig
     layers: list[list[Layer]]
     """The sources of each model's settings; the last one wins."""
-    command: dict[str, str]
-    """Where the settings of the command itself come from, as far as they are given."""
+    arguments: argparse.Namespace
 
     def origin(self, model: int, place: Place) -> str:
         """Where the setting at ``place`` comes from, for the model of this number."""
@@ -53,7 +52,7 @@ class Sources:
             for part in place:
                 found = found.get(part, ...) if isinstance(found, Mapping) else ...
             if found is not ...:
-                return origin(place)
+                return origin or flag_of(self.arguments, ".".join(place))
         return DEFAULT
 
 
@@ -68,17 +67,14 @@ def read_cluster(arguments: argparse.Namespace) -> Sources:
     file.fill(arguments)
     # With several nodes, gateways may run on other nodes than their groups.
     host = {"group_host": "auto"} if arguments.ray_address else {}
-    base = Layer(merged(arguments.defaults, host))
-    over = [
-        Layer(given, lambda place: _flag(arguments, ".".join(place))),
-        Layer(_keys(arguments, given), lambda place: "--api-key"),
-    ]
+    base = Layer(merged(arguments.defaults, host), DEFAULT)
+    over = [Layer(given, ""), Layer(_keys(arguments, given), "--api-key")]
     models = _models(arguments, file)
     names = [name for name, _ in models]
     adapters = lora_modules(arguments.lora_modules or (), models=names)
     layers = []
     for name, path in models:
-        of_file = [Layer(each, lambda place: str(file.path)) for each in file.of(name)]
+        of_file = [Layer(each, str(file.path)) for each in file.of(name)]
         own = _of_model(arguments, name, path, adapters[name], is_only=len(models) == 1)
         layers.append([base, *of_file, *over, *own])
     settings = [merged(*(layer.values for layer in each)) for each in layers]
@@ -93,12 +89,7 @@ def read_cluster(arguments: argparse.Namespace) -> Sources:
     if more:
         known = {field.name for field in fields(ModelConfig)}
         first["more_models"] = [{name: each[name] for name in each.keys() & known} for each in more]
-    command = {
-        name: _flag(arguments, name)
-        for name in OF_COMMAND
-        if name in arguments.given or name in file.of_command
-    }
-    return Sources(config_from(first), layers, command)
+    return Sources(config_from(first), layers, arguments)
 
 
 def check_paths(config: ClusterConfig) -> None:
@@ -156,17 +147,15 @@ def _of_model(
 ) -> list[Layer]:
     """What the command line says of one model alone."""
     called: list[str] = arguments.served_model_name or []
-    named = Layer(
-        {"served_model_name": name} | ({"aliases": called[1:]} if called[1:] and is_only else {}),
-        lambda place: _flag(arguments, "served_model_name") if called else DEFAULT,
-    )
-    of_path = Layer({"engine": {"model": path}}, lambda place: _flag(arguments, "model"))
+    origin = flag_of(arguments, "served_model_name") if called else DEFAULT
+    aliases = {"aliases": called[1:]} if called[1:] and is_only else {}
     modules = [asdict(each) for each in adapters]
-    return [
-        *([named] if name else []),
-        *([of_path] if path else []),
-        *([Layer({"lora_modules": modules}, lambda place: "--lora-modules")] if modules else []),
+    layers = [
+        (name, {"served_model_name": name, **aliases}, origin),
+        (path, {"engine": {"model": path}}, flag_of(arguments, "model")),
+        (modules, {"lora_modules": modules}, flag_of(arguments, "lora_modules")),
     ]
+    return [Layer(values, origin) for is_given, values, origin in layers if is_given]
 
 
 def _has_model(settings: Settings) -> bool:
@@ -187,12 +176,14 @@ def _keys(arguments: argparse.Namespace, given: Settings) -> Settings:
     return {"api_keys_file": kept_keys_file(arguments.api_keys)}
 
 
-def _flag(arguments: argparse.Namespace, dest: str) -> str:
-    """The variable or the flag that has set the value of ``dest``."""
+def flag_of(arguments: argparse.Namespace, dest: str) -> str:
+    """The variable, the flag or the file that has set the value of ``dest``."""
     if variable := arguments.variables.get(dest):
         return str(variable)
-    if dest == "model" or dest not in arguments.given:
-        return "MODEL" if dest in arguments.given else str(arguments.config)
+    if dest not in arguments.given:
+        return str(arguments.config)
+    if dest == "model":
+        return "MODEL"
     flag = str(arguments.flags[dest.rpartition(".")[2]])
     is_off = getattr(arguments, dest) is False
     return f"--no-{flag.removeprefix('--')}" if is_off else flag
