@@ -150,7 +150,7 @@ def _of_model(
     origin = flag_of(arguments, "served_model_name") if called else DEFAULT
     aliases = {"aliases": called[1:]} if called[1:] and is_only else {}
     modules = [asdict(each) for each in adapters]
-    layers = [
+    layers: list[tuple[object, Settings, str]] = [
         (name, {"served_model_name": name, **aliases}, origin),
         (path, {"engine": {"model": path}}, flag_of(arguments, "model")),
         (modules, {"lora_modules": modules}, flag_of(arguments, "lora_modules")),
