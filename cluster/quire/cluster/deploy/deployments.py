@@ -19,7 +19,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import ClusterConfig, GroupConfig, SharedSettings
 from quire.cluster.deploy.gateway_calls import ModelState
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.deploy.line import drain_when_told
@@ -72,7 +72,7 @@ _LEARN_AGAIN_S = 5.0
 class ReplicaGroup:
     """A Serve replica that runs one replica group."""
 
-    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+    async def __init__(self, config: GroupConfig) -> None:  # type: ignore[misc]
         self._at_end = contextlib.AsyncExitStack()  # First: `__del__` follows a failed start too.
         log_beside_serve(config)
         keep_to_node_address()
@@ -142,10 +142,13 @@ class ReplicaGroup:
 class Gateway:
     """A Serve replica that runs one gateway."""
 
-    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
-        """Serve awaits this, and then `reconfigure`. The models in ``config`` are ignored."""
+    async def __init__(self, config: SharedSettings) -> None:  # type: ignore[misc]
+        """Serve awaits this, and then `reconfigure`. It keeps the groups' settings too, for
+        `quire.cluster.deploy.change`, which asks it for them."""
         self._at_end = contextlib.AsyncExitStack()
         log_beside_serve(config)
+        if not config.access_log:
+            logging.getLogger("quire.access").setLevel(logging.WARNING)
         keep_to_node_address()
         self._config = config
         claims = claim_ports(config, owner=_owner)
@@ -338,7 +341,7 @@ class Gateway:
         """The address of this gateway's node."""
         return str(ray.util.get_node_ip_address())
 
-    async def settings(self) -> tuple[ClusterConfig, dict[str, Any]]:
+    async def settings(self) -> tuple[SharedSettings, dict[str, Any]]:
         """The settings that this gateway was started with, and its current list of models."""
         return self._config, self._told
 

@@ -51,6 +51,16 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
 
 
+def check_path(model: Path) -> None:
+    """Raises CheckpointError: ``model`` is neither a directory nor a GGUF file."""
+    if model.is_dir() or find_gguf(model) is not None:
+        return
+    raise CheckpointError(
+        f"{model}: {_what_instead(model)}; model must be a GGUF file or a checkpoint directory"
+        f"{_which_files(model)}, or ORG/NAME of the Hugging Face hub"
+    )
+
+
 def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     """Reads ``config.json`` in ``path`` (and the end tokens of ``generation_config.json`` and
     ``tokenizer_config.json``), or the metadata of the GGUF file at ``path``.
@@ -63,11 +73,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     """
     if (gguf := find_gguf(path)) is not None:
         return _of_gguf(gguf, model_impl)
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path}: {_what_instead(path)}; model must be a GGUF file or a checkpoint directory"
-            f"{_which_files(path)}, or ORG/NAME of the Hugging Face hub"
-        )
+    check_path(path)
     folder = read_sentence_folder(path)
     root, path = path, path if folder is None else folder.transformer
     file = path / "config.json"
