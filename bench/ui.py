@@ -27,7 +27,7 @@ from playwright.async_api import async_playwright
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 from quire.cluster.telemetry.live import Live, Watched
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.cluster.telemetry.timeline import Timeline

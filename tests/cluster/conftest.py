@@ -34,7 +34,9 @@ from quire.cluster.edge.grpc_server import build_grpc_server
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app
-from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.gateway.losses import CompletionConfig
+from quire.cluster.gateway.models import MAX_BODY_BYTES, Models
+from quire.cluster.gateway.service import GatewayConfig, ModelService
 from quire.cluster.group.adapters import Check, GroupAdapters
 from quire.cluster.group.borrowing import Borrower
 from quire.cluster.group.engine_loop import EngineLoop
@@ -44,8 +46,6 @@ from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
 from quire.cluster.serving.admission_config import AdmissionConfig
-from quire.cluster.serving.models import MAX_BODY_BYTES, Models
-from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.cluster.wire import format_to_proto
 from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable

@@ -17,9 +17,9 @@ from safetensors.numpy import save_file
 
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.keys_file import EVERYONE, Caller
-from quire.cluster.serving import adapters as serving_adapters
-from quire.cluster.serving.adapters import Adapters, Word
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway import adapters as serving_adapters
+from quire.cluster.gateway.adapters import Adapters, Word
+from quire.cluster.gateway.models import Models
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import admin_pb2, admin_pb2_grpc, group_pb2
 from quire.v1 import inference_pb2 as pb

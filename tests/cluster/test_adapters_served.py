@@ -21,8 +21,8 @@ from quire.cluster.cli.lora import lora_modules
 from quire.cluster.cli.main import main
 from quire.cluster.config import ClusterConfig, LoraModule
 from quire.cluster.deploy.gateway_server import GatewayServer
+from quire.cluster.gateway.adapters import Word
 from quire.cluster.group.server import GroupServer
-from quire.cluster.serving.adapters import Word
 from quire.worker.api.config import EngineConfig
 from quire.worker.api.errors import ConfigError
 from quire_client import AsyncClient, SamplingParams

@@ -9,8 +9,8 @@ from tests.prepared import prepared
 from tests.sim.loop import SimLoop, simulate
 
 from quire.cluster.errors import Death, GroupDied, Quarantined, Unavailable
-from quire.cluster.failover.attempts import Attempts
-from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
+from quire.cluster.gateway.attempts import Attempts
+from quire.cluster.gateway.losses import Blame, CompletionConfig, Resumes
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation

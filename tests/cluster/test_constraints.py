@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from quire import demo_model
-from quire.cluster.serving import constraints
-from quire.cluster.serving.constraints import Constraints
+from quire.cluster.gateway import constraints
+from quire.cluster.gateway.constraints import Constraints
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint
 from quire.worker.text.grammar import Grammars

@@ -32,8 +32,8 @@ from tests.golden.test_embeddings import (
 from quire import demo_model
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
+from quire.cluster.gateway.embeddings import Ask
 from quire.cluster.group.server import GroupServer
-from quire.cluster.serving.embeddings import Ask
 from quire.llm import LLM
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc

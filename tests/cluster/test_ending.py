@@ -6,9 +6,9 @@ import pytest
 from tests.prepared import prepared
 
 from quire.cluster.errors import Unavailable
-from quire.cluster.failover.completion import Completion
-from quire.cluster.failover.ending import Ending
-from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.gateway.completion import Completion
+from quire.cluster.gateway.ending import Ending
+from quire.cluster.gateway.losses import CompletionConfig
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation

@@ -6,9 +6,9 @@ import grpc.aio
 import pytest
 from tests.prepared import prepared
 
-from quire.cluster.failover.chunk import Chunk
-from quire.cluster.failover.completion import Completion
-from quire.cluster.failover.resume import CompletionConfig, Resumes
+from quire.cluster.gateway.chunk import Chunk
+from quire.cluster.gateway.completion import Completion
+from quire.cluster.gateway.losses import CompletionConfig, Resumes
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.wire import work_of
 from quire.v1 import group_pb2, group_pb2_grpc

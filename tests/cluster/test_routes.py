@@ -30,7 +30,7 @@ from quire.cluster.edge.keys_file import EVERYONE, Caller
 from quire.cluster.edge.listener import HttpListener
 from quire.cluster.edge.routes import ApiRoute, application
 from quire.cluster.edge.vllm_grpc import VLLM_SERVICE, VllmEngineService
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 from quire.v1 import admin_pb2, inference_pb2
 
 pytestmark = pytest.mark.anyio

@@ -9,8 +9,8 @@ from tests.sim.loop import SimLoop, simulate
 
 from quire.cluster.cli.explain import detailed
 from quire.cluster.errors import Death, GroupDied, HandedOver
-from quire.cluster.failover.attempts import Attempts
-from quire.cluster.failover.resume import Blame, Resumes
+from quire.cluster.gateway.attempts import Attempts
+from quire.cluster.gateway.losses import Blame, Resumes
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups

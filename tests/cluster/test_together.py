@@ -3,7 +3,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from quire.cluster.serving.together import together
+from quire.cluster.gateway.together import together
 
 pytestmark = pytest.mark.anyio
 

@@ -10,11 +10,11 @@ from tests.examples import examples
 from tests.prepared import prepared
 
 from quire.cluster.errors import GroupLost
-from quire.cluster.failover.chunk import Chunk
+from quire.cluster.gateway.chunk import Chunk
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.serving.service import ModelService
 from quire.cluster.serving.tenants import TenantPolicy, Tenants
 from quire.cluster.telemetry.usage import UsageLedger
 from quire.router.prefix_index.directory import GroupId

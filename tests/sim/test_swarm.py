@@ -23,11 +23,11 @@ from tests.sim.swarm import draw_plan
 from tests.sim.world import Plan, Result, run
 
 from quire.cluster.errors import Overloaded
-from quire.cluster.failover.completion import Completion
+from quire.cluster.gateway.completion import Completion
+from quire.cluster.gateway.deadline import Deadline
 from quire.cluster.links.group_client import GroupClient
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.serving.admission import Admission
-from quire.cluster.serving.deadline import Deadline
 from quire.cluster.serving.ticket import Stage, Ticket
 from quire.router.table import RoutingTable
 from quire.worker.api.request import Prepared

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from quire.cluster.dialects.formats import check_parsers
 from quire.cluster.edge.limits import ConnectionLimits
-from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.gateway.losses import CompletionConfig
 from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscaling
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.telemetry.tracing import check_endpoint

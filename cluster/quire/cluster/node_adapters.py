@@ -11,7 +11,7 @@ from quire.worker.schedule.reading import checker
 
 
 class NodeAdapters:
-    """A `quire.cluster.serving.keeper.Keeper` over the node's adapter store."""
+    """A `quire.cluster.gateway.keeper.Keeper` over the node's adapter store."""
 
     def __init__(self, engine: EngineConfig, *, chat_template: str | None = None) -> None:
         """``engine``: the settings of the model that the adapters are for. ``chat_template``: the

@@ -37,11 +37,11 @@ from quire.cluster.deploy.start_steps import StartSteps
 from quire.cluster.deploy.watched import be_watched
 from quire.cluster.edge.admin_grpc import overview_of
 from quire.cluster.edge.models_api import state_of
+from quire.cluster.gateway.adapters import Adapters, Word
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.scaling.gateways import INFLIGHT
 from quire.cluster.scaling.serve import report
-from quire.cluster.serving.adapters import Adapters, Word
 from quire.cluster.supervise import end_if_cancelled
 from quire.cluster.telemetry.explanations import Answers
 from quire.router.registry import REGISTRY, Member

@@ -18,9 +18,9 @@ from quire.cluster.edge.leaving import listeners_at, stop_listening_at, wait_unt
 from quire.cluster.edge.limits import GRPC_LEAVE_S, allowed_connections
 from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app, build_metrics_app
+from quire.cluster.gateway.adapters import AskOthers, nobody_knows
+from quire.cluster.gateway.models import Models
 from quire.cluster.links.group_link import GroupContact
-from quire.cluster.serving.adapters import AskOthers, nobody_knows
-from quire.cluster.serving.models import Models
 from quire.cluster.telemetry.access_log import log_access
 from quire.cluster.telemetry.tracing import new_span_id, start_tracing
 from quire.cluster.tls import ServerTls

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quire.cluster.config import ClusterConfig
-from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.gateway.losses import CompletionConfig
+from quire.cluster.gateway.service import GatewayConfig, ModelService
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
 from quire.cluster.node_adapters import NodeAdapters
-from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.table import RoutingTable
 from quire.worker.api.scoring import EmbeddingUse, Scoring
 from quire.worker.model.hub import fetch_text_files
@@ -53,7 +53,7 @@ def read_model(config: ClusterConfig) -> ReadModel:
 
 class ServedModel:
     """A model's service with its groups. It is made inside the event loop;
-    `quire.cluster.serving.models.Models` closes the service."""
+    `quire.cluster.gateway.models.Models` closes the service."""
 
     def __init__(self, read: ReadModel, *, table: RoutingTable) -> None:
         config = read.config

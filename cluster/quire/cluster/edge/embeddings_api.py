@@ -26,8 +26,8 @@ from quire.cluster.edge.openai_schema import TokenIds
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
 from quire.cluster.edge.streams import client_id, unless_disconnected
-from quire.cluster.serving.embeddings import MAX_INPUTS, Ask, Cost, best, embed, rank, score
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.embeddings import MAX_INPUTS, Ask, Cost, best, embed, rank, score
+from quire.cluster.gateway.models import Models
 from quire.worker.api.arrays import Floats
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prompt, Text, Tokens

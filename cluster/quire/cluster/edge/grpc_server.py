@@ -29,9 +29,9 @@ from quire.cluster.edge.grpc_guard import MAX_MESSAGE_BYTES, Account, GrpcGuard
 from quire.cluster.edge.grpc_messages import GrpcMessages
 from quire.cluster.edge.limits import GRPC_CONNECTION_AGE_S, ConnectionLimits
 from quire.cluster.edge.reflection import V1, V1ALPHA, add_reflection
-from quire.cluster.serving.embeddings import Ask, best, embed, rank
-from quire.cluster.serving.models import Models
-from quire.cluster.serving.service import ModelService
+from quire.cluster.gateway.embeddings import Ask, best, embed, rank
+from quire.cluster.gateway.models import Models
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.wire import params_from_proto
 from quire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb

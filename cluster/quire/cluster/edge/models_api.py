@@ -16,8 +16,8 @@ from quire.cluster.edge.access import Access
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
-from quire.cluster.serving.models import Models
-from quire.cluster.serving.service import ModelService
+from quire.cluster.gateway.models import Models
+from quire.cluster.gateway.service import ModelService
 
 LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 

@@ -25,7 +25,7 @@ from quire.cluster.edge.streams import RequestIds
 from quire.cluster.edge.text_api import text_routes
 from quire.cluster.edge.ui_api import ui_routes
 from quire.cluster.edge.usage_api import usage_route
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 from quire.cluster.serving.tenants import LIMIT_HEADERS
 
 

@@ -22,7 +22,7 @@ from quire.cluster.edge.openai_format import Format, Json
 from quire.cluster.edge.openai_schema import GenerationBody, StreamOptions
 from quire.cluster.edge.responses_schema import ResponsesBody
 from quire.cluster.edge.responses_tools import input_of
-from quire.cluster.failover.chunk import Chunk
+from quire.cluster.gateway.chunk import Chunk
 
 _ID_PREFIXES = {
     "message": "msg",

@@ -23,9 +23,9 @@ from quire.cluster.edge.messages_schema import CountTokensBody
 from quire.cluster.edge.openai_schema import ChatFields, ChatTurns, TokenIds
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
-from quire.cluster.serving.models import Models
-from quire.cluster.serving.prompts import off_loop
-from quire.cluster.serving.service import ModelService
+from quire.cluster.gateway.models import Models
+from quire.cluster.gateway.prompts import off_loop
+from quire.cluster.gateway.service import ModelService
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.request import Prompt, Text
 

@@ -1,1 +1,1 @@
-"""A gateway without transports: preparing requests, admitting them, streaming answers."""
+"""Admission: which requests go to groups, which wait at the gateway, and which are refused."""

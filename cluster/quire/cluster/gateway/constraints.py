@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from math import inf
 
+from quire.cluster.gateway.deadline import late
 from quire.cluster.serving.bounds import Hold, Inflight
-from quire.cluster.serving.deadline import late
 from quire.worker.api.errors import InvalidRequest
 from quire.worker.api.structured import Constraint
 from quire.worker.text.compile_queue import CompileThreads

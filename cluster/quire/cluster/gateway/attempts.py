@@ -17,7 +17,7 @@ from quire.cluster.errors import (
     Quarantined,
     Unavailable,
 )
-from quire.cluster.failover.resume import Blame, CompletionConfig, Losses, Resumes
+from quire.cluster.gateway.losses import Blame, CompletionConfig, Losses, Resumes
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry.metrics import Telemetry

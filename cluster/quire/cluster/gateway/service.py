@@ -16,22 +16,22 @@ from math import inf
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.tools import ToolUse
-from quire.cluster.failover.chunk import Chunk
-from quire.cluster.failover.completion import Completion, Meter, Take
-from quire.cluster.failover.ending import Ending
-from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
+from quire.cluster.gateway.chunk import Chunk
+from quire.cluster.gateway.completion import Completion, Meter, Take
+from quire.cluster.gateway.constraints import Constraints
+from quire.cluster.gateway.deadline import Deadline, late
+from quire.cluster.gateway.ending import Ending
+from quire.cluster.gateway.keeper import Adapter, Keeper
+from quire.cluster.gateway.losses import Blame, CompletionConfig, Resumes
+from quire.cluster.gateway.metering import Metering, Used
+from quire.cluster.gateway.prompts import Prompts, as_ids, check_ids, off_loop, rough_num_tokens
+from quire.cluster.gateway.together import together
 from quire.cluster.links.groups import Groups
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import Inflight
-from quire.cluster.serving.constraints import Constraints
-from quire.cluster.serving.deadline import Deadline, late
-from quire.cluster.serving.keeper import Adapter, Keeper
-from quire.cluster.serving.metering import Metering, Used
-from quire.cluster.serving.prompts import Prompts, as_ids, check_ids, off_loop, rough_num_tokens
 from quire.cluster.serving.queue import AdmissionQueue, unavailable
 from quire.cluster.serving.tenants import Tenants
 from quire.cluster.serving.ticket import Ticket
-from quire.cluster.serving.together import together
 from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.cluster.telemetry.usage import UsageLedger

@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from quire.cluster.errors import GroupLost, HandedOver, Quarantined, Unavailable
-from quire.cluster.failover.attempts import Attempts
-from quire.cluster.failover.chunk import Chunk, Start, Usage
-from quire.cluster.failover.ending import Ending
-from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
+from quire.cluster.gateway.attempts import Attempts
+from quire.cluster.gateway.chunk import Chunk, Start, Usage
+from quire.cluster.gateway.ending import Ending
+from quire.cluster.gateway.losses import Blame, CompletionConfig, Resumes
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry import timeline

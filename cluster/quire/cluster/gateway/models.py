@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quire.cluster.errors import ModelNotFound, Unavailable
-from quire.cluster.serving.adapters import Adapters
+from quire.cluster.gateway.adapters import Adapters
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import Budget
-from quire.cluster.serving.service import ModelService
 from quire.cluster.serving.tenants import Tenants
 from quire.cluster.telemetry.call_spans import spans_of
 from quire.cluster.telemetry.explanations import Explanations
