@@ -22,7 +22,7 @@ NAMED_IN = {
     "tenants": (r"\btenant", 50, 14),
     "embeddings": (r"[Ee]mbed(ding|_|s\b|ded)|\btask\b *[=:]|\"embed\"", 32, 54),
     "live": (r"\b[Ll]ive\b|live_rows|ui_api|on_finished", 11, 1),
-    "kv_events": (r"SubscribeKvEvents|kv_events|KvEvents|[Ll]edger|contents_", 13, 3),
+    "kv_events": (r"SubscribeKvEvents|kv_events|KvEvents|[Ll]edger|contents_", 12, 3),
     "isolation": (r"[Ii]solat|[Bb]lame|convict|[Qq]uarantin", 11, 1),
     "priority": (r"\bpriority", 16, 9),
     "prefill_groups": (r"prefill_groups|only_prefills|hand_over|Stages|HandedOver", 12, 0),
@@ -31,16 +31,16 @@ NAMED_IN = {
 
 KNOW_RAY = 20
 """Modules that import Ray."""
-KNOW_PROTOBUF = 49
+KNOW_PROTOBUF = 48
 """Modules that import protobuf or the stubs made of `proto/`, without these stubs."""
 GATEWAY = "quire.cluster.deploy.gateway_server"
-GATEWAY_IMPORTS = 256
+GATEWAY_IMPORTS = 264
 """Modules of Quire that a gateway's process imports when it starts."""
 ENGINE_IN_GATEWAY = 46
 """Those of them that are parts of an engine."""
-LONG_SIGNATURES = 12
+LONG_SIGNATURES = 10
 """Functions of cluster and router with eight or more parameters."""
-CALLBACKS = 118
+CALLBACKS = 116
 """Parameters of functions of cluster and router that are functions."""
 
 FEATURE = re.compile(r"\.(?:features|parts)\.(\w+)")

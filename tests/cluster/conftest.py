@@ -34,9 +34,10 @@ from quire.cluster.edge.grpc_server import build_grpc_server
 from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app
+from quire.cluster.gateway.config import GatewayConfig
 from quire.cluster.gateway.losses import CompletionConfig
 from quire.cluster.gateway.models import MAX_BODY_BYTES, Models
-from quire.cluster.gateway.service import GatewayConfig, ModelService
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.group.adapters import Check, GroupAdapters
 from quire.cluster.group.borrowing import Borrower
 from quire.cluster.group.engine_loop import EngineLoop

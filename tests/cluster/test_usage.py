@@ -116,7 +116,7 @@ async def test_the_ledger_equals_the_engines_own_counts(model: Any) -> None:
     ledger = UsageLedger()
     policy = TenantPolicy(tokens_per_minute=BUDGET)
     tenants = Tenants({"t0": policy, "t1": policy}, clock=lambda: 0.0)
-    service.meter_by(tenants, ledger)
+    service.meter.share(tenants, ledger)
     card = ModelCard.of(group_pb2.GroupDescription(model="m", block_size=4))
     expected: dict[str, Counter[str]] = {"t0": Counter(), "t1": Counter()}
     num_charged: Counter[str] = Counter()

@@ -21,7 +21,8 @@ import pytest
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway.chunk import Chunk
-from quire.cluster.gateway.service import GatewayConfig, ModelService
+from quire.cluster.gateway.config import GatewayConfig
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect

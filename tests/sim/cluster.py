@@ -20,9 +20,10 @@ from tests.sim.model import EOS, HashExecutor, HashModel, SimEngineLoop, StepCos
 from tests.sim.network import GroupLinkOver, Network
 
 from quire.cluster.edge.grpc_server import InferenceService
+from quire.cluster.gateway.config import GatewayConfig
 from quire.cluster.gateway.losses import CompletionConfig
 from quire.cluster.gateway.models import Models
-from quire.cluster.gateway.service import GatewayConfig, ModelService
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.group.service import GroupService
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupLink

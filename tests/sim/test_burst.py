@@ -9,7 +9,7 @@ from tests.sim.cluster import BLOCK_SIZE, ClusterPlan
 from tests.sim.model import StepCost
 from tests.sim.world import Plan, World, run
 
-from quire.cluster.gateway.service import GatewayConfig
+from quire.cluster.gateway.config import GatewayConfig
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.serving.admission_config import AdmissionConfig
 

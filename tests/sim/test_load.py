@@ -16,8 +16,8 @@ from tests.sim.faults import ChaosPlan
 from tests.sim.model import StepCost
 from tests.sim.world import Plan, Script, World, run
 
+from quire.cluster.gateway.config import GatewayConfig
 from quire.cluster.gateway.losses import CompletionConfig
-from quire.cluster.gateway.service import GatewayConfig
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.serving.admission_config import AdmissionConfig
 

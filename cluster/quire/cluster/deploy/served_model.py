@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quire.cluster.config import ClusterConfig
+from quire.cluster.gateway.config import GatewayConfig
 from quire.cluster.gateway.losses import CompletionConfig
-from quire.cluster.gateway.service import GatewayConfig, ModelService
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups

@@ -37,9 +37,9 @@ from quire.cluster.edge.streams import EventStream, Write, client_id, event, unl
 from quire.cluster.edge.structured import told_of
 from quire.cluster.errors import DeadlineExceeded
 from quire.cluster.gateway.chunk import Chunk
-from quire.cluster.gateway.completion import Take
 from quire.cluster.gateway.models import Models
 from quire.cluster.gateway.service import ModelService
+from quire.cluster.gateway.work import Take
 from quire.cluster.serving.bounds import Hold
 from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.timing import server_timing

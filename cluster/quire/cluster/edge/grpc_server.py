@@ -173,7 +173,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         the block runs."""
         caller = grpc_caller()
         with (
-            model.metered(caller.tenant, caller.key_name),
+            model.meter.metered(caller.tenant, caller.key_name),
             held(request, self._models, caller.tenant),
         ):
             yield caller.tenant

@@ -62,7 +62,7 @@ class DetokenizeBody(Body):
 def metered(request: Request, model: ModelService) -> Iterator[str]:
     """Counts a call against the limits of its tenant, which it yields, while the block runs."""
     caller = http_caller(request)
-    with model.metered(caller.tenant, caller.key_name):
+    with model.meter.metered(caller.tenant, caller.key_name):
         yield caller.tenant
 
 

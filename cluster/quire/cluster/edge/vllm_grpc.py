@@ -30,10 +30,10 @@ from quire.cluster.edge.kv_events import KvEventsConfig, Outlet, Ranks, Subscrip
 from quire.cluster.edge.streams import sane_client_id
 from quire.cluster.edge.vllm_format import Answers, aliases_of, prompt_of, sampling_of
 from quire.cluster.gateway.chunk import Chunk
-from quire.cluster.gateway.completion import Take
 from quire.cluster.gateway.embeddings import Ask, embed
 from quire.cluster.gateway.models import Models
 from quire.cluster.gateway.service import ModelService
+from quire.cluster.gateway.work import Take
 from quire.v1 import group_pb2
 from quire.worker.api.errors import InvalidRequest, QueueFull
 from quire.worker.api.request import Request, Tokens

@@ -82,7 +82,7 @@ class Models:
         if name in self.by_name:
             self._leaving.append(self.by_name[name])
         self.by_name[name] = service
-        service.meter_by(self.tenants, self.usage)
+        service.meter.share(self.tenants, self.usage)
         self.telemetry.add(name, service.telemetry.registry)
         service.groups.watch(self._notify)
         if self.is_draining:
