@@ -58,7 +58,7 @@ test-lowest:
 SANITIZE ?= address,undefined
 SANITIZED := tests/test_sanitizers.py tests/kernels/test_low_rank.py $(addprefix tests/kernels/test_native_,\
   attention.py program.py int8.py w4.py linear.py shared.py) $(addprefix tests/router/test_,\
-  holders.py directory_machine.py in_flight.py) tests/worker/test_hashing.py tests/worker/model/test_sampler.py
+  holders.py directory_machine.py in_flight.py) tests/worker/blocks/test_hashing.py tests/worker/rank/test_sampler.py
 TESTS ?= $(SANITIZED)
 RUNTIME := $(if $(findstring thread,$(SANITIZE)),libtsan.so,libasan.so)
 sanitize: .venv/dev
@@ -122,8 +122,8 @@ LOCKED = $(UV) pip install --quiet --python .venv/bin/python $(addsuffix require
 	.venv/bin/pip install --quiet --no-deps $(shell grep -o '^torch==[0-9.]*' requirements.lock)
 	command -v uv >/dev/null || .venv/bin/pip install --quiet uv
 	$(LOCKED) --editable '.[bench,cluster]'
-	.venv/bin/python -m quire.kernels.native
-	.venv/bin/python -m quire.worker.api.native_hashing
+	.venv/bin/python -m quire.kernels.native.library
+	.venv/bin/python -m quire.worker.blocks.native_hashing
 	.venv/bin/python -m quire.router.prefix_index.native_index
 	touch $@
 

@@ -39,9 +39,9 @@ def _is_wanted() -> bool:
 
 
 def _libraries() -> Iterator[Path]:
-    from quire.kernels import native
+    from quire.kernels.native import library as native
     from quire.router.prefix_index import native_index
-    from quire.worker.api import native_hashing
+    from quire.worker.blocks import native_hashing
 
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     chosen = os.environ.get("QUIRE_NATIVE_ISA")

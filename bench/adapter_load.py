@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 
 from quire.cluster.config import ClusterConfig, LoraModule
 from quire.cluster.deploy.app import running_cluster
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 MODEL = "base"
 MAX_TOKENS = 40

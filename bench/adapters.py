@@ -16,10 +16,10 @@ from bench.report import command, markdown
 
 from quire.kernels.batch import Batch
 from quire.kernels.ops import AdapterLayers, KvCache, LowRank, ProgramRunner
-from quire.worker.api.config import EngineConfig
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.load import load_model
-from quire.worker.model.loader import Shard
+from quire.worker.request.config import EngineConfig
+from quire.worker.weights.loader import Shard
 
 BLOCK = 16
 CACHE = Path.home() / ".cache/quire/bench-checkpoints"

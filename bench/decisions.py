@@ -37,8 +37,8 @@ from bench.report import command, markdown
 from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId, NeedsResync
 from quire.router.table import RoutingTable
-from quire.worker.api.events import BlocksStored, EventBatch
-from quire.worker.api.hashing import HASH_BYTES, BlockHashes, hash_blocks, root_hash
+from quire.worker.blocks.events import BlocksStored, EventBatch
+from quire.worker.blocks.hashing import HASH_BYTES, BlockHashes, hash_blocks, root_hash
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 250

@@ -113,7 +113,7 @@ class Quire:
         from quire.cluster import wire
         from quire.router.prefix_index import directory
         from quire.v1 import group_pb2
-        from quire.worker.api import hashing
+        from quire.worker.blocks import hashing
 
         self._wire, self._pb, self._hashes = wire, group_pb2, hashing.BlockHashes
         self._directory = directory.BlockDirectory(max_blocks=2 * num_blocks)

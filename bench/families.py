@@ -24,16 +24,16 @@ from tests.golden import test_through_transformers as through
 from tests.golden.oracle import MAX_TOKENS, prompts, save
 from transformers import AutoModelForCausalLM
 
-import quire.kernels.cpu  # noqa: F401 - asks MKL for strict products before its first one
-from quire.kernels import native
+import quire.kernels.torch.cpu  # noqa: F401 - asks MKL for strict products before its first one
 from quire.kernels.backend import backend_for
+from quire.kernels.native import library as native
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.families.registry import FAMILIES
 from quire.worker.model.program import attention_options
-from quire.worker.ranks.executor import InProcessExecutor
+from quire.worker.rank.executor import InProcessExecutor
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import CheckpointError, ConfigError
 
 HEADER = """| case | architecture | implementation | tokens | logits | batch | two ranks |
 | --- | --- | --- | --- | ---: | --- | --- |"""

@@ -18,14 +18,14 @@ import torch
 from bench.peers.checkpoints import SHAPES
 from bench.report import command, markdown
 
-from quire.kernels import native
-from quire.worker.api.hashing import BlockHash
-from quire.worker.api.kv_format import Bytes, KvFormat
-from quire.worker.cache.checksum import checksum_of
-from quire.worker.cache.disk import DiskStore
-from quire.worker.cache.host_memory import map_host_blocks
-from quire.worker.model.loader import Shard
-from quire.worker.runner.block_copies import CACHE, HOST, BlockCopies, CacheLayout
+from quire.kernels.native import library as native
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.blocks.kv_format import Bytes, KvFormat
+from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.disk import DiskStore
+from quire.worker.rank.copies import CACHE, HOST, BlockCopies, CacheLayout
+from quire.worker.rank.host_memory import map_host_blocks
+from quire.worker.weights.loader import Shard
 
 BLOCK_SIZE = 16
 CACHE_BYTES = 1 << 30

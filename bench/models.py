@@ -38,7 +38,7 @@ from quire import demo_model
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
 from quire.cluster.deploy.app import Endpoints, running_cluster
 from quire.llm import LLM, LoRARequest, SamplingParams
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 NAME = "bench-models"
 ADAPTERS = {"a-law": "a", "a-code": "a", "b-chat": "b"}

@@ -225,7 +225,7 @@ def _address(options: argparse.Namespace) -> Iterator[str]:
     from quire import demo_model
     from quire.cluster.config import ClusterConfig
     from quire.cluster.deploy.app import running_cluster
-    from quire.worker.api.config import EngineConfig
+    from quire.worker.request.config import EngineConfig
 
     model = demo_model.PATH
     if options.model != "demo":

@@ -25,10 +25,10 @@ import numpy as np
 from bench.peers.checkpoints import SHAPES, make_checkpoint
 from bench.report import command
 
-from quire.worker.api.arrays import Ints
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.structured import json_constraint
-from quire.worker.text.grammar import Grammar, Grammars
+from quire.worker.request.arrays import Ints
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.structured import json_constraint
+from quire.worker.text.grammar.compiler import Grammar, Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 Schema = dict[str, Any]

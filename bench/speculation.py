@@ -30,8 +30,8 @@ from bench.report import command
 
 from quire import demo_model
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.structured import json_constraint
-from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.engine.messages import StepInput, StepOutput
+from quire.worker.request.structured import json_constraint
 from quire.worker.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -176,7 +176,7 @@ def _edited(token_ids: Sequence[int], vocab_size: int) -> list[int]:
 
 def _texts() -> dict[str, tuple[str, str, dict[str, Any] | None, str]]:
     """Prompts, what follows them, its schema and what another request's output was before."""
-    code = (ROOT / "worker/quire/worker/schedule/tables.py").read_text()[:2500]
+    code = (ROOT / "worker/quire/worker/engine/tables.py").read_text()[:2500]
     schema = {"name": {"type": "string"}, "price": {"type": "number"}, "tags": {"type": "array"}}
     records, others = (
         [

@@ -16,15 +16,15 @@ from pathlib import Path
 import numpy as np
 
 from quire.cluster.cli.engine import add_engine_flags, engine_config
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.hashing import TokenIds
-from quire.worker.api.request import Prepared
-from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.bench.report import check_writable, format_table, write_json
-from quire.worker.engine import Engine
+from quire.worker.blocks.hashing import TokenIds
+from quire.worker.engine.engine import Engine
 from quire.worker.model.hub import fetch_checkpoint, model_name
-from quire.worker.ranks.executor import make_executor
+from quire.worker.rank.executor import make_executor
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.request import Prepared
+from quire.worker.request.sampling_params import SamplingParams
 
 _WARM_UP_STEPS = 5
 _DECODES_PER_CHUNK = 5

@@ -21,8 +21,8 @@ from bench.report import command
 from bench.schemas import draw_object
 
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.structured import Constraint, json_constraint
-from quire.worker.text.grammar import Grammars
+from quire.worker.request.structured import Constraint, json_constraint
+from quire.worker.text.grammar.compiler import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 NUM_TOKENS = 96

@@ -46,7 +46,7 @@ from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.group.server import GroupServer
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 SMALL = [f"small{number}" for number in range(9)]
 GREEDY = "greedy"

@@ -24,19 +24,19 @@ from typing import Any
 from bench.report import command, markdown, percentile
 from playwright.async_api import async_playwright
 
-from quire.cluster.edge.limits import ConnectionLimits
-from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app
+from quire.cluster.features.guard.limits import ConnectionLimits
+from quire.cluster.features.guard.listener import HttpListener, listening_socket
+from quire.cluster.features.live.live import Live, Watched
 from quire.cluster.gateway.models import Models
-from quire.cluster.telemetry.live import Live, Watched
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.cluster.telemetry.timeline import Timeline
 from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.events import BlocksStored, EventBatch
-from quire.worker.api.hashing import HASH_BYTES, BlockHashes
+from quire.worker.blocks.events import BlocksStored, EventBatch
+from quire.worker.blocks.hashing import HASH_BYTES, BlockHashes
 
 _BLOCKS = 4096
 _REQUESTS_PER_TICK = 50

@@ -1,7 +1,7 @@
 """Whether a constraint allows a text."""
 
-from quire.worker.api.structured import Constraint
-from quire.worker.text.grammar import Grammars
+from quire.worker.request.structured import Constraint
+from quire.worker.text.grammar.compiler import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 

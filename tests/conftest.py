@@ -23,7 +23,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from quire.worker.text.grammar import Grammars
+    from quire.worker.text.grammar.compiler import Grammars
     from quire.worker.text.tokenizer import Tokenizer
 
 # Ray forks to start processes. In a process where gRPC has threads, such as this one, gRPC's fork

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 import tokenizers
 
-from quire.worker.api.structured import Constraint
-from quire.worker.text.grammar import Grammars
+from quire.worker.request.structured import Constraint
+from quire.worker.text.grammar.compiler import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 

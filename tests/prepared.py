@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.worker.api.request import Prepared
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.request.request import Prepared
+from quire.worker.request.sampling_params import SamplingParams
 
 _FIELDS = {field.name for field in fields(Prepared)}
 

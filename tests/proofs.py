@@ -73,7 +73,7 @@ def dependencies(file: Path) -> tuple[list[Path], set[str]]:
                 waiting.append(module)
             elif name.partition(".")[0] not in sys.stdlib_module_names:
                 packages.add(name.partition(".")[0])
-    native = {path.parent / "native" for path in found}
+    native = {folder for path in found for folder in (path.parent, path.parent / "native")}
     found.update(path for folder in native for path in folder.glob("*.cpp"))
     found.update(path for folder in native for path in folder.glob("*.h"))
     return sorted(found), packages - {"quire", "tests", "tools", "bench"}
@@ -123,7 +123,7 @@ def _compiler() -> str:
 
 
 def _instruction_sets() -> tuple[str, ...]:
-    from quire.kernels import native
+    from quire.kernels.native import library as native
 
     return tuple(native.available_isas())
 

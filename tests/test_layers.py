@@ -3,7 +3,15 @@
 from graphlib import TopologicalSorter
 
 import pytest
-from tests.modules import MODULES, ROOT, TREES, imported_at_start, imports, root_of
+from tests.modules import (
+    MODULES,
+    ROOT,
+    TREES,
+    imported_at_start,
+    imported_ever,
+    imports,
+    root_of,
+)
 
 MAY_IMPORT = {
     "kernels": set[str](),
@@ -13,17 +21,46 @@ MAY_IMPORT = {
     "cluster": {"kernels", "proto", "router", "worker"},
 }
 """Allowed imports by source root; each root may also import itself."""
-WORKER_API = ("quire.worker.api",)
+OF_GATEWAYS = (
+    *("anthropic", "autoscale", "embeddings", "explain", "guard", "kv_events", "live"),
+    *("reference", "responses", "template_reading", "tenants", "tracing", "vllm_grpc", "watcher"),
+)
+"""Features that have no part in a group's engine."""
+WORKER_API = ("quire.worker.blocks", "quire.worker.request")
 MAY_IMPORT_OF_THE_WORKER = {
     "quire.router": WORKER_API,
-    "quire.simulate": (*WORKER_API, "quire.worker.cache"),
+    "quire.simulate": (*WORKER_API, "quire.worker.engine"),
     # A gateway also needs the tokenizer.
     **dict.fromkeys(
-        [f"quire.cluster.{name}" for name in ("edge", "gateway", "links", "serving", "telemetry")],
+        [f"quire.cluster.{name}" for name in ("edge", "gateway", "links", "serving", "telemetry")]
+        + [f"quire.cluster.features.{name}" for name in OF_GATEWAYS],
         (*WORKER_API, "quire.worker.text"),
     ),
 }
 """The worker's packages that a package may import. Packages not listed may import any."""
+MAY_IMPORT_IN_THE_WORKER = {
+    "blocks": set[str](),
+    "request": {"blocks"},
+    "weights": {"request"},
+    "model": {"request", "weights"},
+    "text": {"blocks", "request", "weights", "model"},
+    "engine": {"blocks", "request", "model", "text"},
+    "parts": {"blocks", "request", "weights", "model", "text", "engine"},
+    "rank": {"blocks", "request", "weights", "model", "engine", "parts"},
+}
+"""Allowed imports by room of the worker, at import time; its modules may also import each other.
+Who asks the engine for tokens, such as `quire.llm`, may import any."""
+MAY_NAME_FOR_TYPES = {"request": {"model", "text"}, "weights": {"model"}}
+ENGINE_IMPORTS_PARTS = {
+    "engine": {"adapters", "constraints", "tiers"},
+    "entrance": {"adapters", "constraints", "tiers"},
+    "outcomes": {"adapters", "constraints", "tiers"},
+    "scheduler": {"adapters", "drafts", "tiers"},
+    "sequence": {"drafts"},
+    "tables": {"tiers"},
+}
+"""Imports of a part in the engine, still to be cut. This table may only become shorter."""
+FEATURES = "quire.cluster.features"
 KNOWS_RAY = {"cluster", "router/quire/router/serve_router.py"}
 
 
@@ -40,8 +77,46 @@ def test_a_folder_imports_only_what_the_design_lets_it(root: str) -> None:
 
 
 def package_of(name: str) -> str:
-    """A module's package; a module beside packages, such as `quire.worker.engine`, is its own."""
+    """A module's package; a module beside packages is its own."""
+    if name.startswith("quire.kernels."):
+        return name  # Its folders say how kernels compute, and are no layers.
     return ".".join(name.split(".")[:3])
+
+
+def room_of(name: str) -> str:
+    """A worker's room: `quire.worker.model.families.llama` is in `model`."""
+    parts = name.split(".")
+    return parts[2] if name.startswith("quire.worker.") else ""
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT_IN_THE_WORKER)
+def test_a_room_of_the_worker_imports_only_what_the_design_lets_it(room: str) -> None:
+    may, at_start, ever = (
+        MAY_IMPORT_IN_THE_WORKER[room] | {room},
+        imported_at_start(),
+        imported_ever(),
+    )
+    found = [name for name in MODULES if room_of(name) == room]
+    assert found
+    for name in found:
+        to_cut = (
+            {"parts"}
+            if name.removeprefix("quire.worker.engine.") in ENGINE_IMPORTS_PARTS
+            else set()
+        )
+        assert {room_of(each) for each in at_start[name]} - {""} <= may | to_cut, name
+        named = {room_of(each) for each in ever[name]} - {""}
+        assert named <= may | to_cut | MAY_NAME_FOR_TYPES.get(room, set()), name
+
+
+def test_the_engine_imports_no_part() -> None:
+    found = {
+        name.removeprefix("quire.worker.engine."): parts
+        for name, imported in imported_ever().items()
+        if room_of(name) == "engine"
+        and (parts := {each.split(".")[3] for each in imported if room_of(each) == "parts"})
+    }
+    assert found == ENGINE_IMPORTS_PARTS
 
 
 def test_no_modules_import_each_other() -> None:
@@ -52,6 +127,10 @@ def test_no_packages_import_each_other() -> None:
     graph: dict[str, set[str]] = {}
     for name, imported in imported_at_start().items():
         others = {package_of(other) for other in imported if not _is_package(other)}
+        # A feature's folder has parts of several packages; test_features counts who imports them.
+        others -= {FEATURES}
+        if package_of(name) == "quire.worker.engine":
+            others -= {"quire.worker.parts"}  # `ENGINE_IMPORTS_PARTS`
         graph.setdefault(package_of(name), set()).update(others - {package_of(name)})
     assert len(graph) > 20
     list(TopologicalSorter(graph).static_order())
@@ -70,20 +149,6 @@ def test_gateways_and_the_router_import_the_workers_api_alone(package: str) -> N
         imported = set(imports(tree, everywhere=True)) & MODULES.keys()
         of_worker = {package_of(each) for each in imported if each.startswith("quire.worker.")}
         assert of_worker <= set(MAY_IMPORT_OF_THE_WORKER[package]), name
-
-
-def test_nothing_that_serves_knows_the_simulator_or_the_benches() -> None:
-    """The command line imports simulator and benchmarks only when their commands run."""
-    tools = ("quire.simulate.", "quire.worker.bench.", "quire.cluster.bench.")
-    found = 0
-    for name in MODULES:
-        if not f"{name}.".startswith(tools):
-            is_command = name.startswith("quire.cluster.cli.")
-            imported = imports(TREES[name], everywhere=not is_command)
-            known = {each for each in imported if f"{each}.".startswith(tools)}
-            assert not known or name == "quire.cluster.cli.requests", name
-            found += bool(known)
-    assert found == 1
 
 
 def _is_package(name: str) -> bool:

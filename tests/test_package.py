@@ -58,7 +58,10 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 @pytest.mark.parametrize(
     "program",
-    ["import quire; quire.__version__", "import quire.worker.api.request, quire.router.policies"],
+    [
+        "import quire; quire.__version__",
+        "import quire.worker.request.request, quire.router.policies",
+    ],
 )
 def test_importing_it_loads_no_torch(program: str) -> None:
     done = alone(f"{program}\nimport sys; sys.exit('torch' in sys.modules)")
@@ -67,7 +70,7 @@ def test_importing_it_loads_no_torch(program: str) -> None:
 
 def test_the_worker_and_its_kernels_are_enough() -> None:
     """A GPU machine without Ray has only these two."""
-    program = "import quire.kernels.quantization, quire.worker.api.request"
+    program = "import quire.kernels.quantization, quire.worker.request.request"
     assert alone(program, "worker", "kernels").returncode == 0
     assert alone("import quire.cluster", "worker", "kernels").returncode == 1
 

@@ -22,7 +22,7 @@ library.quire_holders_clear(index, 1)
 HASHING = """
 import ctypes
 import sys
-from quire.worker.api import native_hashing
+from quire.worker.blocks import native_hashing
 library = native_hashing.library() or sys.exit("no library")
 chain = ctypes.create_string_buffer(native_hashing.CHAIN_BYTES)
 library.quire_chain_begin(chain, bytes(64))
@@ -34,7 +34,7 @@ library.quire_chain_extend(chain, memory.malloc(ctypes.c_size_t(64)), 64, 2, byt
 KERNELS = """
 import sys
 import torch
-from quire.kernels import native, native_abi
+from quire.kernels.native import library as native, abi as native_abi
 library = native.library() or sys.exit("no library")
 x = torch.zeros(64)
 out = torch.zeros(1, dtype=torch.int64)

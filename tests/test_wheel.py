@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from quire.kernels import native
+from quire.kernels.native import library as native
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 import torch
-from quire.kernels import native
-from quire.kernels.native_backend import NativeBackend
+from quire.kernels.native import library as native
+from quire.kernels.native.backend import NativeBackend
 from quire.router.prefix_index import native_index
-from quire.worker.api import native_hashing
+from quire.worker.blocks import native_hashing
 
 linear = NativeBackend(native.library()).pack_linear(torch.arange(6.0).view(3, 2))
 print(linear(torch.tensor([[1.0, 10.0]])).tolist())

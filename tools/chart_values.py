@@ -16,7 +16,7 @@ import yaml
 from tools.fields import documented_fields
 
 from quire.router.config import RoutingConfig
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = ROOT / "helm/quire"

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from tools.strangers import wheel
 
-from quire.worker.api.errors import CheckpointError
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.through.dry_run import dry_run
+from quire.worker.request.errors import CheckpointError
 
 _ENDING, _QUANT_ENDING = "_config.json", "_hf_quant_config.json"
 _MOST_POSITIONS = 4096

@@ -19,7 +19,7 @@ from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.group.server import GroupServer
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = tuple(str(ROOT / name) for name in ("cluster", "kernels", "router", "worker"))

@@ -23,9 +23,9 @@ import transformers
 from bench.report import command, markdown
 
 from quire.llm import LLM
-from quire.worker.api.errors import CheckpointError, InvalidRequest
-from quire.worker.api.scoring import LogitScore
 from quire.worker.model.sentence_folder import read_scoring, read_use
+from quire.worker.request.errors import CheckpointError, InvalidRequest
+from quire.worker.request.scoring import LogitScore
 
 NUM_WORDS = 300
 SPECIAL = ["[PAD]", "[CLS]", "[SEP]", "[UNK]"]

@@ -20,8 +20,8 @@ from tools.strangers import npm, sdist
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from quire.cluster.dialects.dialect import choose_dialect
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.text.chat_template import ChatTemplate
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.text.template.chat_template import ChatTemplate
 from quire.worker.text.tokenizer import Tokenizer
 
 SPECIAL_TOKENS = {

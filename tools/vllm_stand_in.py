@@ -25,7 +25,7 @@ from quire.cluster.dialects.events import CallArguments, CallBegun, Content, Eve
 from quire.cluster.dialects.formats import ToolFormat
 from quire.cluster.dialects.parser import OutputParser
 from quire.cluster.dialects.tools import Tool, check_tools
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 FOLDER = "tests/tool_parsers"
 

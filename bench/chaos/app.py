@@ -26,9 +26,9 @@ from quire.cluster.deploy.listed import listed_in
 from quire.cluster.deploy.local import ray_session
 from quire.cluster.deploy.names import application_of, part_of
 from quire.cluster.settings import config_from
-from quire.worker.api.request import Prepared
-from quire.worker.engine import Engine
-from quire.worker.ranks.lockstep import LockstepExecutor
+from quire.worker.engine.engine import Engine
+from quire.worker.rank.lockstep import LockstepExecutor
+from quire.worker.request.request import Prepared
 
 APP_NAME = "quire"
 """Its processes' titles have it."""

@@ -18,7 +18,7 @@ from quire.cluster.dialects.formats import TOOL_FORMATS
 from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.tools import ToolUse, check_tools
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.structured import Constraint, ConstraintKind, json_constraint
+from quire.worker.request.structured import Constraint, ConstraintKind, json_constraint
 
 PROMPT_TOKENS = (16, 64)
 _VOCAB = (3, 4000)  # Without the special tokens and the poison.

@@ -4,8 +4,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from quire.simulate.pool import Lru as Lru
-from quire.worker.api.hashing import BlockHash
-from quire.worker.cache.eviction import EvictionPolicy
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.engine.eviction import EvictionPolicy
 
 _NEVER = 1 << 60
 

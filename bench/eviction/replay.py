@@ -14,10 +14,10 @@ from math import log
 from pathlib import Path
 from typing import NamedTuple
 
-from quire.worker.api.events import EventLog
-from quire.worker.api.hashing import BlockHash
-from quire.worker.cache.blocks import BlockPool
-from quire.worker.cache.eviction import PolicyFactory
+from quire.worker.blocks.events import EventLog
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.engine.block_pool import BlockPool
+from quire.worker.engine.eviction import PolicyFactory
 
 TRACE_BLOCK_SIZE = 512
 """Tokens in a block of the Mooncake traces, and of the workloads here."""

@@ -2,10 +2,10 @@
 
 from bench.eviction.replay import TRACE_BLOCK_SIZE, Prompt, Savings, prefill_ms
 
-from quire.worker.api.events import EventLog
-from quire.worker.api.hashing import BlockHash
-from quire.worker.cache.blocks import BlockId, BlockPool
-from quire.worker.cache.shelf import Shelf
+from quire.worker.blocks.events import EventLog
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.engine.block_pool import BlockId, BlockPool
+from quire.worker.parts.tiers.host import Shelf
 
 
 def replay_in_two_tiers(

@@ -8,11 +8,11 @@ import torch
 from bench.gpu.shapes import SHAPES, Scale
 from bench.gpu.streams import StreamCase, stream_cases
 from bench.gpu.timings import Timer
-from tools.kernels import twins
 from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch, shared_splits
 
 from quire.kernels.backend import AttentionBackend, backend_for
-from quire.kernels.launch import DTYPES, HEAD_SIZES
+from quire.kernels.reference import paged as twins
+from quire.kernels.triton.launch import DTYPES, HEAD_SIZES
 
 RAGGED = [(1, 1), (256, 1), (257, 1), (1500, 1), (5, 5), (300, 70), (333, 333)]
 NUM_DECODES = 4

@@ -18,21 +18,21 @@ from bench.gpu.shapes import BLOCK_SIZE, Scale, check_fits
 from bench.gpu.timings import Timer
 from torch import Tensor
 
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.hashing import as_token_ids
-from quire.worker.api.request import Prepared
-from quire.worker.api.sampling_params import SamplingParams
-from quire.worker.engine import Engine
+from quire.worker.blocks.hashing import as_token_ids
+from quire.worker.engine.engine import Engine
+from quire.worker.engine.messages import StepInput
+from quire.worker.engine.sampling_batch import SamplingBatch
 from quire.worker.model import load
-from quire.worker.model.checkpoint import TensorInfo
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.facts import ModelFacts
-from quire.worker.model.loader import Weights
 from quire.worker.model.spec import Experts, ModelSpec
-from quire.worker.ranks.executor import InProcessExecutor
-from quire.worker.runner.model_runner import ModelRunner
-from quire.worker.step.messages import StepInput
-from quire.worker.step.sampling_batch import SamplingBatch
+from quire.worker.rank.executor import InProcessExecutor
+from quire.worker.rank.runner import ModelRunner
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.request import Prepared
+from quire.worker.request.sampling_params import SamplingParams
+from quire.worker.weights.checkpoint import TensorInfo
+from quire.worker.weights.loader import Weights
 
 SHAPE = "Llama 8B"
 

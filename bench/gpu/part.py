@@ -23,7 +23,7 @@ from bench.gpu.timings import Timer
 from bench.provenance import commit, cpu
 from bench.report import command
 
-from quire.kernels.products import make_batch_invariant
+from quire.kernels.torch.products import make_batch_invariant
 
 _H100_BYTES = int(79.65 * 2**30)
 

@@ -8,11 +8,12 @@ from functools import partial
 
 import torch
 from bench.gpu.cases import Case, Shape, make_batch
-from tools.kernels import twins
 from torch import Tensor
 
-from quire.kernels import reference, reference_sampling
 from quire.kernels.attention_options import AttentionOptions
+from quire.kernels.reference import layers as reference
+from quire.kernels.reference import paged as twins
+from quire.kernels.reference import sampling as reference_sampling
 
 _VOCAB_SIZE = 128_256
 
@@ -40,7 +41,8 @@ def stream_cases(shape: Shape, device: torch.device) -> Iterator[StreamCase]:
 
 def _layer_cases(shape: Shape, num_tokens: int, device: torch.device) -> Iterator[StreamCase]:
     """One case for each kernel of a layer besides attention."""
-    from quire.kernels import triton_elementwise, triton_rotary
+    from quire.kernels.triton import elementwise as triton_elementwise
+    from quire.kernels.triton import rotary as triton_rotary
 
     num_heads, num_kv_heads, head_size = shape.num_heads, shape.num_kv_heads, shape.head_size
     num_channels, dtype = num_heads * head_size, shape.dtype
@@ -88,7 +90,7 @@ def _layer_cases(shape: Shape, num_tokens: int, device: torch.device) -> Iterato
 
 def _decode_cases(shape: Shape, num_rows: int, device: torch.device) -> Iterator[StreamCase]:
     """Decodes after 4096 tokens: over a float8 cache, in a window, with a soft cap."""
-    from quire.kernels.triton_backend import TritonBackend
+    from quire.kernels.triton.backend import TritonBackend
 
     batch = make_batch(Case(name="", rows=[(4096, 1)] * num_rows), shape, device)
     attend: Callable[..., Tensor] = TritonBackend().attend
@@ -116,7 +118,7 @@ def _decode_cases(shape: Shape, num_rows: int, device: torch.device) -> Iterator
 
 def _sample_cases(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[StreamCase]:
     """Sampling of rows that are greedy, that keep all tokens, and that are limited."""
-    from quire.kernels import triton_sample
+    from quire.kernels.triton import sample as triton_sample
 
     rng = torch.Generator(device).manual_seed(0)
     logits = torch.randn(num_rows, vocab_size, generator=rng, device=device) * 3
@@ -146,7 +148,7 @@ def _sample_cases(num_rows: int, vocab_size: int, device: torch.device) -> Itera
 
 def _adjust_case(num_rows: int, vocab_size: int, device: torch.device) -> StreamCase:
     """Penalties on 2,000 tokens of each row."""
-    from quire.kernels import triton_logits
+    from quire.kernels.triton import logits as triton_logits
 
     rng = torch.Generator(device).manual_seed(0)
     plain = torch.randn(num_rows, vocab_size, generator=rng, device=device)

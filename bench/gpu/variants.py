@@ -1,7 +1,7 @@
 """Times decode and prefill attention with other tile sizes than the shipped ones.
 
-The shipped configuration (`quire.kernels.launch`) was chosen without a device. This part shows
-which one is faster on a device; the fastest is then written there by hand, since a tile size
+The shipped configuration (`quire.kernels.triton.launch`) was chosen without a device. This part
+shows which one is faster on a device; the fastest is then written there by hand, since a tile size
 determines the order of summation.
 """
 
@@ -15,7 +15,7 @@ from bench.gpu.cases import Case, make_batch
 from bench.gpu.timings import Timer
 
 from quire.kernels.backend import backend_for
-from quire.kernels.launch import LaunchConfig, launch_config
+from quire.kernels.triton.launch import LaunchConfig, launch_config
 
 DECODE_CASES = [
     Case(name=f"decode {rows} x {tokens}", rows=[(tokens, 1)] * rows)
@@ -48,7 +48,8 @@ def variant_timings(timer: Timer) -> None:
     if timer.scale.device.type == "cpu":
         lines.fact("not run", "variants are those of the Triton kernels")
         return
-    from quire.kernels import triton_decode, triton_prefill
+    from quire.kernels.triton import decode as triton_decode
+    from quire.kernels.triton import prefill as triton_prefill
 
     kinds: tuple[tuple[Any, list[Change], list[Case]], ...] = (
         (triton_decode, DECODE_VARIANTS, DECODE_CASES),

@@ -14,9 +14,9 @@ import numpy as np
 from bench.kv.groups import travel_of
 
 from quire.cluster.group.server import GroupServer
-from quire.worker.api.hashing import BlockHash
-from quire.worker.cache import disk, disk_file
-from quire.worker.cache.disk_file import HEADER_BYTES
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.parts.tiers import disk, disk_file
+from quire.worker.parts.tiers.disk_file import HEADER_BYTES
 
 Harm = Callable[[Path, Path, np.random.Generator], None]
 """Damages the first file; the second file is another block's."""

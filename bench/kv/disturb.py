@@ -34,15 +34,15 @@ from bench.machine import Machine
 from bench.peers.checkpoints import MAX_POSITIONS, SHAPES, make_checkpoint
 from bench.report import markdown
 
-from quire.cluster.group import borrowing
-from quire.cluster.group.borrowing import Borrower
-from quire.cluster.group.kv_frames import Checksum
+from quire.cluster.features.kv_exchange import borrowing
+from quire.cluster.features.kv_exchange.borrowing import Borrower
+from quire.cluster.features.kv_exchange.frames import Checksum
 from quire.cluster.group.server import GroupServer
-from quire.worker.api.config import STAGING_BYTES
-from quire.worker.api.hashing import BlockHashes, TokenIds
-from quire.worker.api.kv_format import KvFormat, PeerSource
-from quire.worker.cache import loan
-from quire.worker.cache.pull import Pull
+from quire.worker.blocks.hashing import BlockHashes, TokenIds
+from quire.worker.blocks.kv_format import KvFormat, PeerSource
+from quire.worker.parts.tiers import loan
+from quire.worker.parts.tiers.pull import Pull
+from quire.worker.request.config import STAGING_BYTES
 
 T = TypeVar("T")
 

@@ -31,10 +31,10 @@ from quire.cluster.gateway.chunk import Chunk
 from quire.cluster.gateway.service import ModelService
 from quire.cluster.group.server import GroupServer
 from quire.router.table import RoutingTable
-from quire.worker.api.engine_stats import EngineStats
-from quire.worker.api.hashing import TokenIds
-from quire.worker.api.request import Request, Tokens
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.blocks.hashing import TokenIds
+from quire.worker.request.engine_stats import EngineStats
+from quire.worker.request.request import Request, Tokens
+from quire.worker.request.sampling_params import SamplingParams
 
 _MAX_TOKENS = 1000
 _TOKENS_BEFORE, _TOKENS_BEHIND = 8, 8

@@ -24,8 +24,8 @@ from bench.kv.groups import (
 from bench.report import markdown
 
 from quire.cluster.group.server import GroupServer
-from quire.worker.api.hashing import TokenIds
-from quire.worker.schedule import arriving
+from quire.worker.blocks.hashing import TokenIds
+from quire.worker.parts.tiers import arriving
 
 PLACES = ("nowhere", "cache", "host", "disk", "disk after a restart", "peer")
 DTYPES: dict[str, dict[str, str]] = {

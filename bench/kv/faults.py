@@ -52,10 +52,10 @@ from tests.flaky_proxy import Fault
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.group.server import GroupServer
-from quire.worker.api.hashing import BlockHashes, TokenIds
-from quire.worker.api.kv_format import PeerSource
-from quire.worker.engine import Engine
-from quire.worker.schedule import arriving
+from quire.worker.blocks.hashing import BlockHashes, TokenIds
+from quire.worker.blocks.kv_format import PeerSource
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.tiers import arriving
 
 _CACHE_BLOCKS, _HOST_BLOCKS, _DISK_BLOCKS = 80, 64, 800
 _LENDER_BLOCKS, _LENDER_HOST_BLOCKS = 100, 800

@@ -22,18 +22,18 @@ import numpy as np
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
-from quire.cluster.group.peers import Peers
+from quire.cluster.features.kv_exchange.peers import Peers
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.hashing import BlockHashes, TokenIds
-from quire.worker.api.kv_format import PeerSource
-from quire.worker.api.outputs import Fetched
-from quire.worker.api.request import Prepared
-from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.bench.sweep import token_bytes
-from quire.worker.cache.travel import Travel
-from quire.worker.engine import Engine
+from quire.worker.blocks.hashing import BlockHashes, TokenIds
+from quire.worker.blocks.kv_format import PeerSource
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.tiers.tiers import Travel
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.outputs import Fetched
+from quire.worker.request.request import Prepared
+from quire.worker.request.sampling_params import SamplingParams
 
 BLOCK_SIZE = 16
 MAX_TOKENS = 3

@@ -21,10 +21,10 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.gateway.chunk import Chunk
 from quire.cluster.group.server import GroupServer
 from quire.router.config import RoutingConfig
-from quire.worker.api.errors import QuireError
-from quire.worker.api.hashing import TokenIds
-from quire.worker.api.request import Request, Tokens
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.blocks.hashing import TokenIds
+from quire.worker.request.errors import QuireError
+from quire.worker.request.request import Request, Tokens
+from quire.worker.request.sampling_params import SamplingParams
 
 _NUM_GROUPS = 3
 _LENGTHS = (300, 450)

@@ -10,10 +10,10 @@ import numpy as np
 from bench.kv.groups import travel_of
 
 from quire.cluster.group.server import GroupServer
-from quire.worker.cache import checker
-from quire.worker.cache.copies import Slot
-from quire.worker.cache.loan import Lent, Loan
-from quire.worker.cache.travel import Travel
+from quire.worker.engine.copies import Slot
+from quire.worker.parts.tiers import checker
+from quire.worker.parts.tiers.loan import Lent, Loan
+from quire.worker.parts.tiers.tiers import Travel
 
 _lend = Loan.lend
 

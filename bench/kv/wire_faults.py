@@ -13,10 +13,10 @@ import numpy as np
 from bench.kv.groups import in_engine, names_of, peers_of, travel_of
 from tests.flaky_proxy import Fault, FlakyProxy
 
-from quire.cluster.group.kv_frames import HEADER_BYTES, end_frame
+from quire.cluster.features.kv_exchange.frames import HEADER_BYTES, end_frame
 from quire.cluster.group.server import GroupServer
-from quire.worker.api.hashing import TokenIds
-from quire.worker.engine import Engine
+from quire.worker.blocks.hashing import TokenIds
+from quire.worker.engine.engine import Engine
 
 _MOST_CONNECTIONS = 100
 """Bound of one proxy, which keeps them all open."""

@@ -17,7 +17,7 @@ from quire.simulate.result import Result
 from quire.simulate.run import SimulationConfig, simulate
 from quire.simulate.trace import Row, Trace
 from quire.simulate.trace_files import block_name, load_trace
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 OURS, OURS_POLICY = "ours", "ours, LRU"
 DYNAMO = "dynamo"

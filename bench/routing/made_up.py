@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 from quire.simulate.trace import Row, Trace
 from quire.simulate.trace_files import block_name
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 BLOCK_SIZE = 128
 NUM_REQUESTS = 8_000

@@ -5,8 +5,8 @@ faster than this.
 """
 
 from quire.simulate.pool import Chain
-from quire.worker.api.events import EventLog
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.events import EventLog
+from quire.worker.blocks.hashing import BlockHash
 
 
 class OneCache:

@@ -23,7 +23,7 @@ from bench.peers.process import EngineFailed
 from bench.servers import free_port
 
 from quire.cluster.group.engine_loop import ENGINE_THREAD
-from quire.worker.ranks.process import RANK_MODULE
+from quire.worker.rank.process import RANK_MODULE
 
 _KV_BYTES = 4 << 30
 _START_S = 600

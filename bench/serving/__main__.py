@@ -28,7 +28,7 @@ from bench.serving.report import progress, tables
 from bench.serving.runs import Runs
 
 from quire.router.config import POLICY_NAMES
-from quire.worker.api.errors import QuireError
+from quire.worker.request.errors import QuireError
 
 SOME_LEFT = 3
 _PER_RUN_S = 20.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.router.config import POLICY_NAMES
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 LOOPS = ("closed", "open")
 """Chats whose next turn follows the answer, or requests at predetermined times."""

@@ -11,8 +11,8 @@ from quire.cluster.deploy.deployments import Gateway
 from quire.cluster.deploy.served_model import new_table
 from quire.router.prefix_index.directory import Applied, GroupId, NeedsResync
 from quire.router.table import RoutingTable
-from quire.worker.api.events import BlockEvent, BlocksStored, EventBatch
-from quire.worker.api.hashing import BlockHashes
+from quire.worker.blocks.events import BlockEvent, BlocksStored, EventBatch
+from quire.worker.blocks.hashing import BlockHashes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

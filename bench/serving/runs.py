@@ -24,8 +24,8 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.app import running_app
 from quire.cluster.deploy.deployments import Gateway
 from quire.router.config import RoutingConfig
-from quire.worker.api.config import EngineConfig
 from quire.worker.model.config import read_model_spec
+from quire.worker.request.config import EngineConfig
 
 _CHANNELS = 8
 """Connections per gateway: enough for the kernel to spread them about evenly."""

@@ -1,7 +1,7 @@
 """Finds our C++ libraries where a wheel brought them; else compiles them when first needed and
 keeps them per user.
 
-For every part that has one (`quire.kernels.native`, `quire.worker.api.native_hashing`,
+For every part that has one (`quire.kernels.native.library`, `quire.worker.blocks.native_hashing`,
 `quire.router.prefix_index.native_index`), which is why it belongs to none of them. The file's name
 holds two hashes, one of the sources and flags and one of the compiler: a stale build is never
 loaded, and a wheel's is found by the first alone. Nor is a build loaded from the cache that another

@@ -12,7 +12,7 @@ from bench.kv.groups import Said
 from bench.kv.prefill import prefill
 from bench.kv.wire_faults import cuts
 
-from quire.worker.api.outputs import Fetched
+from quire.worker.request.outputs import Fetched
 
 
 @pytest.mark.slow

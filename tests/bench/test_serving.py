@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from quire.router.prefix_index.directory import Applied, GroupId, NeedsResync
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.events import BlocksStored, EventBatch
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.events import BlocksStored, EventBatch
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.request.errors import ConfigError
 
 BenchModule = Callable[[str], ModuleType]
 MAX_POSITIONS = 2048

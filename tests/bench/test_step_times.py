@@ -7,10 +7,10 @@ import pytest
 from bench import step_times
 
 from quire.simulate.fit import fit_cost
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
-from quire.worker.ranks.executor import InProcessExecutor
-from quire.worker.step.messages import StepInput
+from quire.worker.engine.messages import StepInput
+from quire.worker.rank.executor import InProcessExecutor
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 
 @pytest.mark.slow

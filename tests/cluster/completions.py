@@ -16,7 +16,7 @@ from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.router.table import RoutingTable
-from quire.worker.api.request import Prepared
+from quire.worker.request.request import Prepared
 
 
 class NoText:

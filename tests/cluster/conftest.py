@@ -28,20 +28,21 @@ from tests.direct_executor import DirectExecutor
 from tests.steps import banned_ids, samples
 
 from quire.cluster.deploy.gateway_server import tell_of_tenants
-from quire.cluster.edge import leaving
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
-from quire.cluster.edge.limits import ConnectionLimits
-from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app
+from quire.cluster.features.adapters.group import Check, GroupAdapters
+from quire.cluster.features.guard import leaving
+from quire.cluster.features.guard.limits import ConnectionLimits
+from quire.cluster.features.guard.listener import HttpListener, listening_socket
+from quire.cluster.features.kv_exchange.borrowing import Borrower
+from quire.cluster.features.kv_exchange.peers import Peers
 from quire.cluster.gateway.config import GatewayConfig
 from quire.cluster.gateway.losses import CompletionConfig
 from quire.cluster.gateway.models import MAX_BODY_BYTES, Models
+from quire.cluster.gateway.prepare import Abilities
 from quire.cluster.gateway.service import ModelService
-from quire.cluster.group.adapters import Check, GroupAdapters
-from quire.cluster.group.borrowing import Borrower
 from quire.cluster.group.engine_loop import EngineLoop
-from quire.cluster.group.peers import Peers
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.groups import Groups
@@ -51,15 +52,15 @@ from quire.cluster.wire import format_to_proto
 from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, inference_pb2_grpc
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import InvalidRequest, RankFailure
-from quire.worker.api.outputs import TokenLogprobs
-from quire.worker.engine import Engine
-from quire.worker.model.adapters.peft import read_config
-from quire.worker.model.adapters.store import AdapterStore, Held
+from quire.worker.engine.engine import Engine
+from quire.worker.engine.messages import StepInput, StepOutput
 from quire.worker.model.facts import ModelFacts
-from quire.worker.schedule.reading import Read
-from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.parts.adapters.peft import read_config
+from quire.worker.parts.adapters.reading import Read
+from quire.worker.parts.adapters.store import AdapterStore, Held
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import InvalidRequest, RankFailure
+from quire.worker.request.outputs import TokenLogprobs
 from quire.worker.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 4
@@ -482,7 +483,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                 tokenizer=model.tokenizer,
                 groups=connections,
                 table=table,
-                keeper=keeper,
+                abilities=Abilities(keeper=keeper),
                 config=GatewayConfig(
                     completion=CompletionConfig(group_wait_s=group_wait_s),
                     # Long predicted waits refuse nothing, unless a test configures that.

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from quire.cluster.group.kv_frames import checksum
-from quire.cluster.group.lending import Lender
+from quire.cluster.features.kv_exchange.frames import checksum
+from quire.cluster.features.kv_exchange.lending import Lender
 from quire.cluster.group.service import build_group_server
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc
-from quire.worker.api.hashing import BlockHash, BlockHashes
-from quire.worker.api.kv_format import KvFormat, PeerSource
-from quire.worker.cache.loan import Lent, Loan
-from quire.worker.cache.pull import Pull
+from quire.worker.blocks.hashing import BlockHash, BlockHashes
+from quire.worker.blocks.kv_format import KvFormat, PeerSource
+from quire.worker.parts.tiers.loan import Lent, Loan
+from quire.worker.parts.tiers.pull import Pull
 
 FORMAT = KvFormat(num_layers=2, num_kv_heads=2, head_bytes=64, block_size=4)
 FRAME_BYTES = 64 + FORMAT.block_bytes

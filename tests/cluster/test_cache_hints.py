@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from quire.worker.api.request import Prepared
+from quire.worker.request.request import Prepared
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,8 @@ from quire import demo_model
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
 from quire.cluster.deploy.change import Cluster, check_names
 from quire.cluster.deploy.listed import Listed
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 ENGINE = EngineConfig(model=demo_model.PATH, enable_lora=True)
 SERVED = ModelConfig(

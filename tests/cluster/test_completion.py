@@ -18,7 +18,7 @@ from quire.router.stages import Stages
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.model_card import ModelCard
+from quire.worker.request.model_card import ModelCard
 
 pytestmark = pytest.mark.anyio
 

@@ -12,9 +12,9 @@ from quire import demo_model
 from quire.cluster.gateway import constraints
 from quire.cluster.gateway.constraints import Constraints
 from quire.cluster.gateway.work import Take, Work
-from quire.worker.api.errors import ConstraintRefused, InvalidRequest
-from quire.worker.api.structured import Constraint
-from quire.worker.text.grammar import Grammars
+from quire.worker.request.errors import ConstraintRefused, InvalidRequest
+from quire.worker.request.structured import Constraint
+from quire.worker.text.grammar.compiler import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio

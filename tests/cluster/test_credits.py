@@ -12,8 +12,8 @@ from quire.cluster.gateway.chunk import Chunk
 from quire.cluster.wire import tokens_to_bytes, work_of
 from quire.v1 import group_pb2, group_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.request import Request, Tokens
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.request.request import Request, Tokens
+from quire.worker.request.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.anyio
 

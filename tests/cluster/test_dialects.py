@@ -30,9 +30,9 @@ from quire.cluster.dialects.events import CallArguments, CallBegun, CallEnded, C
 from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.parser import OutputParser
 from quire.cluster.dialects.tools import Tool, ToolUse, check_tools
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.structured import Constraint, json_constraint
-from quire.worker.text.grammar import Grammars
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.structured import Constraint, json_constraint
+from quire.worker.text.grammar.compiler import Grammars
 from quire.worker.text.reasoning import REASONING_FORMATS
 from quire.worker.text.tokenizer import Tokenizer
 

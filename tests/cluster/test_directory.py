@@ -12,8 +12,8 @@ from quire.cluster.wire import events_from_proto
 from quire.router.prefix_index.directory import BlockDirectory
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.events import EventBatch
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.events import EventBatch
+from quire.worker.blocks.hashing import BlockHash
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,7 @@ import pytest
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 pytestmark = pytest.mark.anyio
 

@@ -17,8 +17,8 @@ from quire.cluster.model_card import Expectation
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2
-from quire.worker.api.errors import InvalidRequest, QueueFull, QuireError
-from quire.worker.api.model_card import ModelCard
+from quire.worker.request.errors import InvalidRequest, QueueFull, QuireError
+from quire.worker.request.model_card import ModelCard
 
 pytestmark = pytest.mark.anyio
 

@@ -6,8 +6,8 @@ import pytest
 from tests.prepared import prepared
 
 from quire.cluster.group import engine_loop, server
-from quire.worker.api.errors import InvalidRequest, QueueFull, RankFailure
-from quire.worker.api.request import Prepared
+from quire.worker.request.errors import InvalidRequest, QueueFull, RankFailure
+from quire.worker.request.request import Prepared
 
 pytestmark = pytest.mark.anyio
 

@@ -12,8 +12,8 @@ from tests.sim.loop import SimLoop, simulate
 
 from quire.cluster.group.engine_loop import EngineLoop, StepResult
 from quire.cluster.group.event_feed import EventFeed
-from quire.worker.api.events import BlockEvent, EventBatch, EventLog
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.events import BlockEvent, EventBatch, EventLog
+from quire.worker.blocks.hashing import BlockHash
 
 HEARTBEAT_S = 1.0
 LENGTH_S = 20.0

@@ -31,7 +31,7 @@ from quire.cluster.tls import own_tls
 from quire.router.prefix_index.directory import GroupId
 from quire.router.registry import Member
 from quire.v1 import group_pb2, inference_pb2, inference_pb2_grpc
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 pytestmark = pytest.mark.anyio
 

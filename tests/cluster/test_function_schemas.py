@@ -12,7 +12,7 @@ from tests.marked import walk
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.events import Content
 from quire.cluster.dialects.grammar import constrain
-from quire.worker.text.grammar import Grammars
+from quire.worker.text.grammar.compiler import Grammars
 from quire.worker.text.tokenizer import Tokenizer
 
 

@@ -11,8 +11,8 @@ import trustme
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 

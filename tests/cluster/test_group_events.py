@@ -10,8 +10,8 @@ from tests.cluster.group_calls import connect, read_deltas, submit
 
 from quire.cluster.wire import contents_from_proto, events_from_proto
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.events import BlocksStored, EventBatch
-from quire.worker.api.hashing import hash_blocks, root_hash
+from quire.worker.blocks.events import BlocksStored, EventBatch
+from quire.worker.blocks.hashing import hash_blocks, root_hash
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ from tests.cluster.group_calls import connect, read_deltas, submit
 
 from quire.cluster.group.session import Door, GatewaySession
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import RankFailure
+from quire.worker.request.errors import RankFailure
 
 pytestmark = pytest.mark.anyio
 

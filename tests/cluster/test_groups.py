@@ -14,9 +14,9 @@ from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.events import BlocksStored, EventBatch
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.events import BlocksStored, EventBatch
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.request.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ import pytest
 
 from quire.cluster.deploy import kept_logs
 from quire.cluster.deploy.kept_logs import kept, logs_named
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import ray
 from quire.cluster.deploy import local
 from quire.cluster.deploy.local import ray_session
 from quire.cluster.errors import StartFailed
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 NICENESS = "RAY_worker_niceness"
 

@@ -15,10 +15,10 @@ from tests.marked import walk
 from quire.cluster.dialects.dialect import Dialect, choose_dialect
 from quire.cluster.dialects.events import Content, Event, Reasoning
 from quire.cluster.dialects.grammar import constrain
-from quire.worker.api.structured import json_constraint
-from quire.worker.text.chat_template import ChatTemplate
-from quire.worker.text.grammar import Grammars
+from quire.worker.request.structured import json_constraint
+from quire.worker.text.grammar.compiler import Grammars
 from quire.worker.text.reasoning import REASONING_FORMATS
+from quire.worker.text.template.chat_template import ChatTemplate
 from quire.worker.text.tokenizer import Tokenizer
 
 EACH = "{% for c in m.tool_calls %}{% set f = c.function %}ONE{% endfor %}"

@@ -21,8 +21,8 @@ from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.group.server import GroupServer
 from quire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,7 @@ from quire.cluster.deploy.names import (
     part_of,
     parts_among,
 )
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 
 @pytest.mark.parametrize(

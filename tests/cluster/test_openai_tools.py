@@ -13,7 +13,7 @@ from tests.response_templates import CASES
 
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.formats import TOOL_FORMATS
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 from quire.worker.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio

@@ -16,7 +16,7 @@ from tests.prepared import prepared
 from quire.cluster.wire import work_of
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import RankFailure
+from quire.worker.request.errors import RankFailure
 
 pytestmark = pytest.mark.anyio
 

@@ -11,8 +11,8 @@ import pytest
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import port_claims
 from quire.cluster.deploy.port_claims import claim_ports
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="abstract sockets are Linux's")
 PORT = 20000 + os.getpid() % 10000

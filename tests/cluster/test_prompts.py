@@ -12,11 +12,11 @@ import tokenizers
 from quire.cluster.errors import DeadlineExceeded, Overloaded
 from quire.cluster.gateway.prompts import Prompts, as_ids
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import ContextExceeded, InvalidRequest
-from quire.worker.api.hashing import as_token_ids
-from quire.worker.api.limits import RequestLimits
-from quire.worker.api.request import Chat, Text, Tokens
-from quire.worker.text.template_process import TemplateLimits
+from quire.worker.blocks.hashing import as_token_ids
+from quire.worker.request.errors import ContextExceeded, InvalidRequest
+from quire.worker.request.limits import RequestLimits
+from quire.worker.request.request import Chat, Text, Tokens
+from quire.worker.text.template.process import TemplateLimits
 from quire.worker.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.anyio

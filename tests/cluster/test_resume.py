@@ -5,7 +5,7 @@ import pytest
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
 from quire.cluster.gateway.losses import Blame, CompletionConfig, Isolation, Losses, RetryBudget
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 

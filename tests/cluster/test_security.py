@@ -22,8 +22,8 @@ from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.edge.auth import ApiKeys
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 pytestmark = pytest.mark.anyio
 

@@ -6,8 +6,8 @@ import pytest
 from quire import demo_model
 from quire.cluster.settings import config_from
 from quire.router.config import RoutingConfig
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 
 def test_fields_are_read_by_name() -> None:

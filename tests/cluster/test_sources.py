@@ -8,23 +8,23 @@ from tests.cluster.test_attempts import CONFIG, EPOCH
 from tests.prepared import prepared
 from tests.sim.loop import SimLoop, simulate
 
-from quire.cluster.cli.explain import detailed
 from quire.cluster.errors import Death, GroupDied, HandedOver
+from quire.cluster.features.explain.command import detailed
+from quire.cluster.features.explain.explanations import Explanations
 from quire.cluster.gateway.losses import Blame
 from quire.cluster.gateway.pipeline import CompletionPipeline
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.telemetry.explanations import Explanations
 from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
 from quire.v1 import inference_pb2
-from quire.worker.api.events import BlocksStored, EventBatch
-from quire.worker.api.hashing import BlockHash, BlockHashes
-from quire.worker.api.outputs import Fetched
+from quire.worker.blocks.events import BlocksStored, EventBatch
+from quire.worker.blocks.hashing import BlockHash, BlockHashes
+from quire.worker.request.outputs import Fetched
 
 A, B, C = GroupId("a"), GroupId("b"), GroupId("c")
 NUM_PROMPT_TOKENS = 999

@@ -14,14 +14,14 @@ from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.build import checked
 from quire.cluster.deploy.start import check_nodes, check_room, is_hopeless, obstacles
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import CheckpointError, ConfigError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import CheckpointError, ConfigError
 
 TRACEBACK = """The replica failed to start.
 ray::ServeReplica:quire:ReplicaGroup.initialize() (pid=1)
 Traceback (most recent call last):
   File "somewhere.py", line 1, in start
-quire.worker.api.errors.ConfigError: kv_cache_memory_bytes=10: too little"""
+quire.worker.request.errors.ConfigError: kv_cache_memory_bytes=10: too little"""
 
 
 def overview(status: str, message: str) -> DeploymentStatusOverview:

@@ -18,8 +18,8 @@ from quire.cluster.deploy.serve_options import (
     group_version,
 )
 from quire.router.config import RoutingConfig
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 CONFIG = ClusterConfig(engine=EngineConfig(model=demo_model.PATH))
 SOURCE = Path(quire.cluster.__path__[0])

@@ -24,14 +24,14 @@ from quire.cluster.wire import (
 )
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.events import MAX_TIERS, BlocksRemoved, BlocksStored, Digest, EventBatch
-from quire.worker.api.hashing import BlockHash, BlockHashes, Feature, TokenIds, as_token_ids
-from quire.worker.api.kv_format import KvFormat, PeerSource
-from quire.worker.api.outputs import Fetched
-from quire.worker.api.request import Prepared, Task
-from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
-from quire.worker.api.structured import Constraint, ConstraintKind
+from quire.worker.blocks.events import MAX_TIERS, BlocksRemoved, BlocksStored, Digest, EventBatch
+from quire.worker.blocks.hashing import BlockHash, BlockHashes, Feature, TokenIds, as_token_ids
+from quire.worker.blocks.kv_format import KvFormat, PeerSource
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.outputs import Fetched
+from quire.worker.request.request import Prepared, Task
+from quire.worker.request.sampling_params import MAX_SEED, SamplingParams
+from quire.worker.request.structured import Constraint, ConstraintKind
 
 hashes = st.lists(st.binary(min_size=32, max_size=32).map(BlockHash), min_size=1, max_size=3)
 events = st.one_of(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.kernels import native
+from quire.kernels.native import library as native
 
 
 @pytest.fixture(autouse=True, params=["native", "pytorch"])

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from tests.golden.oracle import config, greedy, prompts, save
 from tests.golden.test_families import GREEDY, MULTIPLIERS, YARN
 from tests.golden.test_through_transformers import LATENT
-from tests.worker.model.packers import quantized_copy
+from tests.worker.weights.packers import quantized_copy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quire.llm import LLM
-from quire.worker.api.errors import CheckpointError
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.families.registry import FAMILIES
+from quire.worker.request.errors import CheckpointError
 
 TEXT: dict[str, Any] = {
     **{"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import pytest
 from tests.golden.oracle import MAX_TOKENS, Checkpoint, prompts, save, with_answers
 
-from quire.kernels import native
+from quire.kernels.native import library as native
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=1)
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quire.llm import LLM
-from quire.worker.api.errors import CheckpointError, ConfigError
+from quire.worker.request.errors import CheckpointError, ConfigError
 
 LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}

@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from quire.llm import LLM, RequestOutput, SamplingParams
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.step.messages import MAX_SCORED_TOKENS
+from quire.worker.engine.messages import MAX_SCORED_TOKENS
+from quire.worker.request.errors import InvalidRequest
 
 SCORES = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)
 LENGTHS = (1, 2, 16, 33, 70, 71, 130)
@@ -133,7 +133,7 @@ def test_what_is_cached_before_the_first_score_is_not_computed_again(
 
 def test_more_scores_than_fit_a_message_are_refused(tiny_llama: Path) -> None:
     with _llm(tiny_llama) as llm, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quire.worker.api.limits.MAX_PROMPT_SCORES", 29)
+        patch.setattr("quire.worker.request.limits.MAX_PROMPT_SCORES", 29)
         with pytest.raises(InvalidRequest, match="30 log-probabilities: at most 29"):
             _generate(llm, [[5] * 10], SCORES)
 

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto import modeling_auto
 
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.families.other import may_have
 from quire.worker.model.through.dry_run import dry_run
+from quire.worker.request.errors import CheckpointError, ConfigError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=1)
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from tests.helm.charts import (
 )
 from tools import chart_values
 
-from quire.cluster.cli.main import _parser
+from quire.cluster.cli.commands import command_line
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import wait_idle
 from quire.cluster.deploy.app import application, groups
@@ -32,7 +32,7 @@ from quire.cluster.deploy.serve_options import check_of_groups, group_config
 from quire.cluster.settings import config_from
 from quire.router.config import RoutingConfig
 from quire.router.policies.catalog import POLICIES
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 BOUNDS = {
     ("admission", "maxQueueWaitSeconds"): "max_queue_wait_s",
@@ -160,7 +160,7 @@ def test_what_is_run_by_its_name_is_there(manifests: list[Manifest]) -> None:
     assert flags == ["--timeout-s", str(settings(manifests)["drain_timeout_s"])]
     script = pods(manifests)["test"]["spec"]["containers"][0]["command"][-1]
     command = shlex.split(script.partition("exec quire")[2].replace("\\\n", " "))
-    address = _parser().parse_args(command).address
+    address = command_line().parse_args(command).address
     assert (
         address == f"{service['metadata']['name']}.serving.svc:{settings(manifests)['grpc_port']}"
     )

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.kernels import native, native_linear
+from quire.kernels.native import library as native
+from quire.kernels.native import linear as native_linear
 
 FOLDER = Path(__file__).parent
 ISAS = [

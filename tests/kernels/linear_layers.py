@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from quire.kernels import native_abi
 from quire.kernels.grouped import GroupedWeight
-from quire.kernels.native_int8 import Int8Linear
-from quire.kernels.native_linear import Arena, PackedLinear
+from quire.kernels.native import abi as native_abi
+from quire.kernels.native.int8 import Int8Linear
+from quire.kernels.native.linear import Arena, PackedLinear
 
 SENTINEL = 7.0
 

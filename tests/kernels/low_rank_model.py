@@ -8,7 +8,6 @@ from torch import Tensor
 
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import Batch
-from quire.kernels.experts import Expert, Router
 from quire.kernels.ops import (
     AdapterLayers,
     Add,
@@ -28,6 +27,7 @@ from quire.kernels.ops import (
     RotaryTable,
     RotateAndWrite,
 )
+from quire.kernels.torch.experts import Expert, Router
 
 C, H, K, D, F, V, LAYERS, BLOCK = 80, 8, 4, 16, 176, 101, 2, 4
 """Sizes. The last layer's MLP is a mixture of experts with a shared expert of F channels."""

@@ -15,9 +15,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from tools.kernels.compile_cases import KernelCase, shipped_cases
 from tools.kernels.compile_check import all_cases, compile_all, compile_case
 
-from quire.kernels.launch import SHARED_PAIRS, SPLIT_TOKENS, launch_config
-from quire.kernels.triton_decode import decode_kernel
-from quire.kernels.triton_prefill import prefill_kernel
+from quire.kernels.triton.decode import decode_kernel
+from quire.kernels.triton.launch import SHARED_PAIRS, SPLIT_TOKENS, launch_config
+from quire.kernels.triton.prefill import prefill_kernel
 
 NUM_PARTS = 4
 """Parts of the test: as one, it could exceed a test's time limit on a busy machine."""

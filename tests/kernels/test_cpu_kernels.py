@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tools.kernels import twins
 from tools.kernels.testing import assert_near_twin, paged_batch
 
-from quire.kernels import reference
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import backend_for
-from quire.kernels.cpu import TILE, CpuBackend
+from quire.kernels.reference import layers as reference
+from quire.kernels.reference import paged as twins
+from quire.kernels.torch.cpu import TILE, CpuBackend
 
 CPU = CpuBackend()
 RAGGED = [(1, 1), (300, 1), (TILE, 1), (TILE + 1, 1), (5, 5), (2 * TILE, 70), (333, 333)]
@@ -55,7 +55,8 @@ def test_the_cpu_backend_needs_no_triton() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from quire.kernels import cpu, reference\n"
+        "from quire.kernels.torch import cpu\n"
+        "from quire.kernels.reference import layers as reference\n"
         "from quire.kernels.backend import backend_for\n"
         "assert backend_for(torch.device('cpu')).name in ('cpu', 'cpu-native')\n"
     )

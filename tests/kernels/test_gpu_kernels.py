@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tools.kernels import twins
 from tools.kernels.testing import (
     PagedBatch,
     adjustments,
@@ -14,11 +13,13 @@ from tools.kernels.testing import (
     shared_splits,
 )
 
-from quire.kernels import reference, reference_sampling
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend, backend_for
 from quire.kernels.batch import Rows
-from quire.kernels.launch import SPLIT_TOKENS
+from quire.kernels.reference import layers as reference
+from quire.kernels.reference import paged as twins
+from quire.kernels.reference import sampling as reference_sampling
+from quire.kernels.triton.launch import SPLIT_TOKENS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -240,7 +241,7 @@ def test_a_decode_in_a_cuda_graph_has_the_same_bits(triton: AttentionBackend) ->
 
 @pytest.mark.parametrize("vocab_size", [1, 1000, 128256])
 def test_sampled_tokens_are_those_of_the_twin(vocab_size: int) -> None:
-    from quire.kernels.triton_sample import sample
+    from quire.kernels.triton.sample import sample
 
     rng = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(24, vocab_size, generator=rng) * 3
@@ -262,7 +263,7 @@ def test_sampled_tokens_are_those_of_the_twin(vocab_size: int) -> None:
 def test_norms_and_activations_are_those_of_the_twin(
     triton: AttentionBackend, dtype: torch.dtype
 ) -> None:
-    from quire.kernels.triton_elementwise import silu_and_mul
+    from quire.kernels.triton.elementwise import silu_and_mul
 
     x, residual = torch.randn(2, 7, 4096, device="cuda").to(dtype)
     weight = torch.randn(4096, device="cuda").to(dtype)
@@ -274,7 +275,7 @@ def test_norms_and_activations_are_those_of_the_twin(
 
 
 def test_adjusted_logits_have_the_bits_of_the_twin() -> None:
-    from quire.kernels.triton_logits import adjust_logits
+    from quire.kernels.triton.logits import adjust_logits
 
     logits = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0))
     arguments = adjustments(8, 5000, num_pairs=9000)
@@ -290,7 +291,7 @@ def test_ranks_that_run_at_the_same_time_all_get_the_sum(size: int, dtype: torch
     """Streams of one GPU stand for ranks; each kernel waits for the flags of the others."""
     from tools.kernels.ranks import LocalRanks
 
-    from quire.kernels.triton_all_reduce import all_reduce
+    from quire.kernels.triton.all_reduce import all_reduce
 
     # Compiled first: loading code may wait for all running kernels, which would deadlock.
     LocalRanks(size, dtype, "cuda").reduce_alone(0, [torch.ones(8, device="cuda").to(dtype)] * size)

@@ -22,12 +22,9 @@ from tests.kernels.low_rank_model import (
 )
 from torch import Tensor
 
-from quire.kernels.cpu import CpuBackend
-from quire.kernels.linear import PlainLinear
 from quire.kernels.loop import Loop
-from quire.kernels.low_rank import PlainLowRank, StepAdapters, multiply
-from quire.kernels.native_backend import NativeBackend
-from quire.kernels.native_program import NativeProgram
+from quire.kernels.native.backend import NativeBackend
+from quire.kernels.native.program import NativeProgram
 from quire.kernels.ops import (
     AllReduce,
     Embed,
@@ -39,6 +36,9 @@ from quire.kernels.ops import (
     ProgramRunner,
 )
 from quire.kernels.quantization import Quantization
+from quire.kernels.torch.cpu import CpuBackend
+from quire.kernels.torch.linear import PlainLinear
+from quire.kernels.torch.low_rank import PlainLowRank, StepAdapters, multiply
 
 
 def _same(x: Tensor) -> Tensor:

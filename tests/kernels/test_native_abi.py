@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import native_header
-from quire.kernels import native_abi
+from quire.kernels.native import abi as native_abi
 
 SOURCES = Path(native_abi.__file__).parent / "native"
 NAMES: dict[Any, str] = {

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.kernels.conftest import ISAS
-from tools.kernels import twins
 from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 
 from quire import native_build
-from quire.kernels import native
 from quire.kernels.attention_options import PLAIN, AttentionOptions
-from quire.kernels.native_backend import NativeBackend
+from quire.kernels.native import library as native
+from quire.kernels.native.backend import NativeBackend
 from quire.kernels.quantization import SCALE_BYTES
+from quire.kernels.reference import paged as twins
 
 SPLIT = 128  # kSplitTokens of native/attention_tile.h
 RAGGED = [

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from quire import native_build
-from quire.kernels import native
 from quire.kernels.backend import backend_for
+from quire.kernels.native import library as native
 
 
 @pytest.fixture(autouse=True)

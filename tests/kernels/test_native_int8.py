@@ -7,12 +7,13 @@ import torch
 from tests.kernels.linear_layers import SENTINEL, assert_ranks_add_up, run_into
 from torch import Tensor
 
-from quire.kernels import native_abi, reference
-from quire.kernels.cpu import CpuBackend
-from quire.kernels.linear import PlainGatedLinear, PlainInt8Linear, PlainLinear
-from quire.kernels.native_backend import NativeBackend
-from quire.kernels.native_int8 import Int8Linear
-from quire.kernels.native_linear import Arena
+from quire.kernels.native import abi as native_abi
+from quire.kernels.native.backend import NativeBackend
+from quire.kernels.native.int8 import Int8Linear
+from quire.kernels.native.linear import Arena
+from quire.kernels.reference import layers as reference
+from quire.kernels.torch.cpu import CpuBackend
+from quire.kernels.torch.linear import PlainGatedLinear, PlainInt8Linear, PlainLinear
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 1), (31, 64), (33, 10), (96, 130), (50, 7)]

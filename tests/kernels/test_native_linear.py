@@ -7,10 +7,12 @@ import torch
 from tests.kernels.linear_layers import SENTINEL, assert_ranks_add_up, run_into
 from torch import Tensor
 
-from quire.kernels import greedy, native_abi, reference
-from quire.kernels.linear import PlainGatedLinear, PlainLinear
-from quire.kernels.native_backend import NativeBackend
-from quire.kernels.native_linear import Arena, PackedLinear
+from quire.kernels.native import abi as native_abi
+from quire.kernels.native import greedy
+from quire.kernels.native.backend import NativeBackend
+from quire.kernels.native.linear import Arena, PackedLinear
+from quire.kernels.reference import layers as reference
+from quire.kernels.torch.linear import PlainGatedLinear, PlainLinear
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 2), (31, 64), (33, 10), (96, 130)]

@@ -11,16 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.kernels import native_ops
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import Batch, GreedyEdits, WantedColumns
-from quire.kernels.cpu import CpuBackend
-from quire.kernels.experts import Expert, Router
 from quire.kernels.loop import Loop
-from quire.kernels.native_backend import NativeBackend
-from quire.kernels.native_check import NotNative
-from quire.kernels.native_program import NativeProgram
+from quire.kernels.native import ops as native_ops
+from quire.kernels.native.backend import NativeBackend
+from quire.kernels.native.check import NotNative
+from quire.kernels.native.program import NativeProgram
 from quire.kernels.ops import (
     Activate,
     Add,
@@ -45,7 +43,9 @@ from quire.kernels.ops import (
     Value,
 )
 from quire.kernels.quantization import SCALE_BYTES
-from quire.kernels.reference_sampling import adjust_logits
+from quire.kernels.reference.sampling import adjust_logits
+from quire.kernels.torch.cpu import CpuBackend
+from quire.kernels.torch.experts import Expert, Router
 
 C, H, K, D, F, V, LAYERS, BLOCK = 72, 6, 2, 16, 56, 101, 2, 4
 E, X, SHARED = 12, 24, 40
@@ -763,7 +763,7 @@ READ: dict[type[Op], set[str]] = {
     Gather: {"x"},
     Logits: {"name", "layer", "x", "scale", "cap"},
 }
-"""Fields of operations that `quire.kernels.native_ops` reads; it must read or refuse new ones."""
+"""Fields of operations that `quire.kernels.native.ops` reads; it must read or refuse new ones."""
 
 
 def test_the_library_knows_all_fields_of_all_operations() -> None:

@@ -6,8 +6,8 @@ from typing import TypeVar
 import pytest
 import torch
 
-from quire.kernels import native
-from quire.kernels.native_shared import SharedGroup, shared_bytes
+from quire.kernels.native import library as native
+from quire.kernels.native.shared import SharedGroup, shared_bytes
 
 Result = TypeVar("Result")
 Lockstep = Callable[[int, Callable[[SharedGroup, int], Result]], list[Result]]

@@ -5,16 +5,17 @@ import ctypes
 import pytest
 import torch
 from tests.kernels.linear_layers import SENTINEL, assert_ranks_add_up, run_into
-from tools.kernels import twins
 from torch import Tensor
 
-from quire.kernels import native_abi, reference
-from quire.kernels.cpu import CpuBackend
 from quire.kernels.grouped import GroupedWeight, round_to_groups
-from quire.kernels.linear import PlainGatedLinear, PlainLinear
-from quire.kernels.native_backend import NativeBackend
-from quire.kernels.native_int8 import Int8Linear
-from quire.kernels.native_linear import Arena, PackedLinear
+from quire.kernels.native import abi as native_abi
+from quire.kernels.native.backend import NativeBackend
+from quire.kernels.native.int8 import Int8Linear
+from quire.kernels.native.linear import Arena, PackedLinear
+from quire.kernels.reference import layers as reference
+from quire.kernels.reference import paged as twins
+from quire.kernels.torch.cpu import CpuBackend
+from quire.kernels.torch.linear import PlainGatedLinear, PlainLinear
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(1, 8, 8), (31, 64, 32), (33, 48, 16), (96, 640, 128), (50, 72, 24)]

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from quire.kernels.products import ENVIRONMENT, make_batch_invariant
+from quire.kernels.torch.products import ENVIRONMENT, make_batch_invariant
 
 
 @pytest.fixture(autouse=True)

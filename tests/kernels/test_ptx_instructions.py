@@ -22,7 +22,7 @@ from tools.ptx import machine
 from tools.ptx.emulate import emulated
 from tools.ptx.machine import Fault
 
-from quire.kernels.launch import compiler_options
+from quire.kernels.triton.launch import compiler_options
 
 CAPABILITIES = (80, 90)
 OPTIONS = compiler_options(num_warps=4)

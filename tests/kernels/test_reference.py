@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tools.kernels import twins
 from tools.kernels.testing import paged_batch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from quire.kernels import reference
+from quire.kernels.reference import layers as reference
+from quire.kernels.reference import paged as twins
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(4, 4), (6, 2), (8, 1)])

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.kernels import reference_sampling
-from quire.worker.sampling import draw
+from quire.kernels.reference import sampling as reference_sampling
+from quire.worker.rank.sampling import draw
 
 
 def test_sampling_weights_are_those_of_exact_arithmetic_to_the_last_bits_of_float32() -> None:

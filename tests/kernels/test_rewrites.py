@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from quire.kernels.batch import Batch
-from quire.kernels.cpu import CpuBackend
 from quire.kernels.loop import Loop
 from quire.kernels.ops import (
     Add,
@@ -22,6 +21,7 @@ from quire.kernels.ops import (
     Program,
 )
 from quire.kernels.rewrites import fuse_add_norm, fuse_linear_add, gather_before_add
+from quire.kernels.torch.cpu import CpuBackend
 
 C, V, T = 24, 50, 9
 SUM: list[Op] = [Add(x="branch", to="residual")]

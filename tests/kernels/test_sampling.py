@@ -9,8 +9,10 @@ import pytest
 import torch
 from tools.kernels.testing import adjustments
 
-from quire.kernels import native, reference_sampling, sampling
-from quire.kernels.sampling import Scores, adjust_logits, draw, score
+from quire.kernels.native import library as native
+from quire.kernels.native import sampling
+from quire.kernels.native.sampling import Scores, adjust_logits, draw, score
+from quire.kernels.reference import sampling as reference_sampling
 
 SIZES = [1, 17, 64, 1000, 3001]
 

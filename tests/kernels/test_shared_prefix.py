@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from quire.kernels.launch import SPLIT_TOKENS
 from quire.kernels.shared_prefix import find_shared, most_saved, most_saved_by_split
+from quire.kernels.triton.launch import SPLIT_TOKENS
 
 BLOCK_SIZE = 64
 PER_SPLIT = SPLIT_TOKENS // BLOCK_SIZE

@@ -21,16 +21,16 @@ from tests.nodes import rank_launcher
 from tests.nodes.rank_launcher import decode_step
 
 from quire import demo_model, llm
-from quire.cluster.group.rank_socket import Hello, Reception, connect
-from quire.cluster.group.remote_rank import RemoteRankTask
-from quire.cluster.group.remote_ranks import ProcessStarter, RemoteRanks
-from quire.kernels import native
+from quire.cluster.features.nodes.rank_socket import Hello, Reception, connect
+from quire.cluster.features.nodes.remote_rank import RemoteRankTask
+from quire.cluster.features.nodes.remote_ranks import ProcessStarter, RemoteRanks
+from quire.kernels.native import library as native
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError, RankFailure
-from quire.worker.ranks import lockstep
-from quire.worker.ranks.lockstep import LockstepExecutor
-from quire.worker.step.messages import StepInput
+from quire.worker.engine.messages import StepInput
+from quire.worker.rank import lockstep
+from quire.worker.rank.lockstep import LockstepExecutor
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError, RankFailure
 
 pytestmark = pytest.mark.slow
 
@@ -161,7 +161,7 @@ import sys, time
 from pathlib import Path
 from tests.nodes import rank_launcher
 from tests.nodes.rank_launcher import decode_step
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 config = EngineConfig(model=Path(sys.argv[1]), tensor_parallel_size=2, device="cpu",
                       num_blocks=64, num_threads=1)
 executor, _ = rank_launcher.make_executor(config, 2 * [("127.0.0.1", list)])

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import exp, log2
 
 from quire.router.policies.policy import GroupState, RouteRequest
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 
 @dataclass

@@ -9,7 +9,7 @@ from quire.router.policies.policy import Decision, GroupLoad, GroupState, RouteR
 from quire.router.policies.prefix_aware import PrefixAware
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 A, B = GroupId("a"), GroupId("b")
 DIGESTS = [f"{number:064x}" for number in range(64)]

@@ -18,8 +18,8 @@ from quire.router.policies.policy import GroupState, RouteRequest
 from quire.router.policies.prefix_aware import PrefixAware, PrefixAwareConfig
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
-from quire.worker.api.events import BlocksStored, EventBatch
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.events import BlocksStored, EventBatch
+from quire.worker.blocks.hashing import BlockHash
 
 GROUPS = [GroupId(f"group-{number}") for number in range(12)]
 PROMPTS = [

@@ -17,8 +17,8 @@ from quire.router.prefix_index.directory import (
 )
 from quire.router.prefix_index.native_index import NativePrefixIndex
 from quire.router.prefix_index.python_index import PythonPrefixIndex
-from quire.worker.api.events import BlocksRemoved, BlocksStored, EventBatch, EventLog
-from quire.worker.api.hashing import BlockHash, BlockHashes, hash_blocks, root_hash
+from quire.worker.blocks.events import BlocksRemoved, BlocksStored, EventBatch, EventLog
+from quire.worker.blocks.hashing import BlockHash, BlockHashes, hash_blocks, root_hash
 
 GROUPS = tuple(GroupId(name) for name in ("a", "b", "c"))
 

@@ -21,14 +21,14 @@ from quire.router.prefix_index.directory import (
 from quire.router.prefix_index.index import Lengths, PrefixIndex
 from quire.router.prefix_index.native_index import NativePrefixIndex
 from quire.router.prefix_index.python_index import PythonPrefixIndex
-from quire.worker.api.events import (
+from quire.worker.blocks.events import (
     MAX_TIERS,
     BlockEvent,
     BlocksStored,
     EventBatch,
     EventLog,
 )
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 NUM_BLOCKS = 12
 GROUPS = tuple(GroupId(name) for name in ("a", "b", "c"))

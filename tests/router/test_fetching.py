@@ -13,9 +13,9 @@ from quire.router.policies.fetching import KINDS, MIN_SAVED_TOKENS, PATIENCE, El
 from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
-from quire.worker.api.events import BlocksStored, EventBatch, EventLog
-from quire.worker.api.hashing import BlockHash
-from quire.worker.api.outputs import Fetched
+from quire.worker.blocks.events import BlocksStored, EventBatch, EventLog
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.request.outputs import Fetched
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
 A, B, C = GroupId("a"), GroupId("b"), GroupId("c")

@@ -8,7 +8,7 @@ import pytest
 from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
 

@@ -16,7 +16,7 @@ from quire.router.prefix_index import native_index as native_holders
 from quire.router.prefix_index.index import PrefixIndex
 from quire.router.prefix_index.native_index import NativePrefixIndex
 from quire.router.prefix_index.python_index import PythonPrefixIndex
-from quire.worker.api.events import NUM_BUCKETS, bucket_of, keys_of
+from quire.worker.blocks.events import NUM_BUCKETS, bucket_of, keys_of
 
 NUM_BLOCKS = 400
 NUM_SLOTS = 70  # More than the bits of a word.

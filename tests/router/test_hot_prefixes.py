@@ -8,8 +8,8 @@ from quire.router.config import RoutingConfig
 from quire.router.hot_prefixes import HotPrefix, HotPrefixes
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
-from quire.worker.api.events import BlocksStored, EventBatch
-from quire.worker.api.hashing import BlockHash, BlockHashes
+from quire.worker.blocks.events import BlocksStored, EventBatch
+from quire.worker.blocks.hashing import BlockHash, BlockHashes
 
 
 def chain(*tokens: int) -> BlockHashes:

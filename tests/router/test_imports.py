@@ -6,7 +6,10 @@ from pathlib import Path
 import quire.router.table
 
 ROUTER = Path(quire.router.table.__file__).parent
-OF_WORKER = {f"quire.worker.api.{name}" for name in ("errors", "events", "hashing", "outputs")}
+OF_WORKER = {
+    f"quire.worker.{name}"
+    for name in ("blocks.events", "blocks.hashing", "request.errors", "request.outputs")
+}
 
 
 def imports(path: Path) -> set[str]:
@@ -23,9 +26,9 @@ def test_the_router_knows_little_of_the_worker() -> None:
 
 def test_nothing_of_the_router_needs_the_engine_or_a_model() -> None:
     engine = {
-        "quire.worker.engine",
-        "quire.worker.schedule.scheduler",
-        "quire.worker.runner.model_runner",
+        "quire.worker.engine.engine",
+        "quire.worker.engine.scheduler",
+        "quire.worker.rank.runner",
     }
     for path in ROUTER.rglob("*.py"):
         assert not imports(path) & engine, path

@@ -14,7 +14,7 @@ from quire.router.policies.loads import Loads
 from quire.router.policies.policy import Decision, GroupState, Policy, RouteRequest
 from quire.router.prefix_index.directory import GroupId
 from quire.simulate.baselines import SIMULATED_POLICIES
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
 BLOCK_SIZE = 16

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from quire.router.prefix_index.directory import GroupId
 from quire.router.registry import Member, Registry
 from quire.router.table import RoutingTable
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 
 def member(name: str, **metadata: object) -> Member:

@@ -12,7 +12,7 @@ from quire.router.policies.loads import Loads
 from quire.router.policies.policy import Decision, GroupState, RouteRequest
 from quire.router.policies.replication import Regrets
 from quire.router.prefix_index.directory import GroupId
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
 BLOCK_SIZE = 16

@@ -22,7 +22,7 @@ from quire.router.prefix_index.directory import GroupId
 from quire.router.registry import REGISTRY, Member
 from quire.router.serve_router import PrefixAwareRouter
 from quire.router.table import RoutingTable
-from quire.worker.api.hashing import BlockHashes, as_token_ids, hash_blocks, root_hash
+from quire.worker.blocks.hashing import BlockHashes, as_token_ids, hash_blocks, root_hash
 
 DEPLOYMENT = DeploymentID(name="Group", app_name="test")
 POOL = "test-serve-router"

@@ -15,9 +15,9 @@ from quire.router.errors import NoGroupAvailable
 from quire.router.policies.policy import GroupLoad, GroupState
 from quire.router.prefix_index.directory import Applied, GroupId, NeedsResync, Position
 from quire.router.table import RoutingTable
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.events import BlocksStored, EventBatch
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.events import BlocksStored, EventBatch
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.request.errors import ConfigError
 
 Blocks = Callable[[Iterable[object]], tuple[BlockHash, ...]]
 A, B = GroupId("a"), GroupId("b")

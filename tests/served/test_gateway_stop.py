@@ -33,7 +33,7 @@ from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 

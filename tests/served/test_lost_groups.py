@@ -31,11 +31,11 @@ from quire.cluster.model_card import Expectation
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.request import Request, Text
-from quire.worker.api.sampling_params import SamplingParams
-from quire.worker.api.structured import json_constraint
-from quire.worker.ranks.lockstep import LockstepExecutor
+from quire.worker.rank.lockstep import LockstepExecutor
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.request import Request, Text
+from quire.worker.request.sampling_params import SamplingParams
+from quire.worker.request.structured import json_constraint
 from quire.worker.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow

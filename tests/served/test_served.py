@@ -21,12 +21,12 @@ from tests.served.conftest import GROUPS_NAME
 
 from quire import demo_model
 from quire.cluster.cli.main import main
-from quire.cluster.client import chat_request, generate
 from quire.cluster.deploy.app import Endpoints
+from quire.cluster.tools.generate import chat_request, generate
 from quire.llm import LLM, SamplingParams
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
-from quire.worker.api.outputs import TokenDelta
+from quire.worker.request.outputs import TokenDelta
 
 T = TypeVar("T")
 SetPace = Callable[[float], None]

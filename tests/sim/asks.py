@@ -11,7 +11,7 @@ from tests.sim.cluster import SimGateway
 from tests.sim.model import EOS, POISON, HashModel
 
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.sampling_params import MAX_SEED
+from quire.worker.request.sampling_params import MAX_SEED
 
 
 class Wrong(AssertionError):

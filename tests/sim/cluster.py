@@ -32,9 +32,9 @@ from quire.cluster.model_card import Expectation
 from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2
-from quire.worker.api.config import EngineConfig
-from quire.worker.engine import Engine
+from quire.worker.engine.engine import Engine
 from quire.worker.model.facts import ModelFacts
+from quire.worker.request.config import EngineConfig
 
 MODEL = "hash"
 BLOCK_SIZE = 4

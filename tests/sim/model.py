@@ -18,9 +18,9 @@ from tests.direct_executor import DirectExecutor
 from tests.steps import samples
 
 from quire.cluster.group.engine_loop import EngineLoop
-from quire.worker.api.errors import RankFailure
-from quire.worker.engine import Engine
-from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.engine.engine import Engine
+from quire.worker.engine.messages import StepInput, StepOutput
+from quire.worker.request.errors import RankFailure
 from quire.worker.text.tokenizer import Tokenizer
 
 EOS = 256

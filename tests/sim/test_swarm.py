@@ -30,8 +30,8 @@ from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.ticket import Stage, Ticket
 from quire.router.table import RoutingTable
-from quire.worker.api.request import Prepared
-from quire.worker.cache.blocks import BlockPool
+from quire.worker.engine.block_pool import BlockPool
+from quire.worker.request.request import Prepared
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTH_S = 60.0

@@ -15,16 +15,20 @@ import numpy as np
 import pytest
 from tests.direct_executor import DirectExecutor
 from tests.steps import banned_ids, samples
+from tests.worker import drivers
 
-from quire.worker.api.arrays import Longs
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import RankFailure
-from quire.worker.api.outputs import TokenLogprobs
-from quire.worker.cache.pull import Fetch
-from quire.worker.engine import Engine
+from quire.worker.engine.engine import Engine
+from quire.worker.engine.messages import StepInput, StepOutput
 from quire.worker.model.facts import ModelFacts
-from quire.worker.schedule.reading import Read
-from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.parts.adapters.reading import Read
+from quire.worker.parts.tiers.pull import Fetch
+from quire.worker.request.arrays import Longs
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import RankFailure
+from quire.worker.request.outputs import TokenLogprobs
+
+config_of, driver, driver_of = drivers.config_of, drivers.driver, drivers.driver_of
+oracle, row, runner_of = drivers.oracle, drivers.row, drivers.runner_of
 
 VOCAB_SIZE = 50
 EOS = 1

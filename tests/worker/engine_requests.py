@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.prepared import prepared
 
-from quire.worker.api.hashing import as_token_ids
-from quire.worker.api.outputs import TokenDelta
-from quire.worker.api.request import Prepared
-from quire.worker.engine import Engine
+from quire.worker.blocks.hashing import as_token_ids
+from quire.worker.engine.engine import Engine
+from quire.worker.request.outputs import TokenDelta
+from quire.worker.request.request import Prepared
 
 MakeEngine = Callable[..., tuple[Engine, Any]]
 Generate = Callable[..., tuple[list[int], str]]

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quire import demo_model, llm
 from quire.llm import LLM, SamplingParams
-from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
-from quire.worker.api.scoring import EmbeddingUse
-from quire.worker.text.chat_template import ChatTemplate
+from quire.worker.request.errors import CheckpointError, ConfigError, InvalidRequest
+from quire.worker.request.scoring import EmbeddingUse
+from quire.worker.text.template.chat_template import ChatTemplate
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from quire import demo_model
-from quire.kernels import native
+from quire.kernels.native import library as native
 from quire.llm import LLM, SamplingParams
 
 Settings = dict[str, object]

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from quire.kernels import launch
+from quire.kernels.triton import launch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,17 +17,40 @@ import torch
 from tools.kernels.captured import Launch, captured
 from torch import Tensor
 
-from quire.kernels import (
-    triton_all_reduce,
-    triton_elementwise,
-    triton_kv_write,
-    triton_logits,
-    triton_rotary,
-    triton_sample,
-)
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.grouped import GroupedWeight
-from quire.kernels.launch import (
+from quire.kernels.ops import Embed, Linear
+from quire.kernels.shared_prefix import SharedSplits
+from quire.kernels.torch.linear import PlainLinear
+from quire.kernels.triton import all_reduce as triton_all_reduce
+from quire.kernels.triton import elementwise as triton_elementwise
+from quire.kernels.triton import kv_write as triton_kv_write
+from quire.kernels.triton import logits as triton_logits
+from quire.kernels.triton import rotary as triton_rotary
+from quire.kernels.triton import sample as triton_sample
+from quire.kernels.triton.all_reduce import (
+    MAX_PROGRAMS,
+    MAX_RANKS,
+    Peers,
+    all_reduce_kernel,
+    all_reduce_two_shot_kernel,
+)
+from quire.kernels.triton.decode import decode_attention, decode_kernel, merge_kernel
+from quire.kernels.triton.elementwise import (
+    rms_norm_kernel,
+    silu_and_mul_kernel,
+    wide_norm_kernel,
+)
+from quire.kernels.triton.experts import (
+    ExpertWeights,
+    SortedPairs,
+    experts_kernel,
+    multiply_down,
+    multiply_up,
+)
+from quire.kernels.triton.grouped import GroupedLinear, grouped_kernel
+from quire.kernels.triton.kv_write import write_kernel
+from quire.kernels.triton.launch import (
     AMD_CAPABILITY,
     DTYPES,
     HEAD_SIZES,
@@ -35,38 +58,13 @@ from quire.kernels.launch import (
     SHARED_PAIRS,
     SPLIT_TOKENS,
 )
-from quire.kernels.linear import PlainLinear
-from quire.kernels.ops import Embed, Linear
-from quire.kernels.shared_prefix import SharedSplits
-from quire.kernels.triton_all_reduce import (
-    MAX_PROGRAMS,
-    MAX_RANKS,
-    Peers,
-    all_reduce_kernel,
-    all_reduce_two_shot_kernel,
-)
-from quire.kernels.triton_decode import decode_attention, decode_kernel, merge_kernel
-from quire.kernels.triton_elementwise import (
-    rms_norm_kernel,
-    silu_and_mul_kernel,
-    wide_norm_kernel,
-)
-from quire.kernels.triton_experts import (
-    ExpertWeights,
-    SortedPairs,
-    experts_kernel,
-    multiply_down,
-    multiply_up,
-)
-from quire.kernels.triton_grouped import GroupedLinear, grouped_kernel
-from quire.kernels.triton_kv_write import write_kernel
-from quire.kernels.triton_logits import adjust_kernel, bias_kernel, mask_kernel
-from quire.kernels.triton_low_rank import TritonLowRank, expand_kernel, shrink_kernel
-from quire.kernels.triton_prefill import prefill_attention, prefill_kernel
-from quire.kernels.triton_prefill_merge import prefill_merge_kernel
-from quire.kernels.triton_rotary import rotary_kernel
-from quire.kernels.triton_sample import sample_kernel
-from quire.kernels.triton_shared import shared_kernel
+from quire.kernels.triton.logits import adjust_kernel, bias_kernel, mask_kernel
+from quire.kernels.triton.low_rank import TritonLowRank, expand_kernel, shrink_kernel
+from quire.kernels.triton.prefill import prefill_attention, prefill_kernel
+from quire.kernels.triton.prefill_merge import prefill_merge_kernel
+from quire.kernels.triton.rotary import rotary_kernel
+from quire.kernels.triton.sample import sample_kernel
+from quire.kernels.triton.shared import shared_kernel
 
 CAPABILITIES = (80, 90)
 """A100 and H100/H200."""

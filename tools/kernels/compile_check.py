@@ -29,13 +29,13 @@ import triton
 from tools.kernels.captured import Launch
 from tools.kernels.compile_cases import KernelCase, portable_cases, shipped_cases
 
-from quire.kernels.launch import AMD_CAPABILITY
-from quire.kernels.triton_decode import decode_kernel
-from quire.kernels.triton_experts import experts_kernel
-from quire.kernels.triton_grouped import grouped_kernel
-from quire.kernels.triton_low_rank import shrink_kernel
-from quire.kernels.triton_prefill import prefill_kernel
-from quire.kernels.triton_shared import shared_kernel
+from quire.kernels.triton.decode import decode_kernel
+from quire.kernels.triton.experts import experts_kernel
+from quire.kernels.triton.grouped import grouped_kernel
+from quire.kernels.triton.launch import AMD_CAPABILITY
+from quire.kernels.triton.low_rank import shrink_kernel
+from quire.kernels.triton.prefill import prefill_kernel
+from quire.kernels.triton.shared import shared_kernel
 
 _SHARED_LIMIT = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """Shared memory of a block in bytes, for the GPUs whose kernels are checked."""

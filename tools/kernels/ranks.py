@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from quire.kernels.triton_all_reduce import (
+from quire.kernels.triton.all_reduce import (
     MAX_BYTES,
     MAX_PROGRAMS,
     TWO_SHOT_BYTES,

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tools.kernels import twins
 from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
@@ -20,6 +19,7 @@ from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import Rows
 from quire.kernels.grouped import GroupedWeight
 from quire.kernels.quantization import SCALE_BYTES
+from quire.kernels.reference import paged as twins
 from quire.kernels.shared_prefix import SharedSplits, find_shared
 
 _TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2, torch.int64: 0}

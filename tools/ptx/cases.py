@@ -13,18 +13,18 @@ from typing import Protocol
 from unittest import mock
 
 import torch
-from tools.kernels import twins
 from tools.kernels.captured import Launch
 from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch, shared_splits
 from tools.ptx.emulate import Edit, emulated
 from torch import Tensor
 
-from quire.kernels import triton_prefill
 from quire.kernels.attention_options import PLAIN, AttentionOptions
-from quire.kernels.launch import SPLIT_TOKENS, capability_without_gpu
-from quire.kernels.triton_backend import TritonBackend
-from quire.kernels.triton_decode import merge
-from quire.kernels.triton_fp8 import converts_float8
+from quire.kernels.reference import paged as twins
+from quire.kernels.triton import prefill as triton_prefill
+from quire.kernels.triton.backend import TritonBackend
+from quire.kernels.triton.decode import merge
+from quire.kernels.triton.fp8 import converts_float8
+from quire.kernels.triton.launch import SPLIT_TOKENS, capability_without_gpu
 
 CAPABILITIES = (80, 90)
 BACKEND = TritonBackend()

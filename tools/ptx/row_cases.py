@@ -5,26 +5,29 @@ from functools import partial
 from unittest import mock
 
 import torch
-from tools.kernels import twins
 from tools.kernels.ranks import LocalRanks, RanksAtOnce
 from tools.kernels.testing import adjustments, assert_near_twin, grouped_weight
 from tools.ptx.cases import BACKEND, Case, Emulate
 from torch import Tensor
 
-from quire.kernels import reference, reference_sampling, triton_logits, triton_sample
-from quire.kernels.launch import ALL_REDUCE_BLOCK, SAMPLE_BLOCK
-from quire.kernels.linear import PlainLinear
-from quire.kernels.low_rank import LowRankLayers, PlainLowRank
 from quire.kernels.ops import Embed, Linear, LowRank
-from quire.kernels.triton_elementwise import silu_and_mul
-from quire.kernels.triton_experts import (
+from quire.kernels.reference import layers as reference
+from quire.kernels.reference import paged as twins
+from quire.kernels.reference import sampling as reference_sampling
+from quire.kernels.torch.linear import PlainLinear
+from quire.kernels.torch.low_rank import LowRankLayers, PlainLowRank
+from quire.kernels.triton import logits as triton_logits
+from quire.kernels.triton import sample as triton_sample
+from quire.kernels.triton.elementwise import silu_and_mul
+from quire.kernels.triton.experts import (
     ExpertWeights,
     SortedPairs,
     multiply_down,
     multiply_up,
 )
-from quire.kernels.triton_grouped import GroupedLinear
-from quire.kernels.triton_low_rank import TritonLowRank
+from quire.kernels.triton.grouped import GroupedLinear
+from quire.kernels.triton.launch import ALL_REDUCE_BLOCK, SAMPLE_BLOCK
+from quire.kernels.triton.low_rank import TritonLowRank
 
 
 def row_cases() -> Iterator[Case]:

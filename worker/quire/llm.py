@@ -22,12 +22,17 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from quire.kernels.quantization import KvCacheDType, Quantization
-from quire.worker.api.adapters import LoRARequest
-from quire.worker.api.arguments import explains_arguments
-from quire.worker.api.config import Device, DType, EngineConfig, ModelImpl, SchedulingPolicy
-from quire.worker.api.errors import AdapterError, CheckpointError, ConfigError, InvalidRequest
-from quire.worker.api.limits import derive_seed
-from quire.worker.api.outputs import (
+from quire.worker.engine.engine import Engine
+from quire.worker.model.hub import fetch_adapter, fetch_checkpoint, with_revision
+from quire.worker.model.sentence_folder import read_scoring, read_use
+from quire.worker.parts.adapters.store import AdapterStore
+from quire.worker.rank.executor import make_executor
+from quire.worker.request.adapters import LoRARequest
+from quire.worker.request.arguments import explains_arguments
+from quire.worker.request.config import Device, DType, EngineConfig, ModelImpl, SchedulingPolicy
+from quire.worker.request.errors import AdapterError, CheckpointError, ConfigError, InvalidRequest
+from quire.worker.request.limits import derive_seed
+from quire.worker.request.outputs import (
     CompletionOutput,
     EmbeddingRequestOutput,
     Logprob,
@@ -35,18 +40,13 @@ from quire.worker.api.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from quire.worker.api.request import Prepared, Task
-from quire.worker.api.sampling_params import SamplingParams, params_of_each
-from quire.worker.api.scoring import LogitScore, PairScore, Scoring
-from quire.worker.api.spelling import spell_out
-from quire.worker.api.structured import StructuredOutputsParams
-from quire.worker.api.vectors import similarity
-from quire.worker.api.vllm_names import ARGUMENTS, our_value
-from quire.worker.engine import Engine
-from quire.worker.model.adapters.store import AdapterStore
-from quire.worker.model.hub import fetch_adapter, fetch_checkpoint, with_revision
-from quire.worker.model.sentence_folder import read_scoring, read_use
-from quire.worker.ranks.executor import make_executor
+from quire.worker.request.request import Prepared, Task
+from quire.worker.request.sampling_params import SamplingParams, params_of_each
+from quire.worker.request.scoring import LogitScore, PairScore, Scoring
+from quire.worker.request.spelling import spell_out
+from quire.worker.request.structured import StructuredOutputsParams
+from quire.worker.request.vectors import similarity
+from quire.worker.request.vllm_names import ARGUMENTS, our_value
 from quire.worker.text.completions import OfflineCompletion, Progress, request_output
 from quire.worker.text.embeddings import OfflineEmbedding, pair_token_ids
 from quire.worker.text.prompts import Prompt, read_prompt
@@ -54,7 +54,7 @@ from quire.worker.text.reasoning import reasoning_of
 from quire.worker.text.tokenizer import Message, Tokenizer
 
 if TYPE_CHECKING:
-    from quire.worker.text.template_process import TemplateProcess
+    from quire.worker.text.template.process import TemplateProcess
 
 __all__ = [
     "LLM",
@@ -290,7 +290,9 @@ class LLM:
         if tokenizer.template is None or not chat:
             return tokenizer.apply_chat_template(chat, **options)  # Which refuses them.
         if self._templates is None:
-            from quire.worker.text.template_process import TemplateProcess  # Jinja is slow.
+            from quire.worker.text.template.process import (
+                TemplateProcess,  # Jinja is slow.
+            )
 
             self._templates = TemplateProcess(tokenizer.template)
         text = self._templates.render(chat, **options)

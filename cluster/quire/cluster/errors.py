@@ -1,6 +1,6 @@
 """Errors between a client and the replica groups.
 
-QuireError (quire.worker.api.errors)
+QuireError (quire.worker.request.errors)
 ├── InvalidRequest, QueueFull    as in the engine
 ├── Unauthenticated              the request shows no API key, or an unknown one
 ├── NotAnOperator                the request needs an operator's API key, and has a tenant's
@@ -21,7 +21,7 @@ QuireError (quire.worker.api.errors)
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.worker.api.errors import QueueFull, QuireError
+from quire.worker.request.errors import QueueFull, QuireError
 
 RefusalReason = Literal[
     "wait",

@@ -11,7 +11,7 @@ from typing import Self
 
 from quire.cluster.errors import GroupMismatch
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.model_card import ModelCard
+from quire.worker.request.model_card import ModelCard
 
 _START_ALIKE = "start both with the same model and settings"
 _HOW_TO_ROLL = (

@@ -10,10 +10,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig, ModelConfig
-from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscaling
+from quire.cluster.features.autoscale.settings import AutoscalingSettings, GatewayAutoscaling
 from quire.router.config import RoutingConfig
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 _Config = TypeVar("_Config", bound=ModelConfig)
 _PARTS: dict[str, type[Any]] = {

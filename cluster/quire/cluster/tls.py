@@ -15,7 +15,7 @@ from pathlib import Path
 
 import grpc
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

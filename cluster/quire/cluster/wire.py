@@ -13,10 +13,7 @@ from google.protobuf.message import DecodeError, Message
 
 from quire.v1 import group_pb2 as group_pb
 from quire.v1 import inference_pb2 as pb
-from quire.worker.api.arrays import Floats
-from quire.worker.api.engine_stats import EngineStats
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.events import (
+from quire.worker.blocks.events import (
     DIGEST_BYTES,
     MAX_TIERS,
     BlockContent,
@@ -26,12 +23,15 @@ from quire.worker.api.events import (
     Digest,
     EventBatch,
 )
-from quire.worker.api.hashing import HASH_BYTES, BlockHash, BlockHashes, Feature, TokenIds
-from quire.worker.api.kv_format import KvFormat, PeerSource
-from quire.worker.api.outputs import Fetched, FinishReason, TokenLogprobs
-from quire.worker.api.request import Prepared, Task
-from quire.worker.api.sampling_params import SamplingParams
-from quire.worker.api.structured import Constraint
+from quire.worker.blocks.hashing import HASH_BYTES, BlockHash, BlockHashes, Feature, TokenIds
+from quire.worker.blocks.kv_format import KvFormat, PeerSource
+from quire.worker.request.arrays import Floats
+from quire.worker.request.engine_stats import EngineStats
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.outputs import Fetched, FinishReason, TokenLogprobs
+from quire.worker.request.request import Prepared, Task
+from quire.worker.request.sampling_params import SamplingParams
+from quire.worker.request.structured import Constraint
 
 _SAMPLING = [field.name for field in pb.SamplingParams.DESCRIPTOR.fields]
 _DEFAULTS = SamplingParams()

@@ -1,8 +1,9 @@
 """The interface of a kernel backend, and the choice of a backend for a device.
 
 `AttentionBackend` is a namespace of pure functions of tensors. The plain-PyTorch definition of each
-is the function of the same name in `quire.kernels.reference` or `quire.kernels.linear`; those of
-the functions of the KV cache are in `tools.kernels.twins` (`attend` is `paged_attention`).
+is the function of the same name in `quire.kernels.reference.layers` or
+`quire.kernels.torch.linear`; those of the functions of the KV cache are in
+`quire.kernels.reference.paged` (`attend` is `paged_attention`).
 """
 
 from collections.abc import Collection
@@ -13,16 +14,16 @@ from torch import Tensor
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.batch import Rows
-from quire.kernels.experts import Router
 from quire.kernels.grouped import GroupedWeight
-from quire.kernels.low_rank import LowRankLayers
 from quire.kernels.ops import GateActivation, LinearLayer, MixExperts, Program, ProgramRunner
 from quire.kernels.quantization import Quantization
+from quire.kernels.torch.experts import Router
+from quire.kernels.torch.low_rank import LowRankLayers
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   H query heads
 # K KV heads   A heads of Q, K and V together   D head size   R half of the rotated size
 # C channels
-# I, O a linear layer's input and output   X as in `quire.kernels.experts`
+# I, O a linear layer's input and output   X as in `quire.kernels.torch.experts`
 
 
 class AttentionBackend(Protocol):
@@ -154,9 +155,9 @@ def backend_for(
         ImportError: The device is a GPU and Triton is not installed.
     """
     if device.type == "cpu":
-        from quire.kernels.cpu import CpuBackend
-        from quire.kernels.native import library
-        from quire.kernels.native_backend import NativeBackend
+        from quire.kernels.native.backend import NativeBackend
+        from quire.kernels.native.library import library
+        from quire.kernels.torch.cpu import CpuBackend
 
         native = library()
         if native is None:
@@ -174,7 +175,7 @@ def backend_for(
                 f"device {device} needs Triton, which comes with the CUDA build of torch; "
                 "install that, or run `pip install 'triton>=3.6'`"
             ) from error
-        from quire.kernels.triton_backend import TritonBackend
+        from quire.kernels.triton.backend import TritonBackend
 
         return TritonBackend()
     raise ValueError(f"device {str(device)!r}: kernels exist for 'cpu' and 'cuda'")

@@ -60,7 +60,7 @@ class Batch(Rows):
 class GreedyEdits:
     """Changes to the logits of G rows before the greatest is found.
 
-    `quire.kernels.reference_sampling.adjust_logits` defines them. The ids of each row ascend.
+    `quire.kernels.reference.sampling.adjust_logits` defines them. The ids of each row ascend.
     Starts are int64: the index at which each row's pairs begin, and the end of the last row's.
     """
 

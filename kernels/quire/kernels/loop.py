@@ -7,12 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quire.kernels import reference
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import Batch, GreedyEdits, WantedColumns
-from quire.kernels.experts import mix_experts
-from quire.kernels.linear import unrounded
-from quire.kernels.low_rank import StepAdapters, multiply
 from quire.kernels.ops import (
     Activate,
     Add,
@@ -32,6 +28,10 @@ from quire.kernels.ops import (
     RotateAndWrite,
     Value,
 )
+from quire.kernels.reference import layers as reference
+from quire.kernels.torch.experts import mix_experts
+from quire.kernels.torch.linear import unrounded
+from quire.kernels.torch.low_rank import StepAdapters, multiply
 
 # S rows that are sampled   V vocabulary
 # A heads of Q, K and V together   D head size   R half of the rotated channels   T tokens

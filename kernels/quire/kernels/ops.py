@@ -16,7 +16,7 @@ from quire.kernels.attention_options import PLAIN, AttentionOptions
 from quire.kernels.batch import Batch, GreedyEdits, WantedColumns
 
 if TYPE_CHECKING:  # They import this module.
-    from quire.kernels.experts import Expert, Router
+    from quire.kernels.torch.experts import Expert, Router
 
 # T tokens of the step, packed   B sequences   M blocks of the longest   S rows that are sampled
 # G of these that are greedy
@@ -124,7 +124,7 @@ class Activate:
 class LowRank:
     """A LoRA adapter's update of some outputs of one linear layer: ``scale * B (A x)``.
 
-    `quire.kernels.low_rank` defines where values are rounded.
+    `quire.kernels.torch.low_rank` defines where values are rounded.
     """
 
     a_RI: Tensor

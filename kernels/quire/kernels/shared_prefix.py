@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from quire.kernels.launch import SHARED_PAIRS, SPLIT_TOKENS
+from quire.kernels.triton.launch import SHARED_PAIRS, SPLIT_TOKENS
 
 # B decodes   M blocks of the longest   X programs' worth of shared work   R rows in one of them
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 POLICY_NAMES: Mapping[str, str] = MappingProxyType(
     {

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from quire.router.policies.policy import Decision
-from quire.worker.api.outputs import Fetched
+from quire.worker.request.outputs import Fetched
 
 MAX_OUTCOME_CHARS = 200
 

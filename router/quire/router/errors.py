@@ -5,7 +5,7 @@ QuireError
 └── UnknownDecision    the request was not routed here, or its decision was dropped from the log
 """
 
-from quire.worker.api.errors import QuireError
+from quire.worker.request.errors import QuireError
 
 
 class NoGroupAvailable(QuireError):

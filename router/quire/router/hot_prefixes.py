@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 
-from quire.worker.api.hashing import HASH_BYTES, BlockHash, BlockHashes
+from quire.worker.blocks.hashing import HASH_BYTES, BlockHash, BlockHashes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,8 @@ from ctypes import c_void_p
 from typing import Protocol
 
 from quire.router.prefix_index import native_index as native_holders
-from quire.worker.api.events import keys_of
-from quire.worker.api.hashing import HASH_BYTES
+from quire.worker.blocks.events import keys_of
+from quire.worker.blocks.hashing import HASH_BYTES
 
 
 class PrefixCounts(Protocol):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from quire.router.policies.policy import Decision, GroupLoad, GroupState, RouteR
 from quire.router.policies.speeds import Line, Speeds, StepClock
 from quire.router.prefix_index.directory import GroupId
 from quire.router.prefix_index.index import Slot
-from quire.worker.api.hashing import BlockHashes
+from quire.worker.blocks.hashing import BlockHashes
 
 _FRAMES_UNTIL_SHOWN = 2
 """Frames after which a request counts as shown, if frames do not report which requests they

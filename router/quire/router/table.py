@@ -48,9 +48,9 @@ from quire.router.prefix_index.index import Lengths
 from quire.router.reservations import Reservations
 from quire.router.stages import Stages
 from quire.router.stats import GroupForecasts, RoutingStats
-from quire.worker.api.events import EventBatch
-from quire.worker.api.hashing import HASH_BYTES, BlockHash, BlockHashes
-from quire.worker.api.outputs import Fetched
+from quire.worker.blocks.events import EventBatch
+from quire.worker.blocks.hashing import HASH_BYTES, BlockHash, BlockHashes
+from quire.worker.request.outputs import Fetched
 
 
 class RoutingTable:

@@ -6,7 +6,7 @@ do, less one.
 
 from collections.abc import Iterable
 
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 
 class Attended:

@@ -21,7 +21,7 @@ from quire.router.policies.policy import Column, GroupState, Policy, Reason, Rou
 from quire.router.policies.simple import OneByOne
 from quire.router.prefix_index.directory import GroupId
 from quire.simulate.prefix_memory import PrefixMemory
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 _REQUEST = 64.0
 """Where a rule counts requests: more than what the common tie-break takes for a tie."""

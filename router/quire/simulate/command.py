@@ -11,7 +11,7 @@ from quire.simulate.capacity import find_capacity
 from quire.simulate.report import Row
 from quire.simulate.run import SimulationConfig, simulate
 from quire.simulate.trace import Trace
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

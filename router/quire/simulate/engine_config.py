@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 Order = Literal["fcfs", "srpf"]
 
@@ -19,7 +19,7 @@ class SimulatedEngine:
     max_num_seqs: int = 1024
     order: Order = "fcfs"
     """Prompts in order of arrival, or the shortest remaining prefill first, shared out among those
-    that wait for it, as in `quire.worker.schedule.waiting`."""
+    that wait for it, as in `quire.worker.engine.waiting`."""
     aging: float = 0.2
     """With srpf, the milliseconds of prefill that a millisecond of waiting offsets."""
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quire.simulate.cost import CostModel
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 
 class _Decodes(NamedTuple):

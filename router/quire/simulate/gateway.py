@@ -13,7 +13,7 @@ from quire.router.table import RoutingTable
 from quire.simulate.clock import Clock
 from quire.simulate.group import Group
 from quire.simulate.trace import Trace
-from quire.worker.api.events import BlockEvent, EventBatch, EventLog
+from quire.worker.blocks.events import BlockEvent, EventBatch, EventLog
 
 
 class Routed(NamedTuple):

@@ -16,7 +16,7 @@ from quire.simulate.network import Transfer
 from quire.simulate.pool import Chain, Pool
 from quire.simulate.trace import Trace
 from quire.simulate.travel import Counters, Fetching, Offer
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 _Waiting = tuple[float, int, int]
 """Key, request and missing tokens."""

@@ -7,10 +7,10 @@ not contain answers.
 from itertools import islice
 from typing import Protocol
 
-from quire.worker.api.events import EventLog
-from quire.worker.api.hashing import BlockHash
-from quire.worker.cache.blocks import BlockId, BlockPool
-from quire.worker.cache.eviction import EvictionQueue, PolicyFactory
+from quire.worker.blocks.events import EventLog
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.engine.block_pool import BlockId, BlockPool
+from quire.worker.engine.eviction import EvictionQueue, PolicyFactory
 
 Chain = tuple[BlockHash, ...]
 

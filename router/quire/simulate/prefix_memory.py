@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from quire.router.prefix_index.directory import GroupId
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 
 class PrefixMemory:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.simulate.result import Result
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _COLOURS = ("#1f5fa8", "#d1661a", "#2f8a4c", "#8a4fa0", "#8c6d1f", "#5b6770")
 _LINES = ("-", "--", ":", "-.")

@@ -23,9 +23,9 @@ from quire.simulate.pool import Lru, Pool, WorkerPool
 from quire.simulate.result import Result
 from quire.simulate.trace import Trace
 from quire.simulate.travel import Fetching, HostLog, TravelConfig
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.events import EventLog
-from quire.worker.cache.eviction import LowestUtility
+from quire.worker.blocks.events import EventLog
+from quire.worker.engine.eviction import LowestUtility
+from quire.worker.request.errors import ConfigError
 
 Eviction = Literal["plain-lru", "utility"]
 _ORDINALS_APART = 1_000_003

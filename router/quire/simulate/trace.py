@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import NamedTuple
 
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.request.errors import ConfigError
 
 
 class Row(NamedTuple):

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from quire.simulate.trace import Row, Trace
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.request.errors import ConfigError
 
 MOONCAKE_BLOCK_SIZE = 512
 

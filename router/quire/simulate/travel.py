@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from quire.simulate.network import Network, Transfer
 from quire.simulate.pool import Chain
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.events import EventLog
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.events import EventLog
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.request.errors import ConfigError
 
 LINKS_GB_S = {"25g": 3.125, "100g": 12.5, "400g": 50.0}
 """Links by what they are called, in gigabytes a second."""

@@ -18,8 +18,8 @@ pytest.importorskip("triton", reason="the kernels need triton to be interpreted"
 
 from tools.kernels.ranks import LocalRanks
 
-from quire.kernels.launch import ALL_REDUCE_BLOCK
-from quire.kernels.triton_all_reduce import MAX_BYTES, all_reduce, fits
+from quire.kernels.triton.all_reduce import MAX_BYTES, all_reduce, fits
+from quire.kernels.triton.launch import ALL_REDUCE_BLOCK
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

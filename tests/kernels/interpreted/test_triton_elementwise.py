@@ -7,8 +7,9 @@ import os
 
 import pytest
 import torch
-from tools.kernels import twins
 from torch import Tensor
+
+from quire.kernels.reference import paged as twins
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip(
@@ -19,10 +20,10 @@ pytest.importorskip("triton", reason="the kernels need triton to be interpreted"
 
 from tools.kernels.testing import assert_near_twin
 
-from quire.kernels import reference
-from quire.kernels.launch import ACTIVATION_BLOCK, MAX_CHANNELS
-from quire.kernels.triton_backend import TritonBackend
-from quire.kernels.triton_elementwise import silu_and_mul
+from quire.kernels.reference import layers as reference
+from quire.kernels.triton.backend import TritonBackend
+from quire.kernels.triton.elementwise import silu_and_mul
+from quire.kernels.triton.launch import ACTIVATION_BLOCK, MAX_CHANNELS
 
 TRITON = TritonBackend()
 SENTINEL = 12345.0

@@ -17,9 +17,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
-from quire.kernels.experts import Expert, Router, multiply_one_by_one
 from quire.kernels.ops import Clamped, MixExperts
-from quire.kernels.triton_backend import TritonBackend
+from quire.kernels.torch.experts import Expert, Router, multiply_one_by_one
+from quire.kernels.triton.backend import TritonBackend
 
 C, F, E, TOP = 72, 40, 5, 2
 

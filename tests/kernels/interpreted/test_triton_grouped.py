@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the kernels need triton to be interpreted"
 
 from tools.kernels.testing import grouped_weight
 
-from quire.kernels.triton_grouped import GroupedLinear
+from quire.kernels.triton.grouped import GroupedLinear
 
 
 @pytest.mark.quick_cells(5)

@@ -22,12 +22,13 @@ pytest.importorskip("triton", reason="the kernels need triton to be interpreted"
 
 from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 
-from quire.kernels import triton_kv_write, triton_prefill
 from quire.kernels.attention_options import PLAIN, AttentionOptions
-from quire.kernels.launch import SPLIT_TOKENS, prefill_parts
-from quire.kernels.triton_backend import TritonBackend
-from quire.kernels.triton_decode import decode_attention
-from quire.kernels.triton_prefill import prefill_attention
+from quire.kernels.triton import kv_write as triton_kv_write
+from quire.kernels.triton import prefill as triton_prefill
+from quire.kernels.triton.backend import TritonBackend
+from quire.kernels.triton.decode import decode_attention
+from quire.kernels.triton.launch import SPLIT_TOKENS, prefill_parts
+from quire.kernels.triton.prefill import prefill_attention
 
 TRITON = TritonBackend()
 SENTINEL = 12345.0

@@ -17,9 +17,9 @@ pytest.importorskip("triton", reason="the kernels need triton to be interpreted"
 
 from tools.kernels.testing import adjustments
 
-from quire.kernels import reference_sampling
-from quire.kernels.launch import ADJUST_BLOCK, MASK_BLOCK
-from quire.kernels.triton_logits import adjust_logits
+from quire.kernels.reference import sampling as reference_sampling
+from quire.kernels.triton.launch import ADJUST_BLOCK, MASK_BLOCK
+from quire.kernels.triton.logits import adjust_logits
 
 
 @pytest.mark.parametrize("num_pairs", [0, 1, 17, ADJUST_BLOCK + 3])

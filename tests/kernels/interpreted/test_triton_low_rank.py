@@ -17,10 +17,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
-from quire.kernels.low_rank import PlainLowRank, StepAdapters, multiply
 from quire.kernels.ops import AdapterLayers, Embed, GatedLinear, Linear, LowRank, Op
-from quire.kernels.triton_backend import TritonBackend
-from quire.kernels.triton_low_rank import TritonLowRank
+from quire.kernels.torch.low_rank import PlainLowRank, StepAdapters, multiply
+from quire.kernels.triton.backend import TritonBackend
+from quire.kernels.triton.low_rank import TritonLowRank
 
 C, Q, KV, F, SLOTS = 72, 96, 40, 56, 5
 

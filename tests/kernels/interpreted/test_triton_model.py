@@ -21,14 +21,14 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     )
 pytest.importorskip("triton", reason="the kernels need triton to be interpreted")
 
-from quire.kernels.launch import SPLIT_TOKENS
 from quire.kernels.shared_prefix import SharedArrays, find_shared
-from quire.kernels.triton_backend import TritonBackend
+from quire.kernels.triton.backend import TritonBackend
+from quire.kernels.triton.launch import SPLIT_TOKENS
 from quire.llm import LLM, SamplingParams
+from quire.worker.engine.messages import StepInput
 from quire.worker.model import load
-from quire.worker.runner import model_runner
-from quire.worker.runner.decode_graphs import Bucket, DecodeGraphs, make_buckets
-from quire.worker.step.messages import StepInput
+from quire.worker.rank import runner as model_runner
+from quire.worker.rank.graphs import Bucket, DecodeGraphs, make_buckets
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPTS = [list(range(5, 5 + length)) for length in (1, 9, 30)]

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tools.kernels import twins
 from torch import Tensor
+
+from quire.kernels.reference import paged as twins
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip(
@@ -21,8 +22,8 @@ pytest.importorskip("triton", reason="the kernels need triton to be interpreted"
 from tools.kernels.testing import PagedBatch, assert_near_twin, paged_batch
 
 from quire.kernels.attention_options import AttentionOptions
-from quire.kernels.launch import SPLIT_TOKENS
-from quire.kernels.triton_backend import TritonBackend
+from quire.kernels.triton.backend import TritonBackend
+from quire.kernels.triton.launch import SPLIT_TOKENS
 
 TRITON = TritonBackend()
 FP8 = torch.float8_e4m3fn

@@ -19,8 +19,8 @@ pytest.importorskip("triton", reason="the kernels need triton to be interpreted"
 from tools.kernels.testing import assert_near_twin, paged_batch, shared_splits
 
 from quire.kernels.attention_options import PLAIN, AttentionOptions
-from quire.kernels.launch import SPLIT_TOKENS
-from quire.kernels.triton_backend import TritonBackend
+from quire.kernels.triton.backend import TritonBackend
+from quire.kernels.triton.launch import SPLIT_TOKENS
 
 TRITON = TritonBackend()
 

@@ -15,7 +15,7 @@ from quire.router.table import RoutingTable
 from quire.simulate import baselines
 from quire.simulate.baselines import SIMULATED_POLICIES
 from quire.simulate.prefix_memory import PrefixMemory
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 GROUPS = [GroupId(name) for name in "abcde"]
 CHAINS = [tuple(BlockHash(bytes([first, i]) * 16) for i in range(4)) for first in range(3)]

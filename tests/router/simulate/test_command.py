@@ -10,13 +10,13 @@ import pytest
 
 from quire import demo_model
 from quire.cluster.cli.main import main
-from quire.cluster.cli.requests import trace_of_requests
+from quire.cluster.tools.simulate.requests import trace_of_requests
 from quire.simulate.capacity import find_capacity
 from quire.simulate.cost import PRESETS
 from quire.simulate.fit import fit_cost
 from quire.simulate.run import SimulationConfig, simulate
 from quire.simulate.trace import Row, Trace
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 from quire.worker.text.tokenizer import Tokenizer
 
 

@@ -14,8 +14,8 @@ from quire.simulate.pool import WorkerPool
 from quire.simulate.run import SimulationConfig, simulate
 from quire.simulate.trace import Row, Trace
 from quire.simulate.trace_files import block_name
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.events import EventLog
+from quire.worker.blocks.events import EventLog
+from quire.worker.request.errors import ConfigError
 
 COST = CostModel(
     base=10.0, per_token=0.1, decode_base=5.0, decode_linear=0.0, num_cache_tokens=3200

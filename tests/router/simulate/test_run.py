@@ -15,7 +15,7 @@ from quire.simulate.engine_config import SimulatedEngine
 from quire.simulate.run import Eviction, SimulationConfig, simulate
 from quire.simulate.trace import Row, Trace
 from quire.simulate.travel import TravelConfig
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 SMALL = replace(PRESETS["cpu-125m"], num_cache_tokens=4096)
 CONFIG = SimulationConfig(num_groups=4, cost=SMALL)

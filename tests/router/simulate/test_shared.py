@@ -7,7 +7,7 @@ import pytest
 from quire.simulate.cost import CostModel
 from quire.simulate.run import SimulationConfig, simulate
 from quire.simulate.trace import Row, Trace
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 COST = CostModel(
     base=10.0, per_token=0.1, decode_base=5.0, decode_linear=0.0, num_cache_tokens=3200

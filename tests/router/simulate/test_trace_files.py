@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from quire.simulate.trace_files import load_trace
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 MOONCAKE = """\
 {"timestamp": 3000, "input_length": 1100, "output_length": 0, "hash_ids": [7, 8, 9]}

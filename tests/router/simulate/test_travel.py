@@ -15,8 +15,8 @@ from quire.simulate.run import SimulationConfig, simulate
 from quire.simulate.trace import Row, Trace
 from quire.simulate.trace_files import block_name
 from quire.simulate.travel import Fetching, HostLog, Offer, TravelConfig
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.events import BlockEvent, BlocksRemoved, BlocksStored
+from quire.worker.blocks.events import BlockEvent, BlocksRemoved, BlocksStored
+from quire.worker.request.errors import ConfigError
 
 SIZE = 32
 COST = CostModel(

@@ -6,9 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.hashing import as_token_ids
 from quire.worker.bench.bound import StepCost, fit_step_cost, speedup_bound
 from quire.worker.bench.cache_size import parse_cache_size
 from quire.worker.bench.measure import Run, StepSample
@@ -16,6 +13,9 @@ from quire.worker.bench.report import block_size_table, closing_lines, prefix_ta
 from quire.worker.bench.summary import Row, summarize
 from quire.worker.bench.sweep import Cell, SweepConfig, plan_cells
 from quire.worker.bench.workload import WorkItem, Workload
+from quire.worker.blocks.hashing import as_token_ids
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 CELL = Cell(block_size=4, cache_size="50%", num_blocks=10, cache_bytes=640)
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from quire import demo_model
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.hashing import as_token_ids
 from quire.worker.bench.workload import (
     Workload,
     infinite_cache_hits,
     read_workload,
     synthetic_workload,
 )
+from quire.worker.blocks.hashing import as_token_ids
+from quire.worker.request.errors import InvalidRequest
 from quire.worker.text.tokenizer import Tokenizer
 
 

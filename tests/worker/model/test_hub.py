@@ -16,7 +16,6 @@ import pytest
 from tests.hub_server import TOKEN, Hub, Repository, files_of, hub_server
 from tests.worker.model.test_sentence_folder import DENSE, save
 
-from quire.worker.api.errors import CheckpointError, ConfigError
 from quire.worker.model.hub import (
     fetch_checkpoint,
     fetch_text_files,
@@ -24,6 +23,7 @@ from quire.worker.model.hub import (
     model_name,
     with_revision,
 )
+from quire.worker.request.errors import CheckpointError, ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ _ASK = """
 import json, sys
 from pathlib import Path
 from quire.worker.model import hub
-from quire.worker.api.errors import QuireError
+from quire.worker.request.errors import QuireError
 for model in sys.argv[2:]:
     try:
         print(json.dumps(["", str(getattr(hub, sys.argv[1])(Path(model)))]))

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from quire.kernels import native
-from quire.worker.ranks.executor import make_executor
+from quire.kernels.native import library as native
+from quire.worker.rank.executor import make_executor
 
 ConfigOf = Callable[..., Any]
 
 SAY = """
 import sys
 from pathlib import Path
-from quire.worker.api.config import EngineConfig
-from quire.worker.ranks.executor import make_executor
+from quire.worker.request.config import EngineConfig
+from quire.worker.rank.executor import make_executor
 config = EngineConfig(model=Path(sys.argv[1]), num_blocks=40, num_threads=1, device="cpu")
 executor, _ = make_executor(config)
 print(executor.numerics)

@@ -7,12 +7,12 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from quire.worker.api.errors import CheckpointError, InvalidRequest
-from quire.worker.api.scoring import EmbeddingUse, LogitScore, PairScore, Similarity
-from quire.worker.api.vectors import similarity
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.pooling import Cut, Dense, LayerNorm, Normalize
 from quire.worker.model.sentence_folder import read_scoring, read_sentence_folder, read_use
+from quire.worker.request.errors import CheckpointError, InvalidRequest
+from quire.worker.request.scoring import EmbeddingUse, LogitScore, PairScore, Similarity
+from quire.worker.request.vectors import similarity
 
 MODEL, TRANSFORMER = "config_sentence_transformers.json", "sentence_bert_config.json"
 BERT = {

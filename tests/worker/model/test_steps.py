@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quire.worker.api.errors import CheckpointError
 from quire.worker.model.pooling import Activation, Cut, Dense, LayerNorm, Normalize
 from quire.worker.model.steps import make_step
+from quire.worker.request.errors import CheckpointError
 
 VECTOR = torch.linspace(-3, 4, 8)
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from quire.worker import model
-from quire.worker.api.errors import CheckpointError
 from quire.worker.model.config import read_model_spec
-from quire.worker.model.loader import Shard
 from quire.worker.model.program import make_program
 from quire.worker.model.spec import Attention, Experts, Layer, Mlp, ModelSpec, Norm, Rope
-from quire.worker.model.stored_weights import StoredWeights
 from quire.worker.model.support import check_runnable
+from quire.worker.request.errors import CheckpointError
+from quire.worker.weights.loader import Shard
+from quire.worker.weights.stored import StoredWeights
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,10 @@ from quire.cluster.cli.vllm_flags import translated
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.settings import config_from
 from quire.cluster.unique_keys import read_yaml
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.vllm_names import SPELLED
 from quire.worker.model.hub import model_name
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.vllm_names import SPELLED
 
 Settings = dict[str, Any]
 

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from quire.cluster.cli.fields import Flags, add_fields, given_fields
-from quire.worker.api.config import EngineConfig
+from quire.worker.request.config import EngineConfig
 
 MODEL_HELP = (
     "a checkpoint directory, a GGUF file, or ORG/NAME[/FILE.gguf][@REVISION] of the Hugging Face "

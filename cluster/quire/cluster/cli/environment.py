@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 PREFIX = "QUIRE_"
 OTHERS = frozenset(

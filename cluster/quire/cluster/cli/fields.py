@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 Flags = argparse._ArgumentGroup
 

@@ -7,7 +7,7 @@ from typing import Any
 from quire.cluster.cli.fields import absolute
 from quire.cluster.config import LoraModule
 from quire.cluster.unique_keys import read_json
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _FIELDS = {"name", "path", "base_model_name"}
 

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Iterable, Sequence
 
-from quire.worker.api.errors import ConfigError
-from quire.worker.api.vllm_names import ALWAYS, REFUSED, SPELLED, VALUES
+from quire.worker.request.errors import ConfigError
+from quire.worker.request.vllm_names import ALWAYS, REFUSED, SPELLED, VALUES
 
 _TAKEN_APART = ("--model", "--revision", "--allowed-origins")
 

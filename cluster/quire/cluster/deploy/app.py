@@ -45,10 +45,10 @@ from quire.cluster.errors import ClusterLost
 from quire.cluster.group.native_code import compile_native_code
 from quire.cluster.settings import config_from
 from quire.cluster.tls import ServerTls
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import QuireError
-from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.hub import fetch_checkpoint, is_hub_name
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import QuireError
+from quire.worker.weights.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
     from ray import serve

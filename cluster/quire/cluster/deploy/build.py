@@ -16,26 +16,26 @@ from quire.cluster.deploy.serve_options import (
     with_version,
 )
 from quire.cluster.deploy.stop import STOP_MARGIN_S
-from quire.cluster.edge.limits import GRPC_LEAVE_S
-from quire.cluster.group.placement import placement_options
-from quire.cluster.node_adapters import NodeAdapters
-from quire.cluster.telemetry.tracing import protocol_to
-from quire.worker.api.errors import (
+from quire.cluster.features.adapters.node import NodeAdapters
+from quire.cluster.features.guard.limits import GRPC_LEAVE_S
+from quire.cluster.features.nodes.placement import placement_options
+from quire.cluster.features.tracing.tracing import protocol_to
+from quire.worker.model.config import (
+    check_settings,
+    read_model_spec,
+)
+from quire.worker.model.hub import fetch_text_files, is_hub_name, pinned
+from quire.worker.parts.tiers.disk import check_folder
+from quire.worker.rank.kv import check_memory_here
+from quire.worker.request.errors import (
     AdapterError,
     CheckpointError,
     ConfigError,
     InvalidRequest,
     QuireError,
 )
-from quire.worker.cache.disk import check_folder
-from quire.worker.model.checkpoint import open_checkpoint
-from quire.worker.model.config import (
-    check_settings,
-    read_model_spec,
-)
-from quire.worker.model.hub import fetch_text_files, is_hub_name, pinned
-from quire.worker.runner.kv_cache import check_memory_here
 from quire.worker.text.tokenizer import Tokenizer
+from quire.worker.weights.checkpoint import open_checkpoint
 
 if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
     from ray import serve

@@ -23,7 +23,7 @@ from quire.cluster.deploy.progress import Progress
 from quire.cluster.deploy.start import start_gateways, start_part
 from quire.cluster.deploy.stop import stop_parts
 from quire.cluster.errors import StartFailed
-from quire.worker.api.errors import ConfigError, QuireError
+from quire.worker.request.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
     from quire.cluster.deploy.deployments import ReplicaGroup

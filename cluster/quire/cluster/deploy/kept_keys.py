@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quire.cluster.deploy.kept_logs import is_running, state_folder
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 
 def kept_keys_file(keys: Sequence[str]) -> Path:
@@ -31,7 +31,9 @@ def kept_keys(keys: Sequence[str] | None) -> Iterator[None]:
     if not keys:
         yield
         return
-    from quire.cluster.edge.keys_file import hashed_file  # Takes a second, for few starts.
+    from quire.cluster.features.tenants.keys_file import (
+        hashed_file,  # Takes a second, for few starts.
+    )
 
     file = kept_keys_file(keys)
     try:

@@ -29,7 +29,7 @@ from quire.cluster.deploy.processes import descendants, end_all_with, finished, 
 from quire.cluster.deploy.session import OthersCluster, OwnNode, RaySession
 from quire.cluster.deploy.signals import ended_by_signal, ray_leaves_signals_alone
 from quire.cluster.errors import StartFailed
-from quire.worker.api.errors import CheckpointError, ConfigError
+from quire.worker.request.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import psutil

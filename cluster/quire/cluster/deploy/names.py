@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
     from ray.serve.schema import ApplicationStatusOverview, DeploymentStatusOverview

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from quire.cluster.config import ClusterConfig
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _TAKEN = Path("/proc/net/unix")
 _CLAIM = re.compile(r" @quire-port/(\d+)/(\S+)/(\S+)/(\w+)/\d+$", re.MULTILINE)

@@ -17,16 +17,16 @@ import quire.kernels
 import quire.router
 import quire.worker
 from quire.cluster.config import ClusterConfig, ModelConfig
-from quire.cluster.scaling.gateways import GatewayPolicy
-from quire.cluster.scaling.serve import ServePolicy
-from quire.cluster.scaling.settings import (
+from quire.cluster.features.autoscale.gateways import GatewayPolicy
+from quire.cluster.features.autoscale.serve import ServePolicy
+from quire.cluster.features.autoscale.settings import (
     LOOK_BACK_S,
     METRICS_INTERVAL_S,
     AutoscalingSettings,
     GatewayAutoscaling,
 )
-from quire.worker.api.errors import ConfigError
 from quire.worker.model.hub import is_hub_name
+from quire.worker.request.errors import ConfigError
 
 _OF_SERVE = ("autoscaling", "num_groups", "start_first")
 """Settings of how Serve runs groups, which change nothing within a group."""

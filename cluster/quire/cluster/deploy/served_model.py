@@ -6,18 +6,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quire.cluster.config import ClusterConfig
+from quire.cluster.features.adapters.node import NodeAdapters
 from quire.cluster.gateway.config import GatewayConfig
 from quire.cluster.gateway.losses import CompletionConfig
+from quire.cluster.gateway.prepare import Abilities
 from quire.cluster.gateway.service import ModelService
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.node_adapters import NodeAdapters
 from quire.router.table import RoutingTable
-from quire.worker.api.scoring import EmbeddingUse, Scoring
 from quire.worker.model.hub import fetch_text_files
 from quire.worker.model.sentence_folder import read_scoring, read_use
+from quire.worker.request.scoring import EmbeddingUse, Scoring
 from quire.worker.text.tokenizer import Tokenizer
 
 
@@ -77,9 +78,7 @@ class ServedModel:
         self.service = ModelService(
             model=config.model_name,
             tokenizer=read.tokenizer,
-            scoring=read.scoring,
-            use=read.use,
-            keeper=keeper,
+            abilities=Abilities(scoring=read.scoring, use=read.use, keeper=keeper),
             groups=groups,
             table=table,
             config=_gateway_config(config),

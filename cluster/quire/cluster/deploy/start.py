@@ -16,7 +16,7 @@ from quire.cluster.deploy.names import application_of, deployments_of, parts_amo
 from quire.cluster.deploy.progress import Progress
 from quire.cluster.deploy.start_steps import Steps, forgotten_at_end, steps_of
 from quire.cluster.errors import StartFailed
-from quire.worker.api.errors import ConfigError, QuireError
+from quire.worker.request.errors import ConfigError, QuireError
 
 if TYPE_CHECKING:  # Importing Ray takes over a second, and Serve must find its environment set.
     from ray import serve
@@ -39,7 +39,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # once of a replica that gets new settings.
 _SLOW = re.compile(r"replicas that have taken more than \d+s to initialize")
 _AGAIN = "failed as it started, and is started again"
-_OUR_ERRORS = "quire.worker.api.errors."
+_OUR_ERRORS = "quire.worker.request.errors."
 # Errors that a second attempt would raise again.
 _HOPELESS = (f"{_OUR_ERRORS}ConfigError: ", f"{_OUR_ERRORS}CheckpointError: ")
 

@@ -14,20 +14,20 @@ from quire.cluster.dialects.formats import (
     check_parsers,
     markers_of,
 )
-from quire.cluster.dialects.probe import Probed, Shown, probed
-from quire.cluster.dialects.read_back import finds, read_back, reads
-from quire.cluster.dialects.response_template import calls_from
 from quire.cluster.dialects.tools import ToolUse
-from quire.worker.api.errors import InvalidRequest, UnreadableTemplate
-from quire.worker.api.hashing import TokenIds
-from quire.worker.text.chat_template import ChatTemplate
+from quire.cluster.features.template_reading.probe import Probed, Shown, probed
+from quire.cluster.features.template_reading.read_back import finds, read_back, reads
+from quire.cluster.features.template_reading.response_template import calls_from
+from quire.worker.blocks.hashing import TokenIds
+from quire.worker.request.errors import InvalidRequest, UnreadableTemplate
 from quire.worker.text.reasoning import (
     REASONING_FORMATS,
     ReasoningFormat,
     reasoning_from,
     sign_in,
 )
-from quire.worker.text.template_process import TemplateProcess
+from quire.worker.text.template.chat_template import ChatTemplate
+from quire.worker.text.template.process import TemplateProcess
 from quire.worker.text.tokenizer import Tokenizer
 
 _UNDEFINED = re.compile(r"'(\w+)' is undefined")

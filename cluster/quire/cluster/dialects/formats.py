@@ -8,7 +8,7 @@ templates of the named checkpoints.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 from quire.worker.text.reasoning import HARMONY, REASONING_FORMATS, Frame, ReasoningFormat
 
 

@@ -27,10 +27,10 @@ from quire.cluster.dialects.formats import (
 )
 from quire.cluster.dialects.tools import Tool, ToolUse
 from quire.cluster.dialects.values import kinds_of, resolved
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.structured import Constraint
-from quire.worker.text.json_schema_drafts import is_annotation
-from quire.worker.text.lark import ANYTHING, Lark
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.structured import Constraint
+from quire.worker.text.grammar.json_schema_drafts import is_annotation
+from quire.worker.text.grammar.lark import ANYTHING, Lark
 
 _OF_OBJECTS = ("properties", "required", "additionalProperties")
 _MAX_DEPTH = 8

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import MAX_TOOLS
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import MAX_TOOLS
 
 NAME_CHARS = "A-Za-z0-9_.-"
 """The characters of a tool's name, for a character class of a regular expression."""

@@ -11,7 +11,7 @@ from google.protobuf.json_format import ParseDict
 
 from quire.cluster.edge.access import Access, allows
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
-from quire.cluster.gateway.keeper import Adapter
+from quire.cluster.features.adapters.keeper import Adapter
 from quire.cluster.gateway.models import Models
 from quire.cluster.links.group_client import GroupClient
 from quire.cluster.links.groups import Groups

@@ -27,7 +27,7 @@ from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
 from quire.cluster.edge.served_fields import Body
 from quire.cluster.errors import Overloaded
 from quire.cluster.serving.bounds import Budget, Hold
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 B = TypeVar("B", bound=Body)
 

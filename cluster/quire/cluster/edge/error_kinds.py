@@ -15,7 +15,7 @@ from quire.cluster.errors import (
     Unavailable,
 )
 from quire.router.errors import UnknownDecision
-from quire.worker.api.errors import (
+from quire.worker.request.errors import (
     AdapterError,
     BrokenLogits,
     ContextExceeded,

@@ -19,8 +19,6 @@ from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.http_errors import error_body, error_headers
-from quire.cluster.edge.messages_format import MessagesFormat
-from quire.cluster.edge.messages_schema import MessagesBody
 from quire.cluster.edge.openai_answer import Answer
 from quire.cluster.edge.openai_format import ChatFormat, CompletionFormat, Echo, Format
 from quire.cluster.edge.openai_logprobs import Logprobs
@@ -30,12 +28,14 @@ from quire.cluster.edge.openai_schema import (
     GenerationBody,
     StreamOptions,
 )
-from quire.cluster.edge.responses_format import ResponsesFormat
-from quire.cluster.edge.responses_schema import ResponsesBody
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.streams import EventStream, Write, client_id, event, unless_disconnected
 from quire.cluster.edge.structured import told_of
 from quire.cluster.errors import DeadlineExceeded
+from quire.cluster.features.anthropic.format import MessagesFormat
+from quire.cluster.features.anthropic.schema import MessagesBody
+from quire.cluster.features.responses.format import ResponsesFormat
+from quire.cluster.features.responses.schema import ResponsesBody
 from quire.cluster.gateway.chunk import Chunk
 from quire.cluster.gateway.models import Models
 from quire.cluster.gateway.service import ModelService
@@ -43,9 +43,9 @@ from quire.cluster.gateway.work import Take
 from quire.cluster.serving.bounds import Hold
 from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.timing import server_timing
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Prepared, Prompt, Request
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import Prepared, Prompt, Request
+from quire.worker.request.sampling_params import SamplingParams
 from quire.worker.text.reasoning import ReasoningFormat
 
 TIMEOUT_HEADER = "X-Request-Timeout"

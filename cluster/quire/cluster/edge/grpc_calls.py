@@ -9,7 +9,7 @@ from quire.cluster.edge.streams import sane_client_id
 from quire.cluster.errors import DeadlineExceeded, Overloaded
 from quire.cluster.gateway.models import Models
 from quire.cluster.serving.bounds import Hold
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 _SMALL_MESSAGE_BYTES = 2**16
 _MAX_ITEMS = 1024

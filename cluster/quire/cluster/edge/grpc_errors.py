@@ -28,7 +28,7 @@ from google.rpc.status_pb2 import Status
 from quire.cluster.edge.error_kinds import INTERNAL, kind_of
 from quire.cluster.errors import Overloaded
 from quire.cluster.telemetry import timeline
-from quire.worker.api.errors import InvalidRequest, QuireError
+from quire.worker.request.errors import InvalidRequest, QuireError
 
 _log = logging.getLogger(__name__)
 

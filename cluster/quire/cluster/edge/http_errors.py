@@ -22,7 +22,7 @@ from quire.cluster.edge.error_kinds import INTERNAL, INVALID, Kind, kind_of
 from quire.cluster.edge.streams import UnreadResponse
 from quire.cluster.errors import Unauthenticated
 from quire.cluster.telemetry import timeline
-from quire.worker.api.errors import ContextExceeded, InvalidRequest, QuireError
+from quire.worker.request.errors import ContextExceeded, InvalidRequest, QuireError
 
 _log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from quire.cluster.edge.openai_schema import CompletionBody, GenerationBody, Str
 from quire.cluster.gateway.chunk import Chunk
 from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.timing import timing_of
-from quire.worker.api.hashing import TokenIds
-from quire.worker.api.outputs import TokenLogprobs
-from quire.worker.api.request import Text
-from quire.worker.api.spelling import takes_any_length
+from quire.worker.blocks.hashing import TokenIds
+from quire.worker.request.outputs import TokenLogprobs
+from quire.worker.request.request import Text
+from quire.worker.request.spelling import takes_any_length
 from quire.worker.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]

@@ -9,8 +9,8 @@ shown by its name. A token that is not text by itself, such as half a character,
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from quire.worker.api.outputs import TokenLogprobs
-from quire.worker.api.request import Prepared
+from quire.worker.request.outputs import TokenLogprobs
+from quire.worker.request.request import Prepared
 from quire.worker.text.detokenizer import Detokenizer, readable
 from quire.worker.text.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 # Validating a body blocks the gateway. 28 MB of token ids took 23 s, because validation as a text
 # gave one error per id. So the first error ends the validation of a list, and lists have a maximum

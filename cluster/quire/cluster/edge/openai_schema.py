@@ -14,9 +14,9 @@ from quire.cluster.dialects.tools import ToolUse, check_tool_use
 from quire.cluster.edge.openai_messages import MANY, ChatTurn
 from quire.cluster.edge.served_fields import Body
 from quire.cluster.edge.structured import FIELDS, constraint_of, told_of
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import MAX_MESSAGES, Chat, Prompt, Text, Tokens
-from quire.worker.api.sampling_params import PARAMETERS, SamplingParams
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import MAX_MESSAGES, Chat, Prompt, Text, Tokens
+from quire.worker.request.sampling_params import PARAMETERS, SamplingParams
 
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 Texts = Annotated[list[str], MANY]

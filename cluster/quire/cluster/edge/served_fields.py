@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr
 
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 
 _MAX_NAME = 64
 """How many characters of an unknown field's name are compared with known names."""

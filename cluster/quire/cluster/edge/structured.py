@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.structured import (
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.structured import (
     Constraint,
     StructuredOutputsParams,
     json_constraint,

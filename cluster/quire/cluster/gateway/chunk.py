@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from quire.router.policies.policy import Decision
-from quire.worker.api.arrays import Floats
-from quire.worker.api.outputs import FinishReason, TokenLogprobs
+from quire.worker.request.arrays import Floats
+from quire.worker.request.outputs import FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

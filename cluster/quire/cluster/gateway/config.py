@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from quire.cluster.gateway.losses import CompletionConfig
 from quire.cluster.serving.admission_config import AdmissionConfig
-from quire.worker.text.template_process import TemplateLimits
+from quire.worker.text.template.process import TemplateLimits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ from math import inf
 from quire.cluster.gateway.deadline import late
 from quire.cluster.gateway.work import Run, Take, Work
 from quire.cluster.serving.bounds import Hold, Inflight
-from quire.worker.api.errors import ConstraintRefused, InvalidRequest
-from quire.worker.api.structured import Constraint
-from quire.worker.text.compile_queue import CompileThreads
-from quire.worker.text.grammar_process import GrammarProcess
-from quire.worker.text.kept import Kept
+from quire.worker.request.errors import ConstraintRefused, InvalidRequest
+from quire.worker.request.structured import Constraint
+from quire.worker.text.grammar.compile_queue import CompileThreads
+from quire.worker.text.grammar.kept import Kept
+from quire.worker.text.grammar.process import GrammarProcess
 from quire.worker.text.tokenizer import Tokenizer
 
 _NUM_PROCESSES = 2

@@ -10,7 +10,7 @@ from quire.cluster.errors import GroupLost, Quarantined
 from quire.cluster.gateway.losses import Isolation
 from quire.cluster.gateway.resume import is_unbegun, no_group
 from quire.cluster.gateway.work import Completion, Parts, Run, Take
-from quire.worker.api.errors import QuireError
+from quire.worker.request.errors import QuireError
 
 _PAUSE_S = 0.1
 """Shortest pause while groups die."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
 from quire.cluster.links.deaths import Deaths
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """A completion's output so far: its tokens, their text, and where a stop string ends it."""
 
 from quire.cluster.gateway.chunk import Chunk
-from quire.worker.api.outputs import FinishReason
-from quire.worker.api.request import Prepared
+from quire.worker.request.outputs import FinishReason
+from quire.worker.request.request import Prepared
 from quire.worker.text.text_stream import TextStream
 from quire.worker.text.tokenizer import Tokenizer
 

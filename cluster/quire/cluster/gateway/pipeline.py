@@ -22,29 +22,26 @@ For one completion:
 `Completion` what the next try has to know.
 """
 
-from quire.cluster.gateway.admit import Admit
-from quire.cluster.gateway.constraints import Constraints
 from quire.cluster.gateway.deadline import MeetDeadline
 from quire.cluster.gateway.fan_out import FanOut
 from quire.cluster.gateway.isolate import Isolate
-from quire.cluster.gateway.meter import Meter
 from quire.cluster.gateway.record import Record
 from quire.cluster.gateway.resume import Resume
 from quire.cluster.gateway.route import Route
 from quire.cluster.gateway.send import Send
-from quire.cluster.gateway.work import Parts, layered
+from quire.cluster.gateway.work import Layer, Parts, Work, layered
 
 
 class Pipeline:
     """The pipeline of one model. Its layers keep what its requests share."""
 
     def __init__(
-        self, parts: Parts, *, meter: Meter, admit: Admit, constraints: Constraints
+        self, parts: Parts, *, meter: Layer[Work], admit: Layer[Work], learn: Layer[Work]
     ) -> None:
         completions = CompletionPipeline(parts)
         self.resume, self.isolate = completions.resume, completions.isolate
         self.run = layered(
-            [meter, admit, MeetDeadline(parts.clock), constraints.learn],
+            [meter, admit, MeetDeadline(parts.clock), learn],
             FanOut(parts, completions.run),
         )
 

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from typing import Self
@@ -10,27 +11,28 @@ from typing import Self
 from quire.cluster.dialects.dialect import choose_dialect
 from quire.cluster.dialects.grammar import constrain
 from quire.cluster.dialects.tools import ToolUse
+from quire.cluster.features.adapters.keeper import Adapter, Keeper
+from quire.cluster.features.tenants.metering import Meter
 from quire.cluster.gateway.config import GatewayConfig
 from quire.cluster.gateway.constraints import Constraints
 from quire.cluster.gateway.deadline import late
-from quire.cluster.gateway.keeper import Adapter
-from quire.cluster.gateway.meter import Meter
 from quire.cluster.gateway.prompts import Prompts, as_ids, check_ids, off_loop, rough_num_tokens
 from quire.cluster.gateway.work import Parts
 from quire.cluster.serving.queue import AdmissionQueue, unavailable
 from quire.cluster.telemetry import timeline
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.hashing import BlockHashes, TokenIds, as_token_ids
-from quire.worker.api.limits import (
+from quire.worker.blocks.hashing import BlockHashes, TokenIds, as_token_ids
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.limits import (
     RequestLimits,
     check_embedding,
     check_prompt_length,
     check_request,
 )
-from quire.worker.api.model_card import ModelCard
-from quire.worker.api.request import Chat, Prepared, Prompt, Request, Text
-from quire.worker.api.sampling_params import MAX_SEED, SamplingParams
-from quire.worker.api.spelling import num_chars, spell_out, takes_any_length
+from quire.worker.request.model_card import ModelCard
+from quire.worker.request.request import Chat, Prepared, Prompt, Request, Text
+from quire.worker.request.sampling_params import MAX_SEED, SamplingParams
+from quire.worker.request.scoring import EmbeddingUse, Scoring
+from quire.worker.request.spelling import num_chars, spell_out, takes_any_length
 
 MAX_TOKEN_IDS = 2**20
 """Most token ids in one prompt, or in one call to detokenize."""
@@ -38,6 +40,18 @@ _COUNTED_CONTEXTS = 4
 _COUNTED_TOKENS = 2**16
 """A prompt that is counted or truncated may be as long as the longer of these, in contexts and in
 tokens: enough to tell by how much it is too long. Longer ones would be tokenized for seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abilities:
+    """What a model can do besides generating text."""
+
+    scoring: Scoring | None = None
+    """How it scores a document for a query; ``None`` if it is no reranker."""
+    use: EmbeddingUse = field(default_factory=EmbeddingUse)
+    """How texts become prompts of an embedding model, and how its vectors are compared."""
+    keeper: Keeper | None = None
+    """Keeps the model's LoRA adapters; ``None`` if it takes none."""
 
 
 class Preparer:
@@ -50,12 +64,13 @@ class Preparer:
         *,
         config: GatewayConfig,
         admission: AdmissionQueue,
-        meter: Meter,
+        abilities: Abilities,
     ) -> None:
         self.model = model
         """The name in answers: the model's name, or that of ``adapter``."""
         self.adapter: Adapter | None = None
         """The adapter that all requests use; ``None`` for the base model."""
+        self.scoring, self.use, self.keeper = abilities.scoring, abilities.use, abilities.keeper
         self.tokenizer = parts.tokenizer
         self.groups = parts.groups
         self.admission = admission
@@ -81,7 +96,7 @@ class Preparer:
             clock=parts.clock,
         )
         self._group_wait_s = parts.config.group_wait_s
-        self.meter = meter
+        self.meter = Meter(refused=admission.refused)
         self._clock = parts.clock
         self._preparing = set[object]()  # Shared with adapters (`through`).
 

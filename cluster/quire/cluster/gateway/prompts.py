@@ -26,11 +26,11 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from quire.cluster.gateway.deadline import late
 from quire.cluster.serving.bounds import Budget, Hold, Inflight
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.hashing import TokenIds, as_token_ids
-from quire.worker.api.limits import RequestLimits, check_prompt_length
-from quire.worker.api.request import Chat, Prompt, Span, Text, Tokens
-from quire.worker.text.template_process import TemplateLimits, TemplateProcess
+from quire.worker.blocks.hashing import TokenIds, as_token_ids
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.limits import RequestLimits, check_prompt_length
+from quire.worker.request.request import Chat, Prompt, Span, Text, Tokens
+from quire.worker.text.template.process import TemplateLimits, TemplateProcess
 from quire.worker.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

@@ -5,7 +5,7 @@ import logging
 from math import inf
 
 from quire.cluster.gateway.work import Completion, Parts, Run, Take, Work
-from quire.worker.api.errors import InvalidRequest, QueueFull, QuireError
+from quire.worker.request.errors import InvalidRequest, QueueFull, QuireError
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from quire.cluster.errors import GroupDied, GroupLost, HandedOver, Unavailable
 from quire.cluster.gateway.losses import RetryBudget
 from quire.cluster.gateway.work import Completion, Parts, Run, Take
 from quire.cluster.links.groups import Groups
-from quire.worker.api.errors import QueueFull, QuireError
+from quire.worker.request.errors import QueueFull, QuireError
 
 _MAX_REFUSALS = 3
 """A new completion fails after this number of groups with a full queue refused it."""

@@ -6,7 +6,7 @@ from quire.cluster.errors import GroupLost, Unavailable
 from quire.cluster.gateway.resume import no_group
 from quire.cluster.gateway.work import Completion, Parts, Run, Take
 from quire.router.errors import NoGroupAvailable
-from quire.worker.api.errors import QueueFull
+from quire.worker.request.errors import QueueFull
 
 _RETRY_PAUSE_S = 0.1
 """Pause before groups that could not take a completion are tried again."""

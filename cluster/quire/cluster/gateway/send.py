@@ -20,14 +20,14 @@ from quire.cluster.wire import (
 )
 from quire.router.lenders import Source
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import (
+from quire.worker.request.errors import (
     BrokenLogits,
     ConstraintRefused,
     InvalidRequest,
     QueueFull,
     QuireError,
 )
-from quire.worker.api.outputs import FinishReason
+from quire.worker.request.outputs import FinishReason
 
 _ENDS: tuple[FinishReason, ...] = ("stop", "length")
 """The finish reasons with which a group may end a completion."""

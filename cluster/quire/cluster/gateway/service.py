@@ -10,19 +10,16 @@ from functools import partial
 
 from quire.cluster.gateway.admit import Admit
 from quire.cluster.gateway.config import GatewayConfig
-from quire.cluster.gateway.keeper import Keeper
-from quire.cluster.gateway.meter import Meter
 from quire.cluster.gateway.pipeline import Pipeline
-from quire.cluster.gateway.prepare import Preparer
+from quire.cluster.gateway.prepare import Abilities, Preparer
 from quire.cluster.gateway.work import Parts, Take, Work
 from quire.cluster.links.groups import Groups
 from quire.cluster.serving.bounds import Inflight
 from quire.cluster.serving.queue import AdmissionQueue
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.router.table import RoutingTable
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.request import Prepared
-from quire.worker.api.scoring import EmbeddingUse, Scoring
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.request import Prepared
 from quire.worker.text.tokenizer import Tokenizer
 
 MAX_COMPLETIONS = 1024
@@ -42,20 +39,12 @@ class ModelService(Preparer):
         tokenizer: Tokenizer,
         groups: Groups,
         table: RoutingTable,
-        scoring: Scoring | None = None,
-        use: EmbeddingUse | None = None,
-        keeper: Keeper | None = None,
+        abilities: Abilities | None = None,
         config: GatewayConfig | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config or GatewayConfig()
         self.table = table
-        self.scoring = scoring
-        """How the model scores a document for a query; ``None`` if it is no reranker."""
-        self.use = use or EmbeddingUse()
-        """How texts become prompts of an embedding model, and how its vectors are compared."""
-        self.keeper = keeper
-        """Keeps what clients load onto the model; ``None`` if it takes nothing."""
         self.telemetry = Telemetry(groups=groups, table=table)
         parts = Parts(
             groups=groups,
@@ -73,8 +62,13 @@ class ModelService(Preparer):
             start_wait_s=self.config.completion.group_wait_s,
             clock=clock,
         )
-        meter = Meter(refused=admission.refused)
-        super().__init__(model, parts, config=self.config, admission=admission, meter=meter)
+        super().__init__(
+            model,
+            parts,
+            config=self.config,
+            admission=admission,
+            abilities=abilities or Abilities(),
+        )
         self._inflight = Inflight(
             self.config.admission.max_inflight,
             "{num} completions are under way, {more} more exceed the gateway's --max-inflight "
@@ -83,9 +77,9 @@ class ModelService(Preparer):
         )
         self.pipeline = Pipeline(
             parts,
-            meter=meter,
+            meter=self.meter,
             admit=Admit(admission, self._inflight),
-            constraints=self.constraints,
+            learn=self.constraints.learn,
         )
         self.telemetry.inflight.set_function(lambda: self.num_inflight)
 

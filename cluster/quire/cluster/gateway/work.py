@@ -15,8 +15,8 @@ from quire.router.lenders import Source
 from quire.router.policies.policy import Decision
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
-from quire.worker.api.errors import QuireError
-from quire.worker.api.request import Prepared
+from quire.worker.request.errors import QuireError
+from quire.worker.request.request import Prepared
 from quire.worker.text.tokenizer import Tokenizer
 
 Take = Callable[[Chunk], Awaitable[object]]

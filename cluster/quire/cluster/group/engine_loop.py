@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from quire.cluster.supervise import keep_going
-from quire.worker.api.engine_stats import EngineStats
-from quire.worker.api.errors import InvalidRequest, QueueFull, QuireError, RankFailure
-from quire.worker.api.events import BlockEvent, EventBatch
-from quire.worker.api.hashing import BlockHashes
-from quire.worker.api.kv_format import KvFormat
-from quire.worker.api.outputs import TokenDelta
-from quire.worker.api.request import Prepared
-from quire.worker.cache.loan import Loan
-from quire.worker.engine import Engine
+from quire.worker.blocks.events import BlockEvent, EventBatch
+from quire.worker.blocks.hashing import BlockHashes
+from quire.worker.blocks.kv_format import KvFormat
+from quire.worker.engine.engine import Engine
+from quire.worker.parts.tiers.loan import Loan
+from quire.worker.request.engine_stats import EngineStats
+from quire.worker.request.errors import InvalidRequest, QueueFull, QuireError, RankFailure
+from quire.worker.request.outputs import TokenDelta
+from quire.worker.request.request import Prepared
 
 _log = logging.getLogger(__name__)
 

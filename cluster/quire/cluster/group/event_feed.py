@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
 from quire.cluster.group.engine_loop import EngineLoop, StepResult
-from quire.worker.api.events import BlockEvent, EventBatch
-from quire.worker.engine import Engine
+from quire.worker.blocks.events import BlockEvent, EventBatch
+from quire.worker.engine.engine import Engine
 
 
 class EventFeed:

@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 
 from quire import native_build
-from quire.kernels import native
+from quire.kernels.native import library as native
 from quire.router.prefix_index import native_index
-from quire.worker.api import native_hashing
+from quire.worker.blocks import native_hashing
 
 _NVIDIA = Path("/dev/nvidiactl")
 

@@ -1,7 +1,7 @@
 """Tokens that a group has generated for one request and not yet sent, and its credit to send
 them."""
 
-from quire.cluster.group.attempt_spans import AttemptSpans
+from quire.cluster.features.tracing.attempt_spans import AttemptSpans
 from quire.cluster.wire import (
     FINISH_REASONS,
     fetched_to_proto,
@@ -9,7 +9,7 @@ from quire.cluster.wire import (
     vector_to_bytes,
 )
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.outputs import TokenDelta
+from quire.worker.request.outputs import TokenDelta
 
 Key = tuple[str, int]
 """A request's id and the number of its attempt."""

@@ -14,32 +14,32 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from quire.cluster.config import ClusterConfig
-from quire.cluster.group.adapters import GroupAdapters
-from quire.cluster.group.borrowing import Borrower
+from quire.cluster.features.adapters.group import GroupAdapters
+from quire.cluster.features.kv_exchange.borrowing import Borrower
+from quire.cluster.features.kv_exchange.peers import Peers
+from quire.cluster.features.nodes.placement import OnStep, start_ranks, transfers_kv
+from quire.cluster.features.tracing.tracing import start_tracing
 from quire.cluster.group.engine_loop import EngineLoop
-from quire.cluster.group.peers import Peers
-from quire.cluster.group.placement import OnStep, start_ranks, transfers_kv
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.group.session import TracesTo
 from quire.cluster.links.group_link import GroupContact
-from quire.cluster.telemetry.tracing import start_tracing
 from quire.cluster.tls import own_tls
 from quire.cluster.wire import format_to_proto
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.engine_stats import EngineStats
-from quire.worker.api.errors import QueueFull, QuireError
-from quire.worker.api.kv_format import KvFormat
-from quire.worker.api.outputs import TokenDelta
-from quire.worker.api.request import Prepared, Task
-from quire.worker.api.sampling_params import SamplingParams
-from quire.worker.cache.travel import num_tiers
-from quire.worker.engine import Engine
-from quire.worker.model.adapters.store import AdapterStore
+from quire.worker.blocks.kv_format import KvFormat
+from quire.worker.engine.engine import Engine
 from quire.worker.model.facts import ModelFacts
-from quire.worker.schedule.reading import reader
+from quire.worker.parts.adapters.reading import reader
+from quire.worker.parts.adapters.store import AdapterStore
+from quire.worker.parts.tiers.tiers import num_tiers
+from quire.worker.request.engine_stats import EngineStats
+from quire.worker.request.errors import QueueFull, QuireError
+from quire.worker.request.outputs import TokenDelta
+from quire.worker.request.request import Prepared, Task
+from quire.worker.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.cluster.telemetry.span_export import SpanExport
+    from quire.cluster.features.tracing.span_export import SpanExport
 
 _log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from quire.cluster.links.group_stream import GroupStream, Turns
 from quire.cluster.links.liveness import Disconnect, Liveness
 from quire.cluster.supervise import end_if_cancelled
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Protocol
 from quire.cluster.errors import Death
 from quire.router.prefix_index.directory import Position
 from quire.v1 import group_pb2 as pb
-from quire.worker.api.events import EventBatch
+from quire.worker.blocks.events import EventBatch
 
 if TYPE_CHECKING:
     from quire.cluster.links.group_client import GroupClient

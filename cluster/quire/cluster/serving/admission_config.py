@@ -4,7 +4,7 @@ nothing else of it."""
 from dataclasses import dataclass
 from math import inf
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

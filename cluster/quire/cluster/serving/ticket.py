@@ -7,7 +7,7 @@ from math import inf
 from typing import NamedTuple, Self
 
 from quire.cluster.serving.bounds import Hold
-from quire.worker.api.request import Prepared
+from quire.worker.request.request import Prepared
 
 
 class Queued(NamedTuple):

@@ -10,9 +10,9 @@ import time
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 
-from quire.cluster.telemetry.tracing import new_span_id, traceparent
+from quire.cluster.features.tracing.tracing import new_span_id, traceparent
 from quire.router.policies.policy import Decision
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.request.sampling_params import SamplingParams
 
 MAX_TRACE_STATE = 512
 MAX_TRACED = 32

@@ -1,5 +1,5 @@
 // Samples tokens from logits and computes log-probabilities. Each row is computed by one thread,
-// from its logits and parameters alone; `quire.kernels.reference_sampling` defines the results.
+// from its logits and parameters alone; `quire.kernels.reference.sampling` defines the results.
 //
 // A row's token is found without sorting the vocabulary: the greatest logits of its blocks bound
 // those of its best tokens from below, so that few tokens have to be examined.

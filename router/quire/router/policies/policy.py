@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.router.prefix_index.directory import GroupId
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 if TYPE_CHECKING:
     from quire.router.policies.fetching import Elsewhere, Fetches

@@ -43,7 +43,7 @@ from quire.router.policies.decide import TIE_TOKENS, nearest, tied
 from quire.router.policies.loads import Loads
 from quire.router.policies.policy import Column, GroupState, Policy, Reason, RouteRequest
 from quire.router.policies.replication import Regrets
-from quire.worker.api.hashing import BlockHash
+from quire.worker.blocks.hashing import BlockHash
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class PrefixAwareConfig:
     load_tokens: float = 48.0
     """Delay of a step in which an adapter is loaded, in tokens of prefill."""
     turn_steps: float = 16.0
-    """Steps for which an adapter runs before others do, as in `quire.worker.schedule.slots`."""
+    """Steps for which an adapter runs before others do, see `quire.worker.parts.adapters.slots`."""
     meanwhile: float = 0.0625
     """Weight of the requests that arrive while the missing tokens are computed."""
     max_behind: float = 12.0

@@ -25,14 +25,14 @@ from typing import NamedTuple, NewType
 import numpy as np
 
 from quire.router.prefix_index.index import Lengths, PrefixIndex, Slot, new_index
-from quire.worker.api.events import (
+from quire.worker.blocks.events import (
     DIGEST_BYTES,
     NUM_BUCKETS,
     BlocksStored,
     Digest,
     EventBatch,
 )
-from quire.worker.api.hashing import BlockHash, BlockHashes
+from quire.worker.blocks.hashing import BlockHash, BlockHashes
 
 GroupId = NewType("GroupId", str)
 """Names a replica group. The same name may be used again, with another epoch."""

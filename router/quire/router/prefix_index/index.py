@@ -32,8 +32,8 @@ Lengths = npt.NDArray[np.int32]
 class PrefixIndex(Protocol):
     """Maps blocks to the slots that hold them.
 
-    Hashes are passed as the bytes of a `quire.worker.api.hashing.BlockHashes`. At ``max_blocks`` a
-    block that no slot holds yet is refused: left out, counted, and its bucket marked.
+    Hashes are passed as the bytes of a `quire.worker.blocks.hashing.BlockHashes`. At ``max_blocks``
+    a block that no slot holds yet is refused: left out, counted, and its bucket marked.
     """
 
     num_slots: int
@@ -70,8 +70,8 @@ class PrefixIndex(Protocol):
     def num_held(self, slot: Slot) -> int: ...
 
     def digests(self, slot: Slot) -> tuple[bytes, bytes]:
-        """For each bucket, the XOR of the slot's keys, as in `quire.worker.api.events.Digest`; and
-        for each bucket, a byte that is not 0 if blocks of it were refused."""
+        """For each bucket, the XOR of the slot's keys, as in `quire.worker.blocks.events.Digest`;
+        and for each bucket, a byte that is not 0 if blocks of it were refused."""
 
     def longest_prefix(self, hashes: bytes, names: Sequence[T]) -> dict[T, int]:
         """How many leading blocks of a chain each slot holds; slots without the first are left out.

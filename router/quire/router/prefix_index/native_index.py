@@ -15,8 +15,8 @@ import numpy as np
 
 from quire import native_build, native_header
 from quire.router.prefix_index.index import Lengths, Slot, T
-from quire.worker.api.events import NUM_BUCKETS
-from quire.worker.api.hashing import HASH_BYTES
+from quire.worker.blocks.events import NUM_BUCKETS
+from quire.worker.blocks.hashing import HASH_BYTES
 
 _SOURCES = Path(__file__).parent / "native"
 _FLAGS = ("-O3", "-std=c++17", "-fPIC")

@@ -10,7 +10,7 @@ from sys import getsizeof
 import numpy as np
 
 from quire.router.prefix_index.index import Lengths, Slot, T
-from quire.worker.api.events import NUM_BUCKETS, bucket_of, keys_of
+from quire.worker.blocks.events import NUM_BUCKETS, bucket_of, keys_of
 
 
 class _Holders:

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from quire.worker.api.errors import ConfigError
+from quire.worker.request.errors import ConfigError
 
 Unit = Literal["%", "tokens", "blocks", "bytes"]
 

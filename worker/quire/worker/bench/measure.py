@@ -10,16 +10,16 @@ from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.events import BlockEvent, BlocksRemoved
-from quire.worker.api.hashing import TokenIds, as_token_ids
-from quire.worker.api.request import Prepared
-from quire.worker.api.sampling_params import SamplingParams
 from quire.worker.bench.workload import Workload
-from quire.worker.engine import Engine
+from quire.worker.blocks.events import BlockEvent, BlocksRemoved
+from quire.worker.blocks.hashing import TokenIds, as_token_ids
+from quire.worker.engine.engine import Engine
+from quire.worker.engine.messages import Executor, StepInput, StepOutput
+from quire.worker.engine.sampling_batch import Adjustments
 from quire.worker.model.facts import ModelFacts
-from quire.worker.step.messages import Executor, StepInput, StepOutput
-from quire.worker.step.sampling_batch import Adjustments
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.request import Prepared
+from quire.worker.request.sampling_params import SamplingParams
 
 
 class StepSample(NamedTuple):

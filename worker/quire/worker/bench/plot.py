@@ -8,9 +8,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from quire.worker.api.errors import ConfigError
 from quire.worker.bench.reuse import PLACES, ReuseRow
 from quire.worker.bench.summary import Row
+from quire.worker.request.errors import ConfigError
 
 INSTALL = "pip install matplotlib"
 

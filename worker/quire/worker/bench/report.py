@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from quire.worker.api.errors import ConfigError
 from quire.worker.bench.summary import Figures, Row
+from quire.worker.request.errors import ConfigError
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

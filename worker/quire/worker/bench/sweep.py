@@ -8,14 +8,14 @@ for one model and one KV cache is enough.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import ConfigError
 from quire.worker.bench.cache_size import CacheSize
 from quire.worker.bench.measure import Run, run_workload
 from quire.worker.bench.workload import WorkItem, Workload
 from quire.worker.model.config import read_model_spec, resolve_dtype, resolve_max_model_len
 from quire.worker.model.spec import ModelSpec
-from quire.worker.ranks.executor import make_executor
+from quire.worker.rank.executor import make_executor
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import ConfigError
 
 _WARM_UP_REQUESTS = 8
 _PROBE_CHUNKS = 8
@@ -162,7 +162,7 @@ def token_bytes(engine: EngineConfig) -> int:
     import torch
 
     from quire.worker.model.load import find_attentions
-    from quire.worker.runner.kv_cache import kv_layout
+    from quire.worker.rank.kv import kv_layout
 
     model = read_model_spec(engine.model, model_impl=engine.model_impl)
     dtype = resolve_dtype(engine, model)

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.worker.api.errors import InvalidRequest, QuireError
-from quire.worker.api.hashing import BlockHash, TokenIds, as_token_ids, hash_blocks
+from quire.worker.blocks.hashing import BlockHash, TokenIds, as_token_ids, hash_blocks
+from quire.worker.request.errors import InvalidRequest, QuireError
 from quire.worker.text.tokenizer import Tokenizer
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")

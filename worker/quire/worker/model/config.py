@@ -7,27 +7,27 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from quire.worker.api.config import EngineConfig, ModelImpl
-from quire.worker.api.errors import CheckpointError, ConfigError, InvalidRequest
-from quire.worker.api.sampling_params import PARAMETERS
-from quire.worker.api.scoring import LogitScore
-from quire.worker.model.checkpoint import TensorInfo, open_checkpoint, read_json
 from quire.worker.model.families.other import other
 from quire.worker.model.families.own_code import refuse_own_code
 from quire.worker.model.families.registry import FAMILIES
 from quire.worker.model.families.wrappers import architecture_of, text_part, with_defaults
-from quire.worker.model.fields import Fields
-from quire.worker.model.gguf.container import SUFFIX, find_gguf, read_model
-from quire.worker.model.gguf.describe import describe
-from quire.worker.model.gguf.names import stored_in_blocks
-from quire.worker.model.modules_file import MODULES
 from quire.worker.model.pooling import Normalize, Pooling
 from quire.worker.model.sentence_folder import SentenceFolder, is_classifier, read_sentence_folder
 from quire.worker.model.sentence_settings import most_tokens
 from quire.worker.model.spec import Attention, ModelSpec
-from quire.worker.model.stored_weights import read_stored_weights
 from quire.worker.model.support import check_runnable
-from quire.worker.model.tokenizer_config import named_token_id
+from quire.worker.request.config import EngineConfig, ModelImpl
+from quire.worker.request.errors import CheckpointError, ConfigError, InvalidRequest
+from quire.worker.request.sampling_params import PARAMETERS
+from quire.worker.request.scoring import LogitScore
+from quire.worker.weights.checkpoint import TensorInfo, open_checkpoint, read_json
+from quire.worker.weights.fields import Fields
+from quire.worker.weights.gguf.container import SUFFIX, find_gguf, read_model
+from quire.worker.weights.gguf.describe import describe
+from quire.worker.weights.gguf.names import stored_in_blocks
+from quire.worker.weights.modules_file import MODULES
+from quire.worker.weights.stored import read_stored_weights
+from quire.worker.weights.tokenizer_config import named_token_id
 
 _log = logging.getLogger(__name__)
 _SAMPLING = {

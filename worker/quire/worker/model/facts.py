@@ -4,9 +4,6 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.request import Task
-from quire.worker.model.checkpoint import Checkpoint, open_checkpoint
 from quire.worker.model.config import (
     check_settings,
     read_model_spec,
@@ -16,7 +13,10 @@ from quire.worker.model.config import (
 from quire.worker.model.hub import model_name
 from quire.worker.model.pooling import Dense, LayerNorm, Pooling
 from quire.worker.model.spec import ModelSpec
-from quire.worker.model.weights_digest import weight_digests
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.request import Task
+from quire.worker.weights.checkpoint import Checkpoint, open_checkpoint
+from quire.worker.weights.digest import weight_digests
 
 _NOT_IN_KV = (
     *("eos_token_ids", "tied", "dtype", "names"),

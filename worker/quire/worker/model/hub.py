@@ -17,13 +17,13 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from quire.worker.api.errors import CheckpointError, ConfigError
-from quire.worker.model.adapters.texts import FILE_NAMES as TEXT_NAMES
 from quire.worker.model.config import WEIGHT_SUFFIXES, read_model_spec
-from quire.worker.model.gguf.container import SUFFIX, choose
-from quire.worker.model.modules_file import MODULES, module_folders, transformer_folder
 from quire.worker.model.sentence_settings import MODEL_SETTINGS, TRANSFORMER_SETTINGS
-from quire.worker.model.stored_weights import MODELOPT_NAME
+from quire.worker.request.errors import CheckpointError, ConfigError
+from quire.worker.weights.adapter_texts import FILE_NAMES as TEXT_NAMES
+from quire.worker.weights.gguf.container import SUFFIX, choose
+from quire.worker.weights.modules_file import MODULES, module_folders, transformer_folder
+from quire.worker.weights.stored import MODELOPT_NAME
 
 _NAME = re.compile(
     r"(\w[\w.-]*/\w[\w.-]*)(?:/((?:\w[\w.+-]*/)*\w[\w.+-]*\.gguf))?(?:@(.+))?", re.ASCII

@@ -9,16 +9,16 @@ import torch
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend, backend_for
 from quire.kernels.ops import ProgramRunner
-from quire.worker.api.config import EngineConfig
-from quire.worker.model.checkpoint import (
+from quire.worker.model.program import attention_options, make_program
+from quire.worker.model.spec import Attention, ModelSpec
+from quire.worker.request.config import EngineConfig
+from quire.worker.weights.checkpoint import (
     Checkpoint,
     bare_decoder,
     open_checkpoint,
     text_part,
 )
-from quire.worker.model.loader import Shard, Weights
-from quire.worker.model.program import attention_options, make_program
-from quire.worker.model.spec import Attention, ModelSpec
+from quire.worker.weights.loader import Shard, Weights
 
 _log = logging.getLogger(__name__)
 

@@ -21,15 +21,16 @@ import torch
 
 import quire.kernels
 from quire import native_build
-from quire.kernels import native
-from quire.worker.api.config import EngineConfig
+from quire.kernels.native import library as native
 from quire.worker.model.config import resolve_dtype
-from quire.worker.model.loader import Shard
 from quire.worker.model.spec import Experts, ModelSpec
+from quire.worker.request.config import EngineConfig
+from quire.worker.weights.loader import Shard
 
 _OWN_CODE = (
-    *("model/**/*.py", "sampling/*.py", "runner/model_runner.py", "step/sampling_batch.py"),
-    *("text/grammar.py", "runner/block_copies.py"),
+    *("model/**/*.py", "weights/**/*.py", "rank/sampling/*.py", "rank/runner.py", "rank/model.py"),
+    *("rank/collectives.py", "rank/symmetric.py", "rank/copies.py", "engine/adjustments.py"),
+    *("engine/sampling_batch.py", "parts/adapters/*.py", "text/grammar/compiler.py"),
 )
 """Modules of the worker that compute, sample, or define the layout of blocks that are exchanged."""
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16")
@@ -115,7 +116,7 @@ def _sums(spec: ModelSpec, num_ranks: int, *, is_native: bool) -> str:
 def _code_digest() -> str:
     worker = Path(__file__).parents[1]
     own = [file for pattern in _OWN_CODE for file in sorted(worker.glob(pattern))]
-    kernels = sorted(Path(quire.kernels.__path__[0]).glob("*.py"))
+    kernels = sorted(Path(quire.kernels.__path__[0]).rglob("*.py"))
     state = hashlib.sha256()
     for file in (*own, *kernels):
         state.update(file.name.encode() + b"\0" + file.read_bytes())

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend
-from quire.kernels.experts import Expert, Router
 from quire.kernels.grouped import GroupedWeight
 from quire.kernels.ops import (
     Activate,
@@ -39,11 +38,12 @@ from quire.kernels.ops import (
     SharedExpert,
     Value,
 )
+from quire.kernels.torch.experts import Expert, Router
 from quire.worker.model import spec as described
-from quire.worker.model.loader import Part, Shard, Weights
 from quire.worker.model.rope import channel_order, query_scale, rotary_table
 from quire.worker.model.spec import Attention, Experts, ModelSpec, Rope
 from quire.worker.model.support import check_runnable
+from quire.worker.weights.loader import Part, Shard, Weights
 
 
 def make_program(

@@ -1,6 +1,6 @@
 """Reads a sentence-transformers folder: how it makes embeddings of texts, or scores pairs.
 
-`quire.worker.model.modules_file` lists its modules. Fields of its files that may change a result
+`quire.worker.weights.modules_file` lists its modules. Fields of its files that may change a result
 are used, or refused by name. Does not import torch.
 """
 
@@ -8,11 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from quire.worker.api.errors import CheckpointError
-from quire.worker.api.scoring import EmbeddingUse, LogitScore, PairScore, Scoring
-from quire.worker.model.checkpoint import read_json
-from quire.worker.model.fields import Fields
-from quire.worker.model.modules_file import MODULES, Module, read_modules
 from quire.worker.model.pooling import Cut, Pooling, PoolingMode, Step
 from quire.worker.model.sentence_modules import (
     read_dense,
@@ -30,6 +25,11 @@ from quire.worker.model.sentence_settings import (
     read_model_settings,
     read_transformer_settings,
 )
+from quire.worker.request.errors import CheckpointError
+from quire.worker.request.scoring import EmbeddingUse, LogitScore, PairScore, Scoring
+from quire.worker.weights.checkpoint import read_json
+from quire.worker.weights.fields import Fields
+from quire.worker.weights.modules_file import MODULES, Module, read_modules
 
 CLASSIFIER = "ForSequenceClassification"
 """Suffix of the names of architectures that have a classifier after their encoder."""

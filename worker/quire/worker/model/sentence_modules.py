@@ -4,9 +4,9 @@ and where its weights are. Imports neither torch nor NumPy."""
 from pathlib import Path
 from typing import Any, get_args
 
-from quire.worker.model.checkpoint import read_json
-from quire.worker.model.fields import Fields
 from quire.worker.model.pooling import Activation, Dense, LayerNorm, Normalize, PoolingMode
+from quire.worker.weights.checkpoint import read_json
+from quire.worker.weights.fields import Fields
 
 _MODES: dict[str, PoolingMode] = {
     **{"cls": "cls", "max": "max", "mean": "mean", "mean_sqrt_len_tokens": "mean_sqrt"},

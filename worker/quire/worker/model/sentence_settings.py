@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from quire.worker.api.scoring import Similarity
-from quire.worker.model.checkpoint import read_json
-from quire.worker.model.fields import Fields
-from quire.worker.model.tokenizer_config import CONFIG_FILE, read_config
+from quire.worker.request.scoring import Similarity
+from quire.worker.weights.checkpoint import read_json
+from quire.worker.weights.fields import Fields
+from quire.worker.weights.tokenizer_config import CONFIG_FILE, read_config
 
 MODEL_SETTINGS = "config_sentence_transformers.json"
 TRANSFORMER_SETTINGS = (

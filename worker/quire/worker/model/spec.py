@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.worker.model.pooling import Pooling
-from quire.worker.model.stored_weights import StoredWeights
+from quire.worker.weights.stored import StoredWeights
 
 Activation = Literal["silu", "gelu_tanh", "clamped_silu"]
 NormPlace = Literal["attention_in", "attention_out", "mlp_in", "mlp_out"]

@@ -10,10 +10,10 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
-from quire.worker.api.arrays import Floats
-from quire.worker.api.errors import CheckpointError
-from quire.worker.api.vectors import normalized
 from quire.worker.model.pooling import Activation, Cut, Dense, LayerNorm, Normalize, Step
+from quire.worker.request.arrays import Floats
+from quire.worker.request.errors import CheckpointError
+from quire.worker.request.vectors import normalized
 
 # I inputs   O outputs   C channels
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from quire.worker.api.errors import CheckpointError
 from quire.worker.model.spec import Experts, Mlp, ModelSpec
+from quire.worker.request.errors import CheckpointError
 
 _ACTIVATIONS = (("silu", True), ("gelu_tanh", True), ("gelu_tanh", False))
 """Supported pairs of an activation and whether the MLP is gated."""

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from quire.worker.api.outputs import (
+from quire.worker.request.outputs import (
     CompletionOutput,
     FinishReason,
     Logprob,
@@ -12,7 +12,7 @@ from quire.worker.api.outputs import (
     TokenDelta,
     TokenLogprobs,
 )
-from quire.worker.api.request import Prepared
+from quire.worker.request.request import Prepared
 from quire.worker.text.text_stream import TextStream
 from quire.worker.text.tokenizer import Tokenizer
 

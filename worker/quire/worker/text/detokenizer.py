@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence, Set
 
 import tokenizers
 
-from quire.worker.api.errors import CheckpointError
-from quire.worker.api.hashing import TokenIds
+from quire.worker.blocks.hashing import TokenIds
+from quire.worker.request.errors import CheckpointError
 from quire.worker.text.bounds import Part, parts_of
 
 _PROBE = "a"

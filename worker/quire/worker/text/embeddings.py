@@ -4,16 +4,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quire.worker.api.arrays import Floats
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.hashing import TokenIds
-from quire.worker.api.outputs import (
+from quire.worker.blocks.hashing import TokenIds
+from quire.worker.request.arrays import Floats
+from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.outputs import (
     EmbeddingOutput,
     EmbeddingRequestOutput,
     FinishReason,
     TokenDelta,
 )
-from quire.worker.api.request import Prepared, Prompt, Text, Tokens
+from quire.worker.request.request import Prepared, Prompt, Text, Tokens
 from quire.worker.text.tokenizer import Tokenizer
 
 

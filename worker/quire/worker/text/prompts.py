@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.worker.api.errors import InvalidRequest
-from quire.worker.api.hashing import TokenIds, as_token_ids
+from quire.worker.blocks.hashing import TokenIds, as_token_ids
+from quire.worker.request.errors import InvalidRequest
 from quire.worker.text.tokenizer import Tokenizer
 
 Prompt = str | Mapping[str, Any]

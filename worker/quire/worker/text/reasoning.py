@@ -4,11 +4,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.worker.api.errors import UnreadableTemplate
-from quire.worker.text.response_template import REASONING_FIELDS, check_rest, fields_of, text_of
+from quire.worker.request.errors import UnreadableTemplate
+from quire.worker.text.template.response_template import (
+    REASONING_FIELDS,
+    check_rest,
+    fields_of,
+    text_of,
+)
 
 if TYPE_CHECKING:  # The command line only reads the formats' names, and needs no NumPy.
-    from quire.worker.api.hashing import TokenIds
+    from quire.worker.blocks.hashing import TokenIds
     from quire.worker.text.tokenizer import Tokenizer
 
 _TAIL_TOKENS = 8

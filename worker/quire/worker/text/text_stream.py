@@ -3,8 +3,8 @@
 from collections.abc import Sequence, Set
 from typing import NamedTuple
 
-from quire.worker.api.hashing import TokenIds, as_token_ids
-from quire.worker.api.sampling_params import SamplingParams
+from quire.worker.blocks.hashing import TokenIds, as_token_ids
+from quire.worker.request.sampling_params import SamplingParams
 from quire.worker.text.reasoning import ReasoningFormat
 from quire.worker.text.tokenizer import Tokenizer
 

@@ -21,13 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from quire.worker.api.errors import CheckpointError, InvalidRequest
-from quire.worker.api.hashing import TokenIds
-from quire.worker.model.gguf.container import find_gguf, read_header
-from quire.worker.model.gguf.vocabulary import build_tokenizer, tokenizer_config
+from quire.worker.blocks.hashing import TokenIds
 from quire.worker.model.hub import model_name
-from quire.worker.model.modules_file import transformer_folder
-from quire.worker.model.tokenizer_config import (
+from quire.worker.request.errors import CheckpointError, InvalidRequest
+from quire.worker.text.bounds import TextBound, text_bound
+from quire.worker.text.detokenizer import Detokenizer, Pieces, readable
+from quire.worker.text.tokenizer_process import TokenizerProcess
+from quire.worker.text.tokenizer_work import decodes_in_bounds, encodes_in_bounds
+from quire.worker.weights.gguf.container import find_gguf, read_header
+from quire.worker.weights.gguf.vocabulary import build_tokenizer, tokenizer_config
+from quire.worker.weights.modules_file import transformer_folder
+from quire.worker.weights.tokenizer_config import (
     CONFIG_FILE,
     TEMPLATES_FOLDER,
     chat_templates,
@@ -36,13 +40,9 @@ from quire.worker.model.tokenizer_config import (
     vocab_size,
     with_added_tokens,
 )
-from quire.worker.text.bounds import TextBound, text_bound
-from quire.worker.text.detokenizer import Detokenizer, Pieces, readable
-from quire.worker.text.tokenizer_process import TokenizerProcess
-from quire.worker.text.tokenizer_work import decodes_in_bounds, encodes_in_bounds
 
 if TYPE_CHECKING:
-    from quire.worker.text.chat_template import ChatTemplate
+    from quire.worker.text.template.chat_template import ChatTemplate
 
 Message = Mapping[str, Any]
 """One turn of a chat: ``{"role": …, "content": …}``."""
@@ -352,7 +352,9 @@ def _chat_template(
 ) -> "ChatTemplate | None":
     if not source:
         return None
-    from quire.worker.text.chat_template import ChatTemplate  # Its Jinja is slow to import.
+    from quire.worker.text.template.chat_template import (
+        ChatTemplate,  # Its Jinja is slow to import.
+    )
 
     try:
         return ChatTemplate(source, special_tokens=special_tokens, tools_source=tools_source)

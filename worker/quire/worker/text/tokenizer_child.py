@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 from quire.worker.text.child_process import serve
 from quire.worker.text.tokenizer import encode
 from quire.worker.text.tokenizer_process import IDS, REFUSED

@@ -6,7 +6,7 @@ import threading
 from array import array
 from collections.abc import Callable
 
-from quire.worker.api.errors import InvalidRequest
+from quire.worker.request.errors import InvalidRequest
 from quire.worker.text.child_process import ChildProcess
 
 IDS, REFUSED = b"I", b"R"

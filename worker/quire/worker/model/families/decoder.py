@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from quire.worker.model.families.rotary import max_positions, rope
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import Activation, Attention, Experts, Layer, Mlp, ModelSpec, Norm
+from quire.worker.weights.fields import Fields
 
 Windows = tuple[int | None, ...]
 """The window of each layer."""

@@ -12,8 +12,8 @@ from quire.worker.model.families.decoder import (
     with_windows,
 )
 from quire.worker.model.families.rotary import ropes_by_type
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import Attention, ModelSpec, Norm, TensorNames
+from quire.worker.weights.fields import Fields
 
 _KNOWN = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping")
 

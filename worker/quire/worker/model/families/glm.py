@@ -5,8 +5,8 @@ from typing import Any
 from quire.worker.model.families.decoder import attention, decoder, mlp
 from quire.worker.model.families.phi import GATE_UP
 from quire.worker.model.families.rotary import rope
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec, Norm, TensorNames
+from quire.worker.weights.fields import Fields
 
 
 def glm(config: Fields, **layer: Any) -> ModelSpec:

@@ -5,8 +5,8 @@ from typing import Any
 
 from quire.worker.model.families.decoder import attention, decoder, mlp
 from quire.worker.model.families.other import refuse_states
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec, TensorNames
+from quire.worker.weights.fields import Fields
 
 
 def granite(config: Fields, **model: Any) -> ModelSpec:

@@ -12,8 +12,8 @@ from quire.worker.model.families.decoder import (
     with_windows,
 )
 from quire.worker.model.families.rotary import rope, rope_section
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec, Norm
+from quire.worker.weights.fields import Fields
 
 _MISTRAL_WINDOW = 4096
 _BETA = "llama_4_scaling_beta"

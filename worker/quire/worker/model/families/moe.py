@@ -13,8 +13,8 @@ from quire.worker.model.families.decoder import (
 from quire.worker.model.families.granite import granite
 from quire.worker.model.families.qwen import qwen2, qwen3
 from quire.worker.model.families.rotary import rope, rope_section
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import Experts, Mlp, ModelSpec, Norm, TensorNames
+from quire.worker.weights.fields import Fields
 
 _GPT_OSS_ROPE = {
     **{"rope_type": "yarn", "factor": 32.0, "truncate": False},

@@ -12,8 +12,8 @@ from quire.worker.model.families.decoder import (
     with_windows,
 )
 from quire.worker.model.families.rotary import ropes_by_type
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import Attention, ModelSpec, Norm
+from quire.worker.weights.fields import Fields
 
 _THETA = 500_000.0
 

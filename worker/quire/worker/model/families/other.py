@@ -13,10 +13,10 @@ from pathlib import Path
 from quire.worker.model.families.decoder import dtype_name, extra_layers
 from quire.worker.model.families.rotary import max_positions
 from quire.worker.model.families.wrappers import architecture_of
-from quire.worker.model.fields import Fields
 from quire.worker.model.pooling import Pooling
 from quire.worker.model.sentence_folder import CLASSIFIER
 from quire.worker.model.spec import ModelSpec, Norm
+from quire.worker.weights.fields import Fields
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "n_ctx")
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")

@@ -7,8 +7,8 @@ class of a decoder that makes embeddings, whatever its name: it exists to attend
 
 from quire.worker.model.families.registry import FAMILIES
 from quire.worker.model.families.wrappers import architecture_of
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec
+from quire.worker.weights.fields import Fields
 
 _HEAD = "ForCausalLM"
 

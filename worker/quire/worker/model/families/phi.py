@@ -2,8 +2,8 @@
 
 from quire.worker.model.families.decoder import attention, decoder, mlp
 from quire.worker.model.families.rotary import rope, rope_section
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec, Norm, TensorNames
+from quire.worker.weights.fields import Fields
 
 QKV = "self_attn.qkv_proj"
 GATE_UP = "mlp.gate_up_proj"

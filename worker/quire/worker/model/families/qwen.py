@@ -1,8 +1,8 @@
 """Qwen2, with biases of Q, K and V, and Qwen3, with norms of each head of Q and K."""
 
 from quire.worker.model.families.decoder import attention, decoder, mlp, windows, with_windows
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec
+from quire.worker.weights.fields import Fields
 
 
 def qwen2(config: Fields) -> ModelSpec:

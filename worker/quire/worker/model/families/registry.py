@@ -21,8 +21,8 @@ from quire.worker.model.families.olmo import olmo2, olmo3
 from quire.worker.model.families.phi import phi3
 from quire.worker.model.families.qwen import qwen2, qwen3
 from quire.worker.model.families.starcoder import starcoder2
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec
+from quire.worker.weights.fields import Fields
 
 FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "Cohere2ForCausalLM": cohere2,

@@ -2,8 +2,8 @@
 
 import math
 
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import Rope
+from quire.worker.weights.fields import Fields
 
 _REQUIRED = {
     "default": (),

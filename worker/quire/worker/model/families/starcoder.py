@@ -1,8 +1,8 @@
 """StarCoder2: layer norms, and an MLP without a gate."""
 
 from quire.worker.model.families.decoder import attention, decoder, mlp
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec, Norm, TensorNames
+from quire.worker.weights.fields import Fields
 
 
 def starcoder2(config: Fields) -> ModelSpec:

@@ -5,7 +5,7 @@ It also fills in the defaults of fields that a configuration leaves out.
 
 from typing import Any
 
-from quire.worker.model.fields import Fields
+from quire.worker.weights.fields import Fields
 
 _SERVED = (
     *("Gemma3", "InternVL", "KimiK25", "Kimi_K25", "Llava", "LlavaNext", "LlavaOnevision"),

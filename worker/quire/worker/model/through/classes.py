@@ -20,11 +20,11 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from quire.worker.api.errors import CheckpointError
 from quire.worker.model.families.other import unknown
 from quire.worker.model.families.wrappers import architecture_of
-from quire.worker.model.fields import Fields
 from quire.worker.model.spec import ModelSpec
+from quire.worker.request.errors import CheckpointError
+from quire.worker.weights.fields import Fields
 
 
 def transformers_config(path: Path, spec: ModelSpec) -> Any:

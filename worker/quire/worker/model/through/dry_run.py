@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from quire.worker.api.errors import CheckpointError
-from quire.worker.model.checkpoint import open_checkpoint
 from quire.worker.model.spec import Attention, ModelSpec
 from quire.worker.model.through.classes import (
     auto_class,
@@ -29,6 +27,8 @@ from quire.worker.model.through.classes import (
 )
 from quire.worker.model.through.modules import Plan, install_for_dry_run
 from quire.worker.model.through.products import NotALayer
+from quire.worker.request.errors import CheckpointError
+from quire.worker.weights.checkpoint import open_checkpoint
 
 # T tokens   H query heads   K KV heads   D head size
 

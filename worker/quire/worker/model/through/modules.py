@@ -15,7 +15,6 @@ from transformers.pytorch_utils import Conv1D
 
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.ops import LinearLayer
-from quire.worker.api.errors import CheckpointError
 from quire.worker.model.through import rowwise
 from quire.worker.model.through.fused import Product, fuse
 from quire.worker.model.through.products import (
@@ -26,6 +25,7 @@ from quire.worker.model.through.products import (
     is_experts,
     run_experts,
 )
+from quire.worker.request.errors import CheckpointError
 
 _EXPERTS = "quire"
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quire.kernels.experts import rows_by_expert
 from quire.kernels.ops import LinearLayer
+from quire.kernels.torch.experts import rows_by_expert
 
 # T tokens   E experts   N pairs of a token and an expert   I, O a layer's input and output
 

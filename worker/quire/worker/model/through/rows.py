@@ -7,8 +7,8 @@ from torch import Tensor
 
 from quire.kernels.batch import Batch, Hidden
 from quire.kernels.ops import KvCache, ProgramRunner
-from quire.worker.api.config import EngineConfig
-from quire.worker.api.errors import CheckpointError, ConfigError
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.errors import CheckpointError, ConfigError
 
 # S rows that are sampled   V vocabulary
 

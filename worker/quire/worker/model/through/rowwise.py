@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quire.kernels import reference
 from quire.kernels.backend import AttentionBackend
+from quire.kernels.reference import layers as reference
 
 # T tokens   C channels   P positions
 

@@ -19,8 +19,6 @@ from quire.kernels.attention_options import AttentionOptions
 from quire.kernels.backend import AttentionBackend
 from quire.kernels.batch import Batch, GreedyEdits, WantedColumns
 from quire.kernels.ops import KvCache
-from quire.worker.api.errors import CheckpointError
-from quire.worker.model.loader import Weights
 from quire.worker.model.pooling import Pooling, PoolingMode
 from quire.worker.model.spec import Attention, ModelSpec
 from quire.worker.model.through.classes import (
@@ -32,7 +30,9 @@ from quire.worker.model.through.classes import (
 from quire.worker.model.through.dry_run import Found
 from quire.worker.model.through.modules import install
 from quire.worker.model.through.state import state_of
-from quire.worker.model.tokenizer_config import gives_types, named_token_id, read_config
+from quire.worker.request.errors import CheckpointError
+from quire.worker.weights.loader import Weights
+from quire.worker.weights.tokenizer_config import gives_types, named_token_id, read_config
 
 # T tokens of the step, packed   S rows that are sampled   H query heads   K KV heads   D head size
 

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from quire.kernels.grouped import decoded
-from quire.worker.api.errors import CheckpointError
-from quire.worker.model.loader import Weights
-from quire.worker.model.stored_weights import StoredWeights
+from quire.worker.request.errors import CheckpointError
+from quire.worker.weights.loader import Weights
+from quire.worker.weights.stored import StoredWeights
 
 
 class _Lazy:

@@ -1,0 +1,1 @@
+"""The native CPU library in C++, and its Python bindings."""

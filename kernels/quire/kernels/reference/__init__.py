@@ -1,0 +1,1 @@
+"""The definition of what kernels compute, in readable plain PyTorch: their oracle."""

@@ -1,0 +1,1 @@
+"""Operations in plain PyTorch, for backends and types without a faster kernel."""

@@ -1,0 +1,1 @@
+"""The engine: takes requests, schedules steps of the model, and returns tokens."""

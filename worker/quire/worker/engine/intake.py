@@ -1,0 +1,55 @@
+"""Checks requests against an engine's limits, and makes their sequences."""
+
+from quire.worker.engine.check import max_tokens_of
+from quire.worker.engine.messages import Executor
+from quire.worker.engine.sequence import Sequence
+from quire.worker.model.facts import ModelFacts
+from quire.worker.request.config import EngineConfig
+from quire.worker.request.limits import derive_seed, request_limits
+from quire.worker.request.request import Prepared
+
+
+class Intake:
+    """Raises ConfigError if the configuration asks for more context than the model has."""
+
+    def __init__(self, config: EngineConfig, model: ModelFacts, executor: Executor) -> None:
+        self.limits = request_limits(config, model, num_blocks=executor.num_blocks)
+        self._config = config
+        self._model = model
+        self._numerics = executor.numerics
+        self._num_unseeded = 0
+
+    def max_tokens(self, request: Prepared) -> int:
+        """Most output tokens of the request. Raises InvalidRequest if it can never be served."""
+        takes_adapters = self._config.enable_lora
+        return max_tokens_of(request, self.limits, self._model, takes_adapters=takes_adapters)
+
+    def sequence(self, request: Prepared, max_tokens: int) -> Sequence:
+        seed = request.sampling.seed
+        if seed is None:
+            seed = derive_seed(self._config.seed, self._num_unseeded)
+            self._num_unseeded += 1
+        chain = None
+        if self._config.enable_prefix_caching and not self._model.is_encoder:
+            chain = request.chain(
+                model_fingerprint=self._model.fingerprint,
+                numerics=self._numerics,
+                kv_dtype=self._model.kv_dtype,
+                block_size=self._config.block_size,
+            )
+        return Sequence(
+            request,
+            seed=seed,
+            max_tokens=max_tokens,
+            eos_token_ids=self._model.eos_token_ids,
+            block_size=self._config.block_size,
+            chain=chain,
+        )
+
+
+def speculates(config: EngineConfig, executor: Executor) -> bool:
+    """Whether the engine uses speculation. With asynchronous scheduling it does not: a step is
+    submitted before the tokens that a draft would follow are known."""
+    if config.speculation is None:
+        return executor.num_ahead == 0 and executor.numerics.startswith("cpu")
+    return config.speculation and executor.num_ahead == 0

@@ -1,1 +1,0 @@
-"""LoRA adapters: reading and checking them, storing them on a node, and loading their weights."""

@@ -1,0 +1,1 @@
+"""What an engine does beyond continuous batching and prefix caching, a folder or file each."""

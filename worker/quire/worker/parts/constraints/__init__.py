@@ -1,0 +1,1 @@
+"""Constrained outputs: compiles constraints and computes masks while other requests run."""

@@ -1,0 +1,1 @@
+"""Blocks outside the KV cache: host memory, disk, and transfers between groups."""

@@ -1,0 +1,1 @@
+"""A tensor-parallel rank: runs steps on its share of the model and of the KV cache, and samples."""

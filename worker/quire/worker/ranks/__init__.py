@@ -1,1 +1,0 @@
-"""The processes of a tensor-parallel group, and the engine's connections to them."""

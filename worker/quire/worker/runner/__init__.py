@@ -1,1 +1,0 @@
-"""Runs steps on one rank: KV cache, CUDA graphs, model and sampler."""

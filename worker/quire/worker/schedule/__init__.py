@@ -1,1 +1,0 @@
-"""The scheduler: chooses which sequences run in the next step, and on which blocks."""

@@ -1,1 +1,0 @@
-"""The messages of a step: its input, from the engine to its ranks, and its output."""

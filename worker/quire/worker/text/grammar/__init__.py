@@ -1,0 +1,1 @@
+"""Grammars of constrained outputs: of JSON schemas, regular expressions, GBNF and Lark."""

@@ -1,0 +1,1 @@
+"""Chat templates, and checkpoints' templates of answers."""
