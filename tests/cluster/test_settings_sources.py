@@ -131,6 +131,8 @@ def test_a_file_may_have_flags_of_vllm(tmp_path: Path) -> None:
         ("{", "cannot be read as YAML: "),
         ("more_models: []", "more_models: name each model under `models`"),
         ("models: {a: }", "models.a has no model: name a folder, "),
+        ("model: a/b\nrevision: main", "revision=main: spell the model MODEL@main"),
+        ("port: many", "^http_port='many': Input should be a valid integer"),
         ("models: {a: {engine: {model: /m}}, b: {num_groups: 2}}", "models.b has no model"),
         ("models: {a: {model: /m}}", "models.a.model: unknown .*; is engine.model meant?"),
         ("http_port: 1\ngrpc_port: 2\nhttp_port: 3", "'http_port' stands twice, in lines 1 and 3"),

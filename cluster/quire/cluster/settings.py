@@ -149,6 +149,9 @@ def _made(kind: type[_Config], settings: Mapping[str, Any]) -> _Config:
         return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        own = first.get("ctx", {}).get("error")
+        if isinstance(own, ConfigError):  # A class of settings has said what is wrong.
+            raise own from None
         place = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{place}={first['input']!r}: {first['msg']}") from error
 
