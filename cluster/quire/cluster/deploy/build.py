@@ -50,6 +50,10 @@ _COMMON: dict[str, Any] = {
     # A replica that fails three times in a row will not recover by itself, and is reported.
     "max_constructor_retry_count": 3,
 }
+_GATEWAY_HEALTH_TIMEOUT_S = 60.0
+"""On a starved machine, a gateway that works may answer late by any time. Serve would replace it
+after three late answers, and the new one would start for minutes there. `deploy.watcher` ends a
+gateway that really hangs, and Serve sees at once when a process has ended."""
 
 
 def build_gateways(
@@ -73,7 +77,7 @@ def build_gateways(
             max_surge_percent=int(config.start_first or config.gateway_resource is None),
             user_config=to_json(models),
             logging_config=_logging(config),
-            **_COMMON,
+            **_COMMON | {"health_check_timeout_s": _GATEWAY_HEALTH_TIMEOUT_S},
         )(gateway or deployments.Gateway),
         gateway_version(config),
     )

@@ -6,7 +6,6 @@ do not pass through Serve: groups and gateways have their own servers.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import time
 import uuid
@@ -41,6 +40,7 @@ from quire.cluster.features.autoscale.report_demand import report_demand
 from quire.cluster.features.autoscale.serve import report
 from quire.cluster.features.explain.explanations import Answers
 from quire.cluster.features.watcher.watched import be_watched
+from quire.cluster.garbage import collect_seldom
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.supervise import end_if_cancelled
@@ -87,7 +87,7 @@ class ReplicaGroup:
                 config, group_id=self._group_id, on_step=steps.begin
             )
         self._at_end.push_async_callback(self._server.stop, drain_timeout_s=config.drain_timeout_s)
-        _freeze_garbage()
+        collect_seldom()
 
     def record_replica_metadata(self) -> dict[str, str]:
         """The group's contact, which Serve's membership passes to every gateway."""
@@ -204,7 +204,7 @@ class Gateway:
         self._at_end.push_async_callback(stop)
         self._at_end.callback(asyncio.create_task(self._look_after_parts()).cancel)
         self._at_end.callback(self._claims.close)  # Runs first of all.
-        _freeze_garbage()
+        collect_seldom()
 
     def check_health(self) -> None:
         """Called by Serve, which replaces the gateway when this raises."""
@@ -399,13 +399,6 @@ def _take_members(served: ServedModel, members: Sequence[Member]) -> None:
     # Serve passes on the metadata of each replica; a replica that could not report any has none.
     said = [GroupContact.of(member.metadata or {}) for member in members]
     served.set_groups([each for each in said if each is not None])
-
-
-def _freeze_garbage() -> None:
-    """Excludes everything loaded so far from garbage collection: a full collection would visit
-    275,000 objects, which stopped all streams for 0.1 s or more."""
-    gc.collect()
-    gc.freeze()
 
 
 def _owner() -> str:

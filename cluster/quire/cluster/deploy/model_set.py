@@ -87,6 +87,7 @@ class ModelSet:
             self._models.adapters.give_up(names)
             self._places = {each.name: self._places[each.name] for each in listed}
             self._models.arrange(list(self._places))
+            self._models.num_groups = sum(each.settings.min_groups for each in listed)
 
     @property
     def followed(self) -> list[tuple[Listed, ServedModel]]:

@@ -29,7 +29,7 @@ from quire.v1 import group_pb2 as pb
 from quire.worker.blocks.kv_format import KvFormat
 from quire.worker.engine.engine import Engine
 from quire.worker.model.facts import ModelFacts
-from quire.worker.parts.adapters.reading import reader
+from quire.worker.parts.adapters.reading import checker, reader
 from quire.worker.parts.adapters.store import AdapterStore
 from quire.worker.parts.tiers.tiers import num_tiers
 from quire.worker.request.engine_stats import EngineStats
@@ -235,7 +235,7 @@ def _adapters(config: GroupModel) -> GroupAdapters:
         held = await asyncio.to_thread(read, digest)
         held.release()
 
-    return GroupAdapters(AdapterStore(), check)
+    return GroupAdapters(AdapterStore(check=checker(config.engine)), check)
 
 
 def _describe(
