@@ -125,6 +125,7 @@ def test_a_file_may_have_flags_of_vllm(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("http_porrt: 1", "http_porrt: unknown; .*; is http_port meant?"),
+        ("max-modl-len: 1", "max-modl-len: unknown; .*; is engine.max_model_len meant?"),
         ("models: {a: {http_port: 1}}", "models.a.http_port: unknown for a model"),
         ("models: [a]", "models=.*: must be a mapping of names"),
         ("- a", "must be a mapping of settings"),
