@@ -16,7 +16,7 @@ from tools.reference.markdown import code, table
 
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
 from quire.cluster.features.autoscale.settings import AutoscalingSettings, GatewayAutoscaling
-from quire.cluster.settings import settings_in
+from quire.cluster.settings import Setting, settings_in
 from quire.router.config import RoutingConfig
 from quire.worker.request.config import EngineConfig
 
@@ -39,6 +39,9 @@ _SECTIONS: Mapping[str, tuple[type, str | None, str]] = {
 }
 """Each with its class and the section of the settings that it is; ``None`` for none."""
 
+_OF_COMMAND = {"served_model_name": "--served-model-name", "lora_modules": "--lora-modules"}
+"""Flags that set more than one setting."""
+
 
 def page() -> str:
     parts = []
@@ -55,9 +58,11 @@ def page() -> str:
 
 def _row(field: DocumentedField, section: str | None) -> tuple[str, str, str]:
     name = field.name
-    said = [re.sub(r"``([^`]+)``", r"`\1`", field.description)]
     path = (section, name) if section else (name,)
-    if section is not None and (flag := _flags().get(path)):
+    setting = _settings().get(path) if section is not None else None
+    text = setting.text if setting is not None else field.description
+    said = [re.sub(r"``([^`]+)``", r"`\1`", text)]
+    if setting is not None and (flag := setting.flag or _OF_COMMAND.get(name)):
         said.append(f"Flag: `{flag}`.")
     if section is not None and (value := OWN_VALUES.get(path)):
         said.append(f"Chart: `{value}`.")
@@ -66,9 +71,8 @@ def _row(field: DocumentedField, section: str | None) -> tuple[str, str, str]:
 
 
 @cache
-def _flags() -> dict[tuple[str, ...], str]:
-    own = {("served_model_name",): "--served-model-name", ("lora_modules",): "--lora-modules"}
-    return {each.path: each.flag for each in settings_in(ClusterConfig)} | own
+def _settings() -> dict[tuple[str, ...], Setting]:
+    return {each.path: each for each in settings_in(ClusterConfig)}
 
 
 def _default(default: Any) -> str:

@@ -149,6 +149,9 @@ def _made(kind: type[_Config], settings: Mapping[str, Any]) -> _Config:
         return TypeAdapter(kind).validate_python(settings)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        own = first.get("ctx", {}).get("error")
+        if isinstance(own, ConfigError):  # A class of settings has said what is wrong.
+            raise own from None
         place = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{place}={first['input']!r}: {first['msg']}") from error
 
@@ -165,8 +168,11 @@ def _read(settings: Mapping[str, Any], kind: type, prefix: str) -> dict[str, Any
         known = [field.name for field in fields(part)]
         unknown = [f"{prefix}{place}{each}" for each in given if each not in known]
         if unknown:
-            near = get_close_matches(unknown[0].rpartition(".")[2], known, n=1, cutoff=0.8)
-            question = f"; is {near[0]} meant?" if near else ""
+            paths = {each.name: ".".join(each.path) for each in settings_in(kind)}
+            paths |= {each: each for each in known}
+            name = unknown[0].rpartition(".")[2].replace("-", "_")
+            near = get_close_matches(name, paths, n=1, cutoff=0.8)
+            question = f"; is {paths[near[0]]} meant?" if near else ""
             raise ConfigError(
                 f"{', '.join(unknown)}: unknown; there are {', '.join(known)}{question}"
             )

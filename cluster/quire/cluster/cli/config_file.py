@@ -89,6 +89,8 @@ def _flags_of(common: Settings) -> tuple[Settings, Settings]:
             continue
         if ours in VALUES and isinstance(value, str):
             value = VALUES[ours].get(value, value)
+        elif ours == "--revision":
+            raise ConfigError(f"{key}={value}: spell the model MODEL@{value}")
         elif ours == "--allowed-origins":
             ours, value = "--allow-origin", value if isinstance(value, list) else origins(value)
         positive = f"--{ours.removeprefix('--no-')}"

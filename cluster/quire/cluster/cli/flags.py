@@ -87,9 +87,7 @@ def help_of(action: argparse.Action) -> str:
     setting: Setting = action.setting  # type: ignore[attr-defined]
     default: object = action.shown  # type: ignore[attr-defined]
     text = re.sub(r"``([^`]+)``", lambda found: flags.get(found[1], found[1]), setting.text)
-    is_shown = default not in (None, False, ()) or (
-        isinstance(default, int | float) and not (isinstance(default, bool))
-    )
+    is_shown = default is not None and default is not False and default != ()
     return f"{text} (default: {default})" if is_shown else text
 
 
