@@ -12,7 +12,7 @@ from tests.modules import MODULES, ROOT, TREES, closure, imported_at_start, impo
 
 NAMED_IN = {
     # feature: (its words, files of cluster and router, files of worker and kernels)
-    "adapters": (r"\badapter|lora|LoRA|Lora", 48, 45),
+    "adapters": (r"\badapter|lora|LoRA|Lora", 48, 39),
     "kv_exchange": (
         r"[Ll]end|[Bb]orrow|kv_transfer|[Pp]ull|\bloan|PeerSource|\bsource\b.*group|[Ff]etched",
         47,
@@ -34,9 +34,9 @@ KNOW_RAY = 20
 KNOW_PROTOBUF = 49
 """Modules that import protobuf or the stubs made of `proto/`, without these stubs."""
 GATEWAY = "quire.cluster.deploy.gateway_server"
-GATEWAY_IMPORTS = 256
+GATEWAY_IMPORTS = 253
 """Modules of Quire that a gateway's process imports when it starts."""
-ENGINE_IN_GATEWAY = 47
+ENGINE_IN_GATEWAY = 46
 """Those of them that are parts of an engine."""
 LONG_SIGNATURES = 12
 """Functions of cluster and router with eight or more parameters."""
@@ -44,7 +44,7 @@ CALLBACKS = 118
 """Parameters of functions of cluster and router that are functions."""
 
 FEATURE = re.compile(r"\.(?:features|parts)\.(\w+)")
-LISTS_FEATURES = {"quire.cluster.features", "quire.router.features", "quire.worker.parts"}
+LISTS_FEATURES = {"quire.cluster.features", "quire.router.features", "quire.worker.group_engine"}
 """The modules that may import every feature: each is the list of those that are installed."""
 CORE_IMPORTS_FEATURES: set[tuple[str, str]] = {
     ("quire.cluster.deploy.build", "tiers"),
@@ -55,20 +55,6 @@ CORE_IMPORTS_FEATURES: set[tuple[str, str]] = {
     ("quire.cluster.group.server", "tiers"),
     ("quire.cluster.node_adapters", "adapters"),
     ("quire.llm", "adapters"),
-    ("quire.worker.engine.engine", "adapters"),
-    ("quire.worker.engine.engine", "constraints"),
-    ("quire.worker.engine.engine", "tiers"),
-    ("quire.worker.engine.entrance", "adapters"),
-    ("quire.worker.engine.entrance", "constraints"),
-    ("quire.worker.engine.entrance", "tiers"),
-    ("quire.worker.engine.outcomes", "adapters"),
-    ("quire.worker.engine.outcomes", "constraints"),
-    ("quire.worker.engine.outcomes", "tiers"),
-    ("quire.worker.engine.scheduler", "adapters"),
-    ("quire.worker.engine.scheduler", "drafts"),
-    ("quire.worker.engine.scheduler", "tiers"),
-    ("quire.worker.engine.sequence", "drafts"),
-    ("quire.worker.engine.tables", "tiers"),
     ("quire.worker.rank.runner", "adapters"),
 }
 """Imports of a feature from outside it, which are still to be cut: (module, feature)."""
@@ -121,7 +107,7 @@ def test_few_modules_know_ray_and_protobuf() -> None:
 
 def test_a_gateway_imports_little() -> None:
     found = closure([GATEWAY], imported_at_start())
-    engine = re.compile(r"quire\.worker\.(engine|model|weights|parts|rank)\b")
+    engine = re.compile(r"quire\.worker\.(engine|model|weights|parts|rank|step)\b")
     assert len(found) == GATEWAY_IMPORTS
     assert len([name for name in found if engine.match(name)]) == ENGINE_IN_GATEWAY
 

@@ -54,7 +54,7 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.group.server import GroupServer
 from quire.worker.blocks.hashing import BlockHashes, TokenIds
 from quire.worker.blocks.kv_format import PeerSource
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.tiers import arriving
 
 _CACHE_BLOCKS, _HOST_BLOCKS, _DISK_BLOCKS = 80, 64, 800
@@ -461,8 +461,8 @@ class _Bench:
             tally.unnamed.append(f"{kind}: {said.fetched}")
 
 
-def _on_disk(names: BlockHashes, group: GroupServer, engine: Engine) -> tuple[int, int]:
+def _on_disk(names: BlockHashes, group: GroupServer, engine: GroupEngine) -> tuple[int, int]:
     """Which of a chain's blocks would be read from disk."""
     num_here = len(engine._pool.match(names))
-    num_here += len(travel_of(group).on_shelf(names[num_here:]))
+    num_here += len(travel_of(group).match(names[num_here:]))
     return num_here, num_here + store_of(group).match(names[num_here:])

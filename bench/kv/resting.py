@@ -10,7 +10,7 @@ import numpy as np
 from bench.kv.groups import travel_of
 
 from quire.cluster.group.server import GroupServer
-from quire.worker.engine.copies import Slot
+from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers import checker
 from quire.worker.parts.tiers.loan import Lent, Loan
 from quire.worker.parts.tiers.tiers import Travel

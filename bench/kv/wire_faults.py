@@ -16,7 +16,7 @@ from tests.flaky_proxy import Fault, FlakyProxy
 from quire.cluster.group.kv_frames import HEADER_BYTES, end_frame
 from quire.cluster.group.server import GroupServer
 from quire.worker.blocks.hashing import TokenIds
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 
 _MOST_CONNECTIONS = 100
 """Bound of one proxy, which keeps them all open."""
@@ -55,9 +55,9 @@ async def flip_kept(group: GroupServer, prompt: TokenIds, number: int) -> bool:
     it knows; whether there was one. ``number`` chooses."""
     travel, names = travel_of(group), names_of(group, prompt)
 
-    def flip(engine: Engine) -> bool:
+    def flip(engine: GroupEngine) -> bool:
         num_here = len(engine._pool.match(names))
-        slots = [slot for slot in travel.on_shelf(names[num_here:]) if travel.shelf.checksum(slot)]
+        slots = [slot for slot in travel.match(names[num_here:]) if travel.shelf.checksum(slot)]
         if not slots:
             return False
         block_C = travel.host_blocks_XC[slots[number % len(slots)]]

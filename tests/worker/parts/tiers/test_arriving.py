@@ -17,7 +17,7 @@ from tests.worker.engine_requests import (
 
 from quire.worker.blocks.hashing import BlockHashes
 from quire.worker.blocks.kv_format import PeerSource
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.tiers.checksum import checksum_of
 from quire.worker.parts.tiers.pull import Pull
 from quire.worker.request.outputs import TokenDelta
@@ -172,7 +172,7 @@ def test_few_tokens_are_not_fetched(rig: Callable[..., Rig]) -> None:
 def test_one_block_s_room_in_host_memory_is_enough(rig: Callable[..., Rig]) -> None:
     group = rig()
     group.measure()
-    travel = group.engine._travel
+    travel = group.engine.travel
     assert travel is not None
     taken = travel.shelf.take(travel.shelf.num_free - 1)
     group.ask()
@@ -198,12 +198,12 @@ def test_running_requests_get_the_room_of_those_that_wait(rig: Callable[..., Rig
     assert group.pulls[0].is_cancelled
 
 
-def take_in(engine: Engine, names: BlockHashes) -> None:
+def take_in(engine: GroupEngine, names: BlockHashes) -> None:
     source = PeerSource(group_id="other", address="", num_blocks=len(names))
     engine.take_in(names, [None, *list(names)[:-1]], source)
 
 
-def names_of(engine: Engine) -> BlockHashes:
+def names_of(engine: GroupEngine) -> BlockHashes:
     return BlockHashes.of(engine._intake.sequence(request("x", PROMPT), 1).hashes)
 
 
@@ -242,10 +242,10 @@ def test_a_long_prefix_in_host_memory_is_checked_beside_others(
     group = rig(num_blocks=25, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
     run(group.engine, request("first", PROMPT, max_tokens=1))
     run(group.engine, request("next", range_prompt(81, first=30), max_tokens=1))
-    travel = group.engine._travel
+    travel = group.engine.travel
     assert travel is not None
     names = names_of(group.engine)
-    slots = travel.on_shelf(names[len(group.engine._pool.match(names)) :])
+    slots = travel.match(names[len(group.engine._pool.match(names)) :])
     assert len(slots) > 6
     may_go_on = threading.Event()
     travel.checker._reader.submit(may_go_on.wait)
@@ -273,7 +273,7 @@ def test_a_check_that_nobody_waits_for_is_given_up(
     run(group.engine, request("next", range_prompt(81, first=30), max_tokens=1))
     group.engine.add_request(request("again", PROMPT, max_tokens=1))
     assert group.engine.abort("again")
-    travel = group.engine._travel
+    travel = group.engine.travel
     assert travel is not None
     assert not any(travel.shelf._pins)
     assert not group.engine.has_work

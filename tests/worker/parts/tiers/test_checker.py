@@ -5,7 +5,7 @@ import pytest
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.copies import Slot
+from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers.checker import Checker
 from quire.worker.parts.tiers.checksum import checksum_of
 from quire.worker.parts.tiers.host import Shelf

@@ -17,8 +17,8 @@ from tests.worker.engine_requests import MakeEngine, range_prompt, request, run
 
 from quire.worker.blocks.hashing import BlockHashes
 from quire.worker.blocks.kv_format import Bytes, PeerSource
-from quire.worker.engine.copies import Slot
-from quire.worker.engine.engine import Engine
+from quire.worker.engine.part import Slot
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.tiers.checksum import checksum_of
 from quire.worker.parts.tiers.disk import DiskStore
 from quire.worker.parts.tiers.loan import Loan
@@ -43,8 +43,8 @@ class Rig:
             max_num_batched_tokens=512,
         )
         self.names = names_of(self.engine)
-        assert self.engine._travel is not None
-        self.travel: Travel = self.engine._travel
+        assert self.engine.travel is not None
+        self.travel: Travel = self.engine.travel
 
     @property
     def num_corrupt(self) -> int:
@@ -81,7 +81,7 @@ def rig(
     return lambda **options: Rig(make_engine, **options)
 
 
-def names_of(engine: Engine) -> BlockHashes:
+def names_of(engine: GroupEngine) -> BlockHashes:
     return BlockHashes.of(engine._intake.sequence(request("x", PROMPT), 1).hashes)
 
 
@@ -99,7 +99,7 @@ def test_a_block_that_has_just_left_the_cache(
     with monkeypatch.context() as threads_stand_still:
         threads_stand_still.setattr(ThreadPoolExecutor, "submit", lambda *_: Future())
         group.evict()
-    slots = group.travel.on_shelf(group.names[len(group.engine._pool.match(group.names)) :])
+    slots = group.travel.match(group.names[len(group.engine._pool.match(group.names)) :])
     assert len(slots) > 6
     group.flip(slots[2])
     run(group.engine, request("again", PROMPT, max_tokens=1))
@@ -112,12 +112,12 @@ def test_a_block_that_waits_to_be_used(
     """A request's blocks are compared, and it then waits for its turn."""
     group = rig(kv_offloading_size=30 * BLOCK_BYTES / 2**30, max_num_seqs=1)
     group.evict()
-    slots = group.travel.on_shelf(group.names[len(group.engine._pool.match(group.names)) :])
+    slots = group.travel.match(group.names[len(group.engine._pool.match(group.names)) :])
     assert len(slots) > 6
     group.engine.add_request(request("runs", [7, 8, 9], max_tokens=40, ignore_eos=True))
     group.engine.step()
     group.engine.add_request(request("again", PROMPT, max_tokens=3, ignore_eos=True))
-    group.step_until(lambda: not group.engine._entrance.arriving)
+    group.step_until(lambda: not group.engine.arriving)
     group.flip(slots[2])
     assert group.num_corrupt == 0
     ended = run(group.engine)
@@ -130,7 +130,7 @@ def test_a_block_that_was_compared_for_a_request_that_left(rig: Callable[..., Ri
     group = rig(kv_offloading_size=30 * BLOCK_BYTES / 2**30)
     group.evict()
     checker = group.travel.checker
-    slots = group.travel.on_shelf(group.names[len(group.engine._pool.match(group.names)) :])
+    slots = group.travel.match(group.names[len(group.engine._pool.match(group.names)) :])
     while not checker.may_use(slots):
         checker.settle()
     checker.settle()

@@ -19,11 +19,11 @@ from tests.worker.engine.test_engine_machine import ADAPTERS, EngineMachine, Gen
 from quire.worker.blocks.events import BlockEvent, BlocksRemoved, BlocksStored
 from quire.worker.blocks.hashing import BlockHash, BlockHashes, hash_blocks, root_hash
 from quire.worker.blocks.kv_format import Bytes, PeerSource
-from quire.worker.engine.messages import StepInput
 from quire.worker.parts.tiers.checksum import checksum_of
 from quire.worker.parts.tiers.loan import Lent, Loan
 from quire.worker.parts.tiers.pull import Pull
 from quire.worker.request.errors import QueueFull
+from quire.worker.step.messages import StepInput
 
 SECONDS = [0.0, 0.001, 0.1, 40.0]
 
@@ -90,7 +90,7 @@ class TravelMachine(EngineMachine):
 
     @property
     def travel(self) -> Any:
-        return self.engine._travel
+        return self.engine.travel
 
     def source(self) -> PeerSource | None:
         return PeerSource(group_id="other", address="", num_blocks=7) if self.will_fetch else None

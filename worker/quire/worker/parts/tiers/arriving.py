@@ -152,6 +152,13 @@ class Arriving:
                 del self._queued[seq]
                 self._travel.pulls.let_go(waiting.arrival)
 
+    def loaded(self, seq: Sequence, num_blocks: int) -> None:
+        """Records that ``seq`` begins with ``num_blocks`` blocks of host memory."""
+        if seq.num_cached is None:
+            before = seq.fetched or Fetched()
+            num_tokens = before.num_host_tokens + num_blocks * self._block_size
+            seq.fetched = before._replace(num_host_tokens=num_tokens)
+
     def remove(self, seq: Sequence) -> None:
         """Removes ``seq``, which waits no longer or has ended."""
         if seq in self._checked:

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from quire.worker.blocks.hashing import BlockHash
 from quire.worker.blocks.kv_format import Bytes
 from quire.worker.engine.block_pool import BlockPool
-from quire.worker.engine.copies import Copies, Slot
+from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers.checker import OnCorrupt
 from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.copies import Copies
 from quire.worker.parts.tiers.disk import DiskStore, Put
 from quire.worker.parts.tiers.host import Shelf
 

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.copies import Slot
 from quire.worker.engine.eviction import LowestUtility
+from quire.worker.engine.part import Slot
 
 HOST_TIER = 1
 

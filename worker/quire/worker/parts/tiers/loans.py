@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from quire.worker.blocks.hashing import BlockHash, BlockHashes
 from quire.worker.blocks.kv_format import Bytes, KvFormat
 from quire.worker.engine.block_pool import BlockId, BlockPool
-from quire.worker.engine.copies import Copies, Slot
+from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers.checker import OnCorrupt
 from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.copies import Copies
 from quire.worker.parts.tiers.host import Shelf
 from quire.worker.parts.tiers.loan import Lent, Loan
 from quire.worker.parts.tiers.pace import Pace

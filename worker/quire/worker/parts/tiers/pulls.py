@@ -13,8 +13,9 @@ from itertools import islice
 from quire.worker.blocks.hashing import BlockHash, BlockHashes
 from quire.worker.blocks.kv_format import Bytes, KvFormat, PeerSource
 from quire.worker.engine.block_pool import BlockId, BlockPool
-from quire.worker.engine.copies import Copies, Slot
+from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers.checker import Checker, OnCorrupt
+from quire.worker.parts.tiers.copies import Copies
 from quire.worker.parts.tiers.host import Shelf
 from quire.worker.parts.tiers.pull import Fetch, Landed, Pull, Source
 from quire.worker.request.errors import QueueFull

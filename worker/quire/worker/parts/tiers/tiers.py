@@ -36,11 +36,11 @@ from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash, BlockHashes
 from quire.worker.blocks.kv_format import Bytes, KvFormat, PeerSource
 from quire.worker.engine.block_pool import BlockId, BlockPool
-from quire.worker.engine.copies import Copies, Slot
-from quire.worker.engine.messages import Executor
+from quire.worker.engine.part import Host, Slot
 from quire.worker.model.facts import ModelFacts
 from quire.worker.parts.tiers.checker import Check, Checker
 from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.copies import Copies
 from quire.worker.parts.tiers.disk import BlockCorrupt, DiskReadError, DiskStore
 from quire.worker.parts.tiers.disk_fetcher import DiskFetcher
 from quire.worker.parts.tiers.disk_saver import DiskSaver
@@ -51,6 +51,7 @@ from quire.worker.parts.tiers.pull import Fetch
 from quire.worker.parts.tiers.pulls import Arrival, Origin, Pulls
 from quire.worker.request.arrays import Ints
 from quire.worker.request.config import EngineConfig
+from quire.worker.step.messages import Executor
 
 _log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class Travel:
         self.pulls.advance()
         self.loans.advance(is_decoding=is_decoding, step_s=step_s)
 
-    def on_shelf(self, hashes: Sequence[BlockHash]) -> list[Slot]:
+    def match(self, hashes: Sequence[BlockHash]) -> list[Slot]:
         """The slots of the longest prefix of ``hashes`` that is kept in host memory."""
         return self.shelf.match(hashes) if self.shelf.num_kept else []
 
@@ -196,7 +197,7 @@ class Travel:
     def check(self, hashes: Sequence[BlockHash]) -> Check | None:
         """Starts a thread's comparison of the blocks of a chain in host memory, if they are many.
         `Checker.end` must follow, in the step that uses them."""
-        return self.checker.begin(self.on_shelf(hashes[len(self._pool.match(hashes)) :]))
+        return self.checker.begin(self.match(hashes[len(self._pool.match(hashes)) :]))
 
     def want(
         self,
@@ -210,7 +211,7 @@ class Travel:
         on the shelf. Returns ``None`` if no source has enough of them, or if fetching them does not
         pay. `Pulls.let_go` must follow for each arrival that is returned."""
         held = self._pool.match(hashes[:num_useful])
-        slots = self.on_shelf(hashes[len(held) : num_useful])
+        slots = self.match(hashes[len(held) : num_useful])
         num_here = len(held) + len(slots)
         if num_here == num_useful:
             return None
@@ -382,26 +383,24 @@ class Travel:
 
 
 def make_travel(
-    pool: BlockPool,
-    log: EventLog,
+    host: Host,
     config: EngineConfig,
     model: ModelFacts,
     executor: Executor,
     *,
     fetch: Fetch | None,
-    clock: Callable[[], float],
 ) -> Travel | None:
     """A `Travel`, or ``None`` if blocks stay in the KV cache. Raises ConfigError like `Travel`."""
     host_blocks_XC = executor.host_blocks_XC
     if host_blocks_XC is None or not config.enable_prefix_caching or model.is_encoder:
         return None
     return Travel(
-        pool,
-        log,
+        host.pool,
+        host.log,
         config=config,
         format=executor.kv_format,
         host_blocks_XC=host_blocks_XC,
         identity=f"{model.fingerprint} {model.kv_dtype} {executor.numerics}",
         fetch=fetch,
-        clock=clock,
+        clock=host.clock,
     )
