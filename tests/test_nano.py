@@ -30,8 +30,8 @@ NANO = (
     "quire.kernels.loop",
 )
 MOST_LINES = 3_000
-PROMPTS = ([17, 300, 45, 99, 1021, 7, 7, 340, 12], [17, 300, 45, 99, 1021, 7, 7, 340, 88, 5], [64])
-NUM_TOKENS = 8
+PROMPTS = ([17, 300, 45, 99, 1021, 7, 7, 340, 12], [17, 300, 45, 99, 1021, 7, 88, 5], [64])
+NUM_TOKENS = 4
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +50,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
         block_size=4,
         max_model_len=64,
         num_blocks=32,
+        num_threads=1,
         max_num_seqs=4,
         max_num_batched_tokens=8,
     )

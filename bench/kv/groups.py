@@ -29,7 +29,7 @@ from quire.worker.bench.sweep import token_bytes
 from quire.worker.blocks.hashing import BlockHashes, TokenIds
 from quire.worker.blocks.kv_format import PeerSource
 from quire.worker.group_engine import GroupEngine
-from quire.worker.parts.tiers.tiers import Travel
+from quire.worker.parts.tiers.transfers import Transfers
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.outputs import Fetched
 from quire.worker.request.request import Prepared
@@ -124,10 +124,10 @@ def engine_of(group: GroupServer) -> GroupEngine:
     return group._engine
 
 
-def travel_of(group: GroupServer) -> Travel:
-    travel = group._engine.travel
-    assert travel is not None, "its blocks do not leave its cache"
-    return travel
+def transfers_of(group: GroupServer) -> Transfers:
+    transfers = group._engine.transfers
+    assert transfers is not None, "its blocks do not leave its cache"
+    return transfers
 
 
 def peers_of(group: GroupServer) -> Peers:

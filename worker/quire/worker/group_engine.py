@@ -19,7 +19,7 @@ from quire.worker.parts.tiers.audit import Audit
 from quire.worker.parts.tiers.loan import Loan
 from quire.worker.parts.tiers.part import Tiers
 from quire.worker.parts.tiers.pull import Fetch
-from quire.worker.parts.tiers.tiers import Travel, make_travel, num_tiers
+from quire.worker.parts.tiers.transfers import Transfers, make_transfers, num_tiers
 from quire.worker.request.config import EngineConfig
 from quire.worker.step.messages import Executor
 from quire.worker.text.grammar.compiler import Grammars
@@ -79,18 +79,18 @@ class GroupEngine(Engine):
         every: list[Part] = [self.constraints]
         if self.lora is not None:
             every.append(self.lora)
-        travel = make_travel(host, config, model, executor, fetch=self._fetch)
-        if travel is not None:
+        transfers = make_transfers(host, config, model, executor, fetch=self._fetch)
+        if transfers is not None:
             arriving = Arriving(
-                travel,
+                transfers,
                 block_size=config.block_size,
                 step_tokens=short_step(config.max_num_batched_tokens),
                 is_idle=host.is_idle,
                 clock=host.clock,
             )
-            self.tiers = Tiers(travel, arriving, host)
+            self.tiers = Tiers(transfers, arriving, host)
             self.audit = Audit(
-                travel,
+                transfers,
                 host.pool,
                 eos_token_ids=model.eos_token_ids,
                 on_wrong=host.stop_naming,
@@ -108,8 +108,8 @@ class GroupEngine(Engine):
         return () if self.lora is None else self.lora.reading.kept
 
     @property
-    def travel(self) -> Travel | None:
-        return None if self.tiers is None else self.tiers.travel
+    def transfers(self) -> Transfers | None:
+        return None if self.tiers is None else self.tiers.transfers
 
     @property
     def arriving(self) -> Arriving | None:
@@ -117,29 +117,33 @@ class GroupEngine(Engine):
 
     def lend(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | str:
         """Lends the longest prefix of ``hashes`` that this group has, or returns why it cannot."""
-        if self.travel is None:
+        if self.transfers is None:
             return _LENDS_NONE
-        return self.travel.lend(hashes, borrower_format=borrower_format)
+        return self.transfers.lend(hashes, borrower_format=borrower_format)
 
     def lend_kept(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | None:
         """Lends ``hashes`` if host memory has them all, else returns ``None``. Can be called from
         any thread, also during a step. Later steps take the loan's slots back."""
-        if self.travel is None:
+        if self.transfers is None:
             return None
-        return self.travel.lend_kept(hashes, borrower_format=borrower_format)
+        return self.transfers.lend_kept(hashes, borrower_format=borrower_format)
 
     def lend_most_useful(self, num_bytes: int) -> Loan | str:
         """Lends up to ``num_bytes`` of the most requested blocks, each with all blocks before it in
         its chain, or returns why it cannot."""
-        return _LENDS_NONE if self.travel is None else self.travel.loans.lend_most_useful(num_bytes)
+        return (
+            _LENDS_NONE
+            if self.transfers is None
+            else self.transfers.loans.lend_most_useful(num_bytes)
+        )
 
     def take_in(
         self, hashes: BlockHashes, parents: Sequence[BlockHash | None], source: PeerSource
     ) -> None:
         """Starts pulling blocks of any chains from ``source`` into the cache. Parents must precede
         children. Raises QueueFull: too many blocks are already being pulled."""
-        if self.travel is not None:
-            self.travel.pulls.take_in(hashes, parents, source)
+        if self.transfers is not None:
+            self.transfers.pulls.take_in(hashes, parents, source)
 
 
 _LENDS_NONE = "this group's blocks do not leave its KV cache"

@@ -31,7 +31,7 @@ from quire.worker.group_engine import GroupEngine
 from quire.worker.model.facts import ModelFacts
 from quire.worker.parts.adapters.reading import reader
 from quire.worker.parts.adapters.store import AdapterStore
-from quire.worker.parts.tiers.tiers import num_tiers
+from quire.worker.parts.tiers.transfers import num_tiers
 from quire.worker.request.engine_stats import EngineStats
 from quire.worker.request.errors import QueueFull, QuireError
 from quire.worker.request.outputs import TokenDelta

@@ -46,11 +46,11 @@ def test_a_block_from_host_memory_is_computed_again_and_found_equal(engine: Any)
 def test_a_wrong_block_is_dropped_with_all_behind_it(engine: Any, caplog: Any) -> None:
     engine, _ = engine
     first = [run(engine, f"a{place}", prompt) for place, prompt in enumerate(PROMPTS)]
-    shelf = engine.travel.shelf
-    for slot in shelf._slot_of.values():  # As a broken group would have computed them.
-        tokens = engine.travel.host_blocks_XC[slot].view(np.int64)[::3]
+    host_tier = engine.transfers.host_tier
+    for slot in host_tier._slot_of.values():  # As a broken group would have computed them.
+        tokens = engine.transfers.host_blocks_XC[slot].view(np.int64)[::3]
         tokens[:] = (tokens + 1) % 50
-        shelf.filled(slot, checksum_of(engine.travel.host_blocks_XC[slot]))
+        host_tier.filled(slot, checksum_of(engine.transfers.host_blocks_XC[slot]))
     for number in range(20):
         run(engine, f"b{number}", PROMPTS[number % 3])
     assert engine.audit.num_wrong > 0

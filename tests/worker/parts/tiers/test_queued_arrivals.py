@@ -73,7 +73,7 @@ class Group:
 @pytest.fixture
 def group(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Group:
     monkeypatch.setattr(arriving, "MIN_SLACK_S", 0.0)
-    monkeypatch.setattr("quire.worker.parts.tiers.tiers._WAIT_S", 0.0)
+    monkeypatch.setattr("quire.worker.parts.tiers.transfers._WAIT_S", 0.0)
     return Group(make_engine, scheduling_policy="fcfs")
 
 
@@ -208,7 +208,7 @@ def test_the_oldest_pulls_have_slots_and_each_has_one(
     for number in range(8):
         group.ask(f"r{number}", [number, *PROMPT], SOURCE)
     num_granted = [len(pull._granted) for pull in group.pulls]
-    num_slots = group.engine.travel.shelf.num_slots  # type: ignore[union-attr]
+    num_slots = group.engine.transfers.host_tier.num_slots  # type: ignore[union-attr]
     assert num_granted[0] == num_granted[1] == min(NUM_BLOCKS, num_slots * 3 // 16)
     assert min(num_granted[:6]) >= 1
     assert num_granted[6:] == [0, 0]

@@ -36,6 +36,7 @@ from quire.worker.model.facts import ModelFacts
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.engine_stats import EngineStats
 from quire.worker.request.errors import InvalidRequest, QueueFull, RankFailure
+from quire.worker.request.limits import request_limits
 from quire.worker.request.outputs import TokenDelta
 from quire.worker.request.request import Prepared
 from quire.worker.step.messages import Executor
@@ -63,6 +64,8 @@ class Engine:
         num_tiers: int = 1,
         make_parts: Callable[[Host], Parts] = lambda host: NO_PARTS,
     ) -> None:
+        # Raises before parts open files or start threads.
+        limits = request_limits(config, model, num_blocks=executor.num_blocks)
         self.events = EventLog(epoch=epoch, num_tiers=num_tiers, keeps_contents=config.kv_events)
         self._config = config
         self._model = model
@@ -85,7 +88,7 @@ class Engine:
             )
         )
         self._parts = parts.every
-        self._intake = Intake(config, model, executor, parts.choices_of)
+        self._intake = Intake(config, model, executor, limits=limits, choices_of=parts.choices_of)
         self._scheduler = Scheduler(
             pool=self._pool,
             max_num_seqs=config.max_num_seqs,
@@ -99,7 +102,7 @@ class Engine:
         self._under_way: deque[Schedule] = deque()
         self._sequences: dict[str, Sequence] = {}
         self._complete: list[Sequence] = []
-        self._beside: list[Sequence] = []
+        self._last_sequences: list[Sequence] = []
         self._counters = Counters()
         self._outcomes = Outcomes(
             self._sequences,
@@ -191,24 +194,24 @@ class Engine:
             part.begin(is_decoding=bool(self._scheduler.running), step_s=self._counters.step_s)
         if self._preparing.has_work:
             outputs += self._let_in()
-        outputs += self._settle_choices(self._beside)
+        outputs += self._await_choices(self._last_sequences)
         if not self._sequences:
             self._add_own()
         is_short = any(part.wants_short_steps for part in self._parts)
         schedule = self._scheduler.schedule(is_short=is_short)
-        self._beside = schedule.sequences
+        self._last_sequences = schedule.sequences
         num_prefilled = schedule.num_prefilled
         is_step = bool(schedule.sequences) or any(part.needs_step for part in self._parts)
         edits_follow = is_step and self._submit(schedule)
         if len(self._under_way) > (self._executor.num_ahead if is_step else 0):
             outputs += self._take_tokens()
         if edits_follow:
-            outputs += self._settle_choices(schedule.sequences)
+            outputs += self._await_choices(schedule.sequences)
             self._outcomes.void_late(schedule)
             with self._failing():
                 self._executor.send_edits(self._inputs.edits_that_follow(schedule))
         if not self._under_way and not schedule.sequences:
-            outputs += self._settle_choices((), is_idle=True)
+            outputs += self._await_choices((), is_idle=True)
         self._drop_tokens()
         if is_step:
             seconds = self._clock() - begin_s
@@ -327,13 +330,13 @@ class Engine:
             ended.append(self._outcomes.fail(seq, error))
         return ended
 
-    def _settle_choices(
-        self, beside: Items[Sequence], *, is_idle: bool = False
+    def _await_choices(
+        self, running: Items[Sequence], *, is_idle: bool = False
     ) -> list[TokenDelta]:
         """Waits for what is pending, as long as a step may. Ends requests that cannot go on."""
         ended: list[TokenDelta] = []
         for part in self._parts:
-            ended += self._outcomes.end(part.settle(beside, is_idle=is_idle))
+            ended += self._outcomes.end(part.await_choices(running, is_idle=is_idle))
         return ended
 
     def _take_tokens(self) -> list[TokenDelta]:

@@ -5,18 +5,22 @@ from quire.worker.engine.sequence import Sequence
 from quire.worker.model.facts import ModelFacts
 from quire.worker.request.check import max_tokens_of
 from quire.worker.request.config import EngineConfig
-from quire.worker.request.limits import derive_seed, request_limits
+from quire.worker.request.limits import RequestLimits, derive_seed
 from quire.worker.request.request import Prepared
 from quire.worker.step.messages import Executor
 
 
 class Intake:
-    """Raises ConfigError if the configuration asks for more context than the model has."""
-
     def __init__(
-        self, config: EngineConfig, model: ModelFacts, executor: Executor, choices_of: ChoicesOf
+        self,
+        config: EngineConfig,
+        model: ModelFacts,
+        executor: Executor,
+        *,
+        limits: RequestLimits,
+        choices_of: ChoicesOf,
     ) -> None:
-        self.limits = request_limits(config, model, num_blocks=executor.num_blocks)
+        self.limits = limits
         self._config = config
         self._model = model
         self._numerics = executor.numerics

@@ -72,11 +72,12 @@ class Part:
         part as `Sequence.owner`."""
         return None
 
-    def settle(
-        self, beside: Items[Sequence], *, is_idle: bool = False
+    def await_choices(
+        self, running: Items[Sequence], *, is_idle: bool = False
     ) -> Iterable[tuple[Sequence, QuireError]]:
-        """Waits for `Choices.is_pending` of running sequences, as long as a step may. Returns the
-        sequences that cannot go on. ``beside``: what runs meanwhile; ``is_idle``: nothing does."""
+        """Waits for `Choices.is_pending` of sequences, as long as a step may. Returns those that
+        cannot go on. ``running`` are those of the step that runs meanwhile; ``is_idle``: none does.
+        """
         return ()
 
     @property

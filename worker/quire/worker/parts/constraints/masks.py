@@ -66,12 +66,12 @@ class Masks:
                 self._start()
                 self._work.notify(num_new)
 
-    def take(self, *, beside: Items[Sequence]) -> list[tuple[Sequence, str | None]]:
+    def take(self, *, running: Items[Sequence]) -> list[tuple[Sequence, str | None]]:
         """Waits for masks as long as a step may. Returns the requests whose masks are ready, each
-        with ``None`` or why it cannot continue. ``beside`` has the requests of the last step."""
+        with ``None`` or why it cannot continue. ``running`` are the requests of the last step."""
         if not self._lacking:
             return []
-        self._queue.is_idle = all(seq.choices.is_slow for seq in beside)
+        self._queue.is_idle = all(seq.choices.is_slow for seq in running)
         while job := self._take_trusted():
             self._run(job)
         self._wait()

@@ -43,10 +43,10 @@ class Constraints(Part):
     ) -> Iterable[tuple[Sequence, InvalidRequest | None]]:
         return self._compiling.take(may_wait=may_wait)
 
-    def settle(
-        self, beside: Items[Sequence], *, is_idle: bool = False
+    def await_choices(
+        self, running: Items[Sequence], *, is_idle: bool = False
     ) -> list[tuple[Sequence, InvalidRequest]]:
-        found = self._masks.take_first() if is_idle else self._masks.take(beside=beside)
+        found = self._masks.take_first() if is_idle else self._masks.take(running=running)
         return [(seq, cannot_go_on(seq, reason)) for seq, reason in found if reason is not None]
 
     def sampled(self, schedule: Schedule) -> None:

@@ -17,7 +17,7 @@ from quire.worker.blocks.hashing import BlockHash, TokenIds
 from quire.worker.engine.block_pool import BlockId, BlockPool
 from quire.worker.engine.part import Part, Slot
 from quire.worker.engine.sequence import Sequence
-from quire.worker.parts.tiers.tiers import Travel
+from quire.worker.parts.tiers.transfers import Transfers
 from quire.worker.request.outputs import Fetched
 from quire.worker.request.request import Prepared
 from quire.worker.request.sampling_params import SamplingParams
@@ -47,7 +47,7 @@ class Audit(Part):
 
     def __init__(
         self,
-        travel: Travel,
+        transfers: Transfers,
         pool: BlockPool,
         *,
         eos_token_ids: tuple[int, ...],
@@ -58,7 +58,7 @@ class Audit(Part):
         self._eos_token_ids = eos_token_ids
         self._on_wrong = on_wrong
         self.num_checked = self.num_wrong = 0
-        self._travel = travel
+        self._transfers = transfers
         self._pool = pool
         self._items: deque[_Item] = deque(maxlen=_MAX_WAITING)
         self._running: Sequence | None = None
@@ -133,23 +133,23 @@ class Audit(Part):
         assert item is not None
         index = len(item.hashes) - 1
         here = self._pool.find(item.hashes[-1])
-        slots = self._travel.shelf.take(2)
+        slots = self._transfers.host_tier.take(2)
         if here is None or len(slots) < 2:
-            self._travel.shelf.give_back(slots)
+            self._transfers.host_tier.give_back(slots)
             return
-        self._travel.copies.out(BlockId(int(seq.block_ids[index])), slots[0])
-        self._travel.copies.out(here, slots[1])
-        self._travel.copies.then(lambda: self._compare(item, slots))
+        self._transfers.copies.out(BlockId(int(seq.block_ids[index])), slots[0])
+        self._transfers.copies.out(here, slots[1])
+        self._transfers.copies.then(lambda: self._compare(item, slots))
 
     def _compare(self, item: _Item, slots: list[Slot]) -> None:
-        one_C, other_C = self._travel.host_blocks_XC[slots]
+        one_C, other_C = self._transfers.host_blocks_XC[slots]
         is_equal = np.array_equal(one_C, other_C)
-        self._travel.shelf.give_back(slots)
+        self._transfers.host_tier.give_back(slots)
         self.num_checked += 1
         if is_equal:
             return
         self.num_wrong += 1
-        self._travel.num_corrupt_blocks += 1
+        self._transfers.num_corrupt_blocks += 1
         name = item.hashes[-1]
         _log.error(
             "block %s at tokens %d to %d, from %s, is not what the model computes: it and all "
@@ -160,7 +160,7 @@ class Audit(Part):
             item.origin,
         )
         names = self._pool.disown(name)
-        self._travel.throw_away(names)
+        self._transfers.throw_away(names)
         self._on_wrong(frozenset(names))
         if item.is_peer:
-            self._travel.pulls.distrust(item.origin)
+            self._transfers.pulls.distrust(item.origin)

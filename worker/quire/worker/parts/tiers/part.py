@@ -1,4 +1,4 @@
-"""Slower tiers of blocks as a part of the engine: `Travel`, and the requests that wait for it."""
+"""Slower tiers of blocks as a part of the engine: transfers, and the requests that wait for one."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
@@ -10,12 +10,12 @@ from quire.worker.engine.part import Host, Part, Slot
 from quire.worker.engine.schedule import Schedule
 from quire.worker.engine.sequence import Sequence as Request
 from quire.worker.parts.tiers.arriving import Arriving
-from quire.worker.parts.tiers.tiers import Travel
+from quire.worker.parts.tiers.transfers import Transfers
 
 
 class Tiers(Part):
-    def __init__(self, travel: Travel, arriving: Arriving, host: Host) -> None:
-        self.travel = travel
+    def __init__(self, transfers: Transfers, arriving: Arriving, host: Host) -> None:
+        self.transfers = transfers
         self.arriving = arriving
         self._run_copies = host.run_copies
 
@@ -32,10 +32,10 @@ class Tiers(Part):
 
     @property
     def has_work(self) -> bool:
-        return self.travel.has_work
+        return self.transfers.has_work
 
     def begin(self, *, is_decoding: bool, step_s: float) -> None:
-        self.travel.advance(is_decoding=is_decoding, step_s=step_s)
+        self.transfers.advance(is_decoding=is_decoding, step_s=step_s)
 
     @property
     def wants_short_steps(self) -> bool:
@@ -45,13 +45,13 @@ class Tiers(Part):
 
     @property
     def needs_step(self) -> bool:
-        return len(self.travel.copies) > 0
+        return len(self.transfers.copies) > 0
 
     def chosen(self, schedule: Schedule) -> Mapping[str, Any]:
-        return {"copies_X22": self.travel.submitted()}
+        return {"copies_X22": self.transfers.submitted()}
 
     def ran(self) -> None:
-        self.travel.finished()
+        self.transfers.finished()
 
     def timed(self, num_prefilled: int, seconds: float) -> None:
         if num_prefilled:
@@ -60,7 +60,7 @@ class Tiers(Part):
     def wait(self) -> None:
         is_awaited = len(self.arriving) > 0
         most_s = self.arriving.left_s if is_awaited else inf
-        self.travel.wait(for_arrivals=is_awaited, most_s=most_s)
+        self.transfers.wait(for_arrivals=is_awaited, most_s=most_s)
 
     def forget(self, seq: Request) -> None:
         if seq in self.arriving:
@@ -69,30 +69,30 @@ class Tiers(Part):
     # `quire.worker.engine.part.Tier`
 
     def match(self, hashes: Sequence[BlockHash]) -> list[Slot]:
-        return self.travel.match(hashes)
+        return self.transfers.match(hashes)
 
     def may_use(self, slots: Sequence[Slot]) -> bool:
         """If not, a thread first compares checksums."""
-        return self.travel.checker.may_use(slots)
+        return self.transfers.checker.may_use(slots)
 
     def load(
         self, seq: Request, slots: list[Slot], hashes: Sequence[BlockHash], parent: BlockId | None
     ) -> list[BlockId]:
-        loaded = self.travel.load(slots, hashes, parent)
+        loaded = self.transfers.load(slots, hashes, parent)
         self.arriving.loaded(seq, len(loaded))
         return loaded
 
     def yield_room(self) -> bool:
-        return self.travel.yield_room()
+        return self.transfers.yield_room()
 
     def reset(self) -> None:
-        self.travel.reset()
+        self.transfers.reset()
 
     def stats(self) -> Mapping[str, Any]:
-        return self.travel.stats()
+        return self.transfers.stats()
 
     def save(self) -> None:
-        self.travel.save_all(self._run_copies)
+        self.transfers.save_all(self._run_copies)
 
     def close(self) -> None:
-        self.travel.close()
+        self.transfers.close()

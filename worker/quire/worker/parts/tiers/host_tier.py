@@ -23,7 +23,7 @@ from quire.worker.engine.part import Slot
 HOST_TIER = 1
 
 
-class Shelf:
+class HostTier:
     """Used from the engine's thread, except `pin_all`."""
 
     def __init__(

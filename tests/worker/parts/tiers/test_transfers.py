@@ -196,11 +196,11 @@ def test_a_damaged_block_is_computed_instead(
 ) -> None:
     engine = engine_of(num_blocks=FEW_BLOCKS, kv_offloading_size=0.01)
     computed = contents(ask(engine))
-    travel = engine.travel
-    assert travel is not None
+    transfers = engine.transfers
+    assert transfers is not None
     hashes = engine._intake.sequence(request("x", PROMPTS[0]), 1).hashes
-    slot = travel.match(hashes[len(engine._pool.match(hashes)) :])[0]
-    travel.host_blocks_XC[slot, 3] ^= 4
+    slot = transfers.match(hashes[len(engine._pool.match(hashes)) :])[0]
+    transfers.host_blocks_XC[slot, 3] ^= 4
     with caplog.at_level(logging.ERROR):
         assert contents(ask(engine, PROMPTS[:1])) == computed[:1]
     assert engine.stats().num_corrupt_blocks == 1

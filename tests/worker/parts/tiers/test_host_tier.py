@@ -1,5 +1,4 @@
-"""The shelf, host memory for evicted blocks: which blocks stay, which slots are free, and the hit
-rate together with the KV cache."""
+"""Host memory for evicted blocks: which stay, which slots are free, and how many requests find."""
 
 import random
 from itertools import count
@@ -11,110 +10,112 @@ from bench.eviction.two_tiers import replay_in_two_tiers
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
 from quire.worker.engine.eviction import LowestUtility
-from quire.worker.parts.tiers.host import Shelf
+from quire.worker.parts.tiers.host_tier import HostTier
 
 A, B, C, D, E = (BlockHash(bytes([number]) * 32) for number in range(5))
 
 
-def shelf_of(max_kept: int, *, num_slots: int = 8) -> Shelf:
-    return Shelf(num_slots=num_slots, max_kept=max_kept, log=EventLog(epoch=0, num_tiers=2))
+def shelf_of(max_kept: int, *, num_slots: int = 8) -> HostTier:
+    return HostTier(num_slots=num_slots, max_kept=max_kept, log=EventLog(epoch=0, num_tiers=2))
 
 
-def keep(shelf: Shelf, name: BlockHash, parent: BlockHash | None = None, hits: int = 0) -> bool:
-    """Offers a block to the shelf; returns whether it got a slot."""
-    slot = shelf.keep(name, parent, num_hits=hits)
+def keep(
+    host_tier: HostTier, name: BlockHash, parent: BlockHash | None = None, hits: int = 0
+) -> bool:
+    """Offers a block to the host tier; returns whether it got a slot."""
+    slot = host_tier.keep(name, parent, num_hits=hits)
     if slot is not None:
-        shelf.filled(slot, b"")
-        shelf.unpin(slot)
+        host_tier.filled(slot, b"")
+        host_tier.unpin(slot)
     return slot is not None
 
 
-def kept(shelf: Shelf) -> set[BlockHash]:
-    held = shelf._log.snapshot().slower[0]
-    assert {name for name, _ in shelf.named()} == set(held)
+def kept(host_tier: HostTier) -> set[BlockHash]:
+    held = host_tier._log.snapshot().slower[0]
+    assert {name for name, _ in host_tier.named()} == set(held)
     return set(held)
 
 
 def test_the_end_of_a_chain_goes_before_its_beginning() -> None:
-    shelf = shelf_of(2)
-    assert keep(shelf, B, A)
-    assert keep(shelf, A)
-    assert keep(shelf, C)
-    assert kept(shelf) == {A, C}
+    host_tier = shelf_of(2)
+    assert keep(host_tier, B, A)
+    assert keep(host_tier, A)
+    assert keep(host_tier, C)
+    assert kept(host_tier) == {A, C}
 
 
 def test_a_block_that_is_being_filled_is_not_found_yet() -> None:
-    shelf = shelf_of(2)
-    slot = shelf.keep(A, None, num_hits=0)
+    host_tier = shelf_of(2)
+    slot = host_tier.keep(A, None, num_hits=0)
     assert slot is not None
-    assert shelf.match([A]) == []
-    shelf.filled(slot, b"")
-    assert shelf.match([A]) == [slot]
+    assert host_tier.match([A]) == []
+    host_tier.filled(slot, b"")
+    assert host_tier.match([A]) == [slot]
 
 
 def test_a_slot_that_is_in_use_is_not_given_to_another_block() -> None:
-    shelf = shelf_of(1)
-    slot = shelf.keep(A, None, num_hits=0)  # Its copy is under way.
+    host_tier = shelf_of(1)
+    slot = host_tier.keep(A, None, num_hits=0)  # Its copy is under way.
     assert slot is not None
-    assert not keep(shelf, B)
-    shelf.filled(slot, b"")
-    shelf.unpin(slot)
-    shelf.pin(slot)  # A step reads it.
-    assert not keep(shelf, B)
-    shelf.drop(A)
-    assert slot not in shelf.take(8)
-    shelf.unpin(slot)
-    assert shelf.take(8) == [slot]
+    assert not keep(host_tier, B)
+    host_tier.filled(slot, b"")
+    host_tier.unpin(slot)
+    host_tier.pin(slot)  # A step reads it.
+    assert not keep(host_tier, B)
+    host_tier.drop(A)
+    assert slot not in host_tier.take(8)
+    host_tier.unpin(slot)
+    assert host_tier.take(8) == [slot]
 
 
 def test_copies_of_what_the_cache_has_again_go_first() -> None:
-    shelf = shelf_of(2)
-    keep(shelf, A)
-    keep(shelf, B, hits=9)
-    shelf.loaded(shelf.match([B]))
-    keep(shelf, C)
-    assert kept(shelf) == {A, C}
+    host_tier = shelf_of(2)
+    keep(host_tier, A)
+    keep(host_tier, B, hits=9)
+    host_tier.loaded(host_tier.match([B]))
+    keep(host_tier, C)
+    assert kept(host_tier) == {A, C}
 
 
 def test_a_copy_of_what_the_cache_evicts_again_needs_no_other_copy() -> None:
-    shelf = shelf_of(2)
-    keep(shelf, A)
-    shelf.loaded(shelf.match([A]))
-    assert not keep(shelf, A, hits=1)
-    keep(shelf, B)
-    assert kept(shelf) == {A, B}
-    assert shelf.num_hits(shelf.match([A])[0]) == 1
+    host_tier = shelf_of(2)
+    keep(host_tier, A)
+    host_tier.loaded(host_tier.match([A]))
+    assert not keep(host_tier, A, hits=1)
+    keep(host_tier, B)
+    assert kept(host_tier) == {A, B}
+    assert host_tier.num_hits(host_tier.match([A])[0]) == 1
 
 
 def test_nothing_is_kept_behind_a_block_that_is_not() -> None:
-    shelf = shelf_of(3)
-    keep(shelf, C, B)
-    keep(shelf, B, A)
-    pinned = [slot for name in (B, C) for slot in shelf.match([name])]
-    keep(shelf, D)
-    pinned += shelf.match([D])
+    host_tier = shelf_of(3)
+    keep(host_tier, C, B)
+    keep(host_tier, B, A)
+    pinned = [slot for name in (B, C) for slot in host_tier.match([name])]
+    keep(host_tier, D)
+    pinned += host_tier.match([D])
     for slot in pinned:
-        shelf.pin(slot)
-    assert not keep(shelf, A)
-    assert kept(shelf) == {D}
+        host_tier.pin(slot)
+    assert not keep(host_tier, A)
+    assert kept(host_tier) == {D}
     for slot in pinned:
-        shelf.unpin(slot)
-    assert shelf.num_free == 7
+        host_tier.unpin(slot)
+    assert host_tier.num_free == 7
 
 
 def test_a_corrupt_block_goes_with_all_behind_it() -> None:
-    shelf = shelf_of(5)
+    host_tier = shelf_of(5)
     for name, parent in ((D, C), (C, B), (B, A), (A, None), (E, A)):
-        keep(shelf, name, parent)
-    shelf.drop(B)
-    assert kept(shelf) == {A, E}
-    assert shelf.num_free == 6
+        keep(host_tier, name, parent)
+    host_tier.drop(B)
+    assert kept(host_tier) == {A, E}
+    assert host_tier.num_free == 6
 
 
 def test_no_slot_keeps_a_block_where_none_may() -> None:
-    shelf = shelf_of(0)
-    assert not keep(shelf, A)
-    assert shelf.num_free == 8
+    host_tier = shelf_of(0)
+    assert not keep(host_tier, A)
+    assert host_tier.num_free == 8
 
 
 def twice_as_many_prefixes() -> list[Prompt]:
