@@ -29,9 +29,9 @@ from bench.provenance import ROOT, commit, cpu
 from bench.report import command, markdown
 from xxhash import xxh3_128_digest
 
-from quire.cluster.group import borrowing
-from quire.cluster.group.borrowing import Borrower
-from quire.cluster.group.lending import BYTES_PER_S, Lender
+from quire.cluster.features.kv_exchange import borrowing
+from quire.cluster.features.kv_exchange.borrowing import Borrower
+from quire.cluster.features.kv_exchange.lending import BYTES_PER_S, Lender
 from quire.cluster.group.service import build_group_server
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc

@@ -39,7 +39,7 @@ from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.app import Endpoints, running_cluster, upgrade_app
 from quire.cluster.deploy.names import deployments_of
-from quire.cluster.scaling.settings import AutoscalingSettings
+from quire.cluster.features.autoscale.settings import AutoscalingSettings
 from quire.worker.request.config import EngineConfig
 
 APP_NAME = "rolling"

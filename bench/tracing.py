@@ -32,9 +32,9 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
+from quire.cluster.features.tracing.tracing import Span
 from quire.cluster.group.server import GroupServer
 from quire.cluster.group.session import TracesTo
-from quire.cluster.telemetry.tracing import Span
 from quire.v1 import inference_pb2, inference_pb2_grpc
 from quire.worker.request.config import EngineConfig
 

@@ -24,11 +24,11 @@ from typing import Any
 from bench.report import command, markdown, percentile
 from playwright.async_api import async_playwright
 
-from quire.cluster.edge.limits import ConnectionLimits
-from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app
+from quire.cluster.features.guard.limits import ConnectionLimits
+from quire.cluster.features.guard.listener import HttpListener, listening_socket
+from quire.cluster.features.live.live import Live, Watched
 from quire.cluster.serving.models import Models
-from quire.cluster.telemetry.live import Live, Watched
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.cluster.telemetry.timeline import Timeline
 from quire.router.policies.policy import GroupLoad

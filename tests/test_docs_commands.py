@@ -31,8 +31,8 @@ PAGES = (
 HERE = ("docs/quickstart.md", "docs/guide.md")
 ELSEWHERE = {
     "docs/several-models.md": "tests/served/test_model_changes.py runs its commands",
-    "docs/adapters.md": "tests/cluster/test_adapters_served.py runs its program",
-    "docs/embeddings.md": "tests/cluster/test_embeddings.py runs its program and calls",
+    "docs/adapters.md": "tests/cluster/features/adapters/test_adapters_served.py runs its program",
+    "docs/embeddings.md": "tests/cluster/features/embeddings/test_embeddings.py runs its program",
     "docs/several-nodes.md": "tests/nodes/test_page.py runs its commands, on hosts of their own",
     "docs/from-vllm.md": "tests/cluster/test_vllm_flags.py checks every flag of vLLM",
 }
@@ -40,7 +40,7 @@ NOT_RUN = {
     "python3 -m venv": "`make test-python` installs, as that takes minutes and gigabytes",
     "pip install": "`make test-python` installs, as that takes minutes and gigabytes",
     "uv pip install": "`make test-python` installs, as that takes minutes and gigabytes",
-    "quire run-batch": "tests/cluster/test_run_batch.py runs it, on requests of its own",
+    "quire run-batch": "tests/cluster/tools/test_run_batch.py runs it, on requests of its own",
     ".venv/bin/quire serve": "tests/served/test_served.py serves from two groups of two ranks",
     ".venv/bin/quire bench prefix": "tests/worker/bench runs it, on requests of its own",
     ".venv/bin/quire simulate": "tests/router/simulate replays a log of its own",

@@ -34,9 +34,9 @@ from bench.machine import Machine
 from bench.peers.checkpoints import MAX_POSITIONS, SHAPES, make_checkpoint
 from bench.report import markdown
 
-from quire.cluster.group import borrowing
-from quire.cluster.group.borrowing import Borrower
-from quire.cluster.group.kv_frames import Checksum
+from quire.cluster.features.kv_exchange import borrowing
+from quire.cluster.features.kv_exchange.borrowing import Borrower
+from quire.cluster.features.kv_exchange.frames import Checksum
 from quire.cluster.group.server import GroupServer
 from quire.worker.blocks.hashing import BlockHashes, TokenIds
 from quire.worker.blocks.kv_format import KvFormat, PeerSource

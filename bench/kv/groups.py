@@ -22,7 +22,7 @@ import numpy as np
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
-from quire.cluster.group.peers import Peers
+from quire.cluster.features.kv_exchange.peers import Peers
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.worker.bench.sweep import token_bytes

@@ -13,7 +13,7 @@ import numpy as np
 from bench.kv.groups import in_engine, names_of, peers_of, transfers_of
 from tests.flaky_proxy import Fault, FlakyProxy
 
-from quire.cluster.group.kv_frames import HEADER_BYTES, end_frame
+from quire.cluster.features.kv_exchange.frames import HEADER_BYTES, end_frame
 from quire.cluster.group.server import GroupServer
 from quire.worker.blocks.hashing import TokenIds
 from quire.worker.group_engine import GroupEngine

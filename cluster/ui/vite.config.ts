@@ -3,7 +3,7 @@ import { readdirSync, readFileSync } from "node:fs";
 import { join } from "node:path";
 import { defineConfig, type Plugin } from "vite";
 
-const OUT = "../quire/cluster/edge/ui";
+const OUT = "../quire/cluster/features/live/ui";
 
 /** SHA-256 over the names and contents of all that the build is made of. */
 function sourceDigest(): string {

@@ -12,7 +12,7 @@ import pytest
 from bench.kv_transfer import Shape
 from bench.provenance import ROOT
 
-from quire.cluster.group.borrowing import Borrower
+from quire.cluster.features.kv_exchange.borrowing import Borrower
 from quire.worker.blocks.hashing import BlockHashes
 from quire.worker.blocks.kv_format import PeerSource
 from quire.worker.parts.tiers.pull import Pull

@@ -28,17 +28,17 @@ from tests.direct_executor import DirectExecutor
 from tests.steps import banned_ids, samples
 
 from quire.cluster.deploy.gateway_server import tell_of_tenants
-from quire.cluster.edge import leaving
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
-from quire.cluster.edge.limits import ConnectionLimits
-from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app
 from quire.cluster.failover.resume import CompletionConfig
-from quire.cluster.group.adapters import Check, GroupAdapters
-from quire.cluster.group.borrowing import Borrower
+from quire.cluster.features.adapters.group import Check, GroupAdapters
+from quire.cluster.features.guard import leaving
+from quire.cluster.features.guard.limits import ConnectionLimits
+from quire.cluster.features.guard.listener import HttpListener, listening_socket
+from quire.cluster.features.kv_exchange.borrowing import Borrower
+from quire.cluster.features.kv_exchange.peers import Peers
 from quire.cluster.group.engine_loop import EngineLoop
-from quire.cluster.group.peers import Peers
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.groups import Groups

@@ -8,8 +8,8 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from quire.cluster.edge.limits import ConnectionLimits
-from quire.cluster.edge.listener import HttpListener, listening_socket
+from quire.cluster.features.guard.limits import ConnectionLimits
+from quire.cluster.features.guard.listener import HttpListener, listening_socket
 
 HEAD = b"Host: here\r\n"
 GET = b"GET / HTTP/1.1\r\n" + HEAD + b"\r\n"

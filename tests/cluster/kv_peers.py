@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from quire.cluster.group.kv_frames import checksum
-from quire.cluster.group.lending import Lender
+from quire.cluster.features.kv_exchange.frames import checksum
+from quire.cluster.features.kv_exchange.lending import Lender
 from quire.cluster.group.service import build_group_server
 from quire.v1 import group_pb2 as pb
 from quire.v1 import group_pb2_grpc

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from tests.examples import examples
 
-from quire.cluster.cli.main import _parser
+from quire.cluster.cli.commands import command_line
 from quire.cluster.errors import Overloaded
 from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.admission_config import AdmissionConfig
@@ -326,7 +326,7 @@ def test_a_refusal_names_the_flag_that_bounds_it(bounds: dict[str, Any], told: s
     message = str(refused(queue, FULL, num_prompt_tokens=10, num_bytes=300))
     assert told in message
     for flag in re.findall(r"--[a-z-]+", message):
-        _parser().parse_args(["serve", flag, "5"])
+        command_line().parse_args(["serve", flag, "5"])
 
 
 def test_a_refusal_does_not_tell_how_large_the_waiting_requests_are() -> None:

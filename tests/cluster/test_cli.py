@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire.cluster.cli.cluster import cluster_config, model_config
-from quire.cluster.cli.main import _parser, main
+from quire.cluster.cli.commands import command_line
+from quire.cluster.cli.main import main
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import app
 from quire.cluster.errors import StartFailed
@@ -287,7 +288,7 @@ def test_help_needs_no_package_of_the_cluster(command: str) -> None:
 
 
 def test_every_flag_says_what_it_is_for() -> None:
-    silent, parsers = [], [_parser()]
+    silent, parsers = [], [command_line()]
     for parser in parsers:  # Which grows: a command may have commands of its own.
         for action in parser._actions:
             if isinstance(action.choices, dict):
@@ -343,7 +344,7 @@ def test_a_file_has_settings_of_the_cluster_and_of_each_model_and_flags_come_fir
         "--max-num-batched-tokens",
         "99",
     ]
-    config = cluster_config(_parser().parse_args(flags))
+    config = cluster_config(command_line().parse_args(flags))
     large, small = config.models.values()
     assert list(config.models) == ["large", "org/small"]
     assert (config.http_port, config.grpc_port) == (8000, 9001)
@@ -356,9 +357,9 @@ def test_a_file_has_settings_of_the_cluster_and_of_each_model_and_flags_come_fir
     assert large.aliases == ("gpt-4",)
 
     with pytest.raises(ConfigError, match=r"models\.org/small is none of the models given: large"):
-        cluster_config(_parser().parse_args([*flags, "/other/large"]))
+        cluster_config(command_line().parse_args([*flags, "/other/large"]))
     names = ["--served-model-name", "large", "--served-model-name", "org/small"]
-    given = cluster_config(_parser().parse_args([*flags, *names, "/other/large", "/x"]))
+    given = cluster_config(command_line().parse_args([*flags, *names, "/other/large", "/x"]))
     assert [str(each.engine.model) for each in given.models.values()] == ["/other/large", "/x"]
     assert given.models["org/small"].num_groups == 2
 
@@ -374,12 +375,12 @@ def test_a_model_that_is_added_takes_the_flags_that_are_its_own() -> None:
         "-tp",
         "2",
     ]
-    arguments = _parser().parse_args(["model", "add", "/models/m", "--name", "chats", *flags])
+    arguments = command_line().parse_args(["model", "add", "/models/m", "--name", "chats", *flags])
     config = model_config(arguments)
     assert (config.model_name, config.aliases) == ("a", ("b",))
     assert config.max_groups == 3
     assert config.engine.tensor_parallel_size == 2
     with pytest.raises(SystemExit):
-        _parser().parse_args(["model", "add", "/models/m", "--name", "c", "--http-port", "1"])
+        command_line().parse_args(["model", "add", "/models/m", "--name", "c", "--http-port", "1"])
     with pytest.raises(SystemExit):
-        _parser().parse_args(["model", "remove", "m"])
+        command_line().parse_args(["model", "remove", "m"])

@@ -16,7 +16,7 @@ import trustme
 
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
-from quire.cluster.edge.keys_file import Caller
+from quire.cluster.features.tenants.keys_file import Caller
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.v1 import inference_pb2 as pb
 from quire_client import (

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.cluster.cli import columns, explain, top
-from quire.cluster.cli.demo import Answer, _print_table
+from quire.cluster.cli import columns
+from quire.cluster.features.explain import command as explain
+from quire.cluster.tools import top
+from quire.cluster.tools.demo.run import Answer, _print_table
 from quire.v1 import inference_pb2 as pb
 from quire.v1.admin_pb2 import GatewayLoad, Group, ListGroupsResponse
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from quire.cluster.cli import top
 from quire.cluster.cli.main import main
 from quire.cluster.deploy import kept_logs, local
 from quire.cluster.deploy.status_line import StatusLine
 from quire.cluster.deploy.ticker import ERASE
 from quire.cluster.edge.admin_grpc import overview_of
 from quire.cluster.telemetry.rates import Rates, first_token_s, is_busy
+from quire.cluster.tools import top
 from quire.v1 import admin_pb2 as pb
 from quire.worker.request.errors import ConfigError
 

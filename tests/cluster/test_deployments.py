@@ -14,14 +14,15 @@ from ray import serve
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deploy import deployments, report_demand
+from quire.cluster.deploy import deployments
 from quire.cluster.deploy.deployments import Gateway, ReplicaGroup, pool_of
 from quire.cluster.deploy.listed import Listed, listed_in, to_json
 from quire.cluster.deploy.model_set import Follow
+from quire.cluster.features.autoscale import report_demand
+from quire.cluster.features.autoscale.demand import Demand
+from quire.cluster.features.autoscale.settings import AutoscalingSettings
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
-from quire.cluster.scaling.demand import Demand
-from quire.cluster.scaling.settings import AutoscalingSettings
 from quire.router.prefix_index.directory import GroupId
 from quire.router.registry import REGISTRY, Member
 from quire.worker.request.config import EngineConfig

@@ -19,9 +19,9 @@ from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.deploy.listed import Listed, from_json, listed_in, to_json
 from quire.cluster.deploy.model_set import ModelSet
 from quire.cluster.deploy.served_model import ServedModel, new_table
+from quire.cluster.features.adapters.catalog import Word
+from quire.cluster.features.autoscale.settings import AutoscalingSettings
 from quire.cluster.group.server import GroupServer
-from quire.cluster.scaling.settings import AutoscalingSettings
-from quire.cluster.serving.adapters import Word
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import CheckpointError
 

@@ -16,7 +16,7 @@ from uvicorn.protocols.http import httptools_impl
 from quire.cluster.deploy import ray_private
 from quire.cluster.deploy.serve_port import keep_to_node_address
 from quire.cluster.deploy.signals import ray_leaves_signals_alone
-from quire.cluster.edge import uvicorn_private
+from quire.cluster.features.guard import uvicorn_private
 from quire.worker.request.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from quire.cluster.cli.cluster import cluster_config
+from quire.cluster.cli.commands import command_line
 from quire.cluster.cli.environment import OTHERS, variable_of
-from quire.cluster.cli.main import _parser, main
+from quire.cluster.cli.main import main
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.kept_keys import kept_keys
 from quire.cluster.edge.auth import ApiKeys
@@ -16,7 +17,7 @@ from quire.worker.request.errors import ConfigError
 
 
 def config_of(*flags: str) -> ClusterConfig:
-    return cluster_config(_parser().parse_args(["serve", *flags]))
+    return cluster_config(command_line().parse_args(["serve", *flags]))
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def test_a_misspelt_variable_is_told_of_and_others_are_not(
 
 
 def test_no_two_flags_have_one_variable() -> None:
-    commands: Any = _parser()._subparsers
+    commands: Any = command_line()._subparsers
     serve = commands._group_actions[0].choices["serve"]
     variables = [name for action in serve._actions if (name := variable_of(action))]
     assert len(variables) == len(set(variables))

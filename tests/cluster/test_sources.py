@@ -7,15 +7,15 @@ from tests.cluster.test_attempts import CONFIG, EPOCH
 from tests.prepared import prepared
 from tests.sim.loop import SimLoop, simulate
 
-from quire.cluster.cli.explain import detailed
 from quire.cluster.errors import Death, GroupDied, HandedOver
 from quire.cluster.failover.attempts import Attempts
 from quire.cluster.failover.resume import Blame, Resumes
+from quire.cluster.features.explain.command import detailed
+from quire.cluster.features.explain.explanations import Explanations
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.telemetry.explanations import Explanations
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId

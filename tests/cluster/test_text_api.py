@@ -14,8 +14,8 @@ from tests.cluster.test_every_door import routes_of
 
 from quire import __version__
 from quire.cluster.edge.openai_http import build_http_app
-from quire.cluster.edge.reference import reference_of
-from quire.cluster.edge.reference_calls import CALLS
+from quire.cluster.features.reference.calls import CALLS
+from quire.cluster.features.reference.document import reference_of
 
 pytestmark = pytest.mark.anyio
 

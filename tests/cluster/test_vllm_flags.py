@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from quire.cluster.cli.cluster import cluster_config
-from quire.cluster.cli.main import _parser, main
+from quire.cluster.cli.commands import command_line
+from quire.cluster.cli.main import main
 from quire.cluster.cli.vllm_flags import translated
 from quire.cluster.deploy.kept_keys import kept_keys
 from quire.cluster.edge.auth import ApiKeys
@@ -22,7 +23,7 @@ BY_HAND = {"--model", "--revision", "--allowed-origins"}
 
 def own_flags() -> set[str]:
     (commands,) = (
-        each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction)
+        each for each in command_line()._actions if isinstance(each, argparse._SubParsersAction)
     )
     return {flag for each in commands.choices["serve"]._actions for flag in each.option_strings}
 
@@ -89,7 +90,7 @@ def test_keys_of_the_command_line_are_kept_hashed_while_they_are_served(
 ) -> None:
     monkeypatch.setenv("QUIRE_STATE_DIR", str(tmp_path))
     given = ["first-key", "second-key"]
-    config = cluster_config(_parser().parse_args(["serve", "m", "--api-key", *given]))
+    config = cluster_config(command_line().parse_args(["serve", "m", "--api-key", *given]))
     file = config.api_keys_file
     assert file is not None
     assert not file.parent.exists()
@@ -118,7 +119,7 @@ def test_a_state_folder_that_cannot_be_written_is_named(
 
 def test_keys_of_the_command_line_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(ConfigError, match="is empty, has a space"):
-        cluster_config(_parser().parse_args(["serve", "m", "--api-key", "a b"]))
-    elsewhere = _parser().parse_args(["serve", "m", "--api-key", "a", "--ray-address", "auto"])
+        cluster_config(command_line().parse_args(["serve", "m", "--api-key", "a b"]))
+    elsewhere = command_line().parse_args(["serve", "m", "--api-key", "a", "--ray-address", "auto"])
     with pytest.raises(ConfigError, match="--api-keys-file"):
         cluster_config(elsewhere)

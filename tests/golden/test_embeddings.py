@@ -24,7 +24,6 @@ from quire.llm import LLM, LoRARequest
 from quire.worker.group_engine import GroupEngine
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.families import other
-from quire.worker.model.through.dry_run import dry_run
 from quire.worker.rank.executor import make_executor
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import CheckpointError, ConfigError, InvalidRequest
@@ -139,6 +138,7 @@ def embed(engine: GroupEngine, prompts: list[list[int]]) -> npt.NDArray[np.float
     return np.stack([found[str(number)] for number in range(len(prompts))])
 
 
+@pytest.mark.quick_cells("native-bert", "native-modern", "native-qwen3", "pytorch-gemma2")
 @pytest.mark.parametrize("case", CASES)
 def test_embeddings_are_those_of_transformers_in_any_batch(case: str, tmp_path: Path) -> None:
     model = save(case, tmp_path)
@@ -340,6 +340,8 @@ def test_other_modules_are_refused_by_name(
 
 def try_encoder(folder: Path, name: str, **more: Any) -> None:
     """Dry-runs the encoder ``name`` of transformers, which needs no weights."""
+    from quire.worker.model.through.dry_run import dry_run  # Slow to import.
+
     made = getattr(transformers, f"{name}Config")(**SMALL | {"max_position_embeddings": 160} | more)
     made.architectures = [f"{name}Model"]
     made.save_pretrained(folder)
@@ -453,6 +455,7 @@ def pair_logits(model: Any, folder: Path, pairs: list[tuple[str, str]]) -> list[
     return logits
 
 
+@pytest.mark.quick_cells("native-bert", "native-modernbert")
 @pytest.mark.parametrize("case", CROSS_ENCODERS)
 def test_scores_of_a_cross_encoder_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     model = save_cross_encoder(case, tmp_path)

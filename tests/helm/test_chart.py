@@ -20,7 +20,7 @@ from tests.helm.charts import (
     settings,
 )
 
-from quire.cluster.group.placement import placement_options
+from quire.cluster.features.nodes.placement import placement_options
 from quire.cluster.settings import config_from
 
 KUBERNETES = "1.33"

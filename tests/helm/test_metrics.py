@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 from tests.helm.charts import CHART, VALUES, of_kind, render
 
+from quire.cluster.features.autoscale.demand import Demand
 from quire.cluster.links.groups import Groups
-from quire.cluster.scaling.demand import Demand
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.queue import AdmissionQueue
 from quire.cluster.telemetry import metrics as telemetry

@@ -22,7 +22,7 @@ from tests.helm.charts import (
 )
 from tools import chart_values
 
-from quire.cluster.cli.main import _parser
+from quire.cluster.cli.commands import command_line
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import wait_idle
 from quire.cluster.deploy.app import application, groups
@@ -160,7 +160,7 @@ def test_what_is_run_by_its_name_is_there(manifests: list[Manifest]) -> None:
     assert flags == ["--timeout-s", str(settings(manifests)["drain_timeout_s"])]
     script = pods(manifests)["test"]["spec"]["containers"][0]["command"][-1]
     command = shlex.split(script.partition("exec quire")[2].replace("\\\n", " "))
-    address = _parser().parse_args(command).address
+    address = command_line().parse_args(command).address
     assert (
         address == f"{service['metadata']['name']}.serving.svc:{settings(manifests)['grpc_port']}"
     )

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from quire.cluster.group.remote_rank import RemoteRankTask
-from quire.cluster.group.remote_ranks import RemoteRanks
+from quire.cluster.features.nodes.remote_rank import RemoteRankTask
+from quire.cluster.features.nodes.remote_ranks import RemoteRanks
 from quire.worker.model.facts import ModelFacts, model_facts
 from quire.worker.rank.lockstep import LockstepExecutor
 from quire.worker.request.config import EngineConfig
@@ -17,7 +17,7 @@ from quire.worker.step.sampling_batch import SamplingBatch
 
 RANK = """
 import pickle, sys
-from quire.cluster.group.remote_rank import become_rank
+from quire.cluster.features.nodes.remote_rank import become_rank
 become_rank(pickle.load(sys.stdin.buffer), host=sys.argv[1])
 """
 
@@ -25,7 +25,7 @@ Wrap = Callable[[Sequence[str]], Sequence[str]]
 
 
 class NodeProcesses:
-    """A `quire.cluster.group.remote_ranks.ProcessStarter` with subprocesses."""
+    """A `quire.cluster.features.nodes.remote_ranks.ProcessStarter` with subprocesses."""
 
     def __init__(self, nodes: Sequence[tuple[str, Wrap]]) -> None:
         """Each of ``nodes`` has an address, and a function that wraps a command to run there."""

@@ -26,7 +26,7 @@ NUM_TOKENS = 400
 CLIENT = """
 import json, sys, threading
 import grpc
-from quire.cluster.client import generate
+from quire.cluster.tools.generate import generate
 from quire.v1 import inference_pb2 as pb
 
 address, num_streams, num_tokens = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

@@ -21,9 +21,9 @@ from tests.nodes import rank_launcher
 from tests.nodes.rank_launcher import decode_step
 
 from quire import demo_model, llm
-from quire.cluster.group.rank_socket import Hello, Reception, connect
-from quire.cluster.group.remote_rank import RemoteRankTask
-from quire.cluster.group.remote_ranks import ProcessStarter, RemoteRanks
+from quire.cluster.features.nodes.rank_socket import Hello, Reception, connect
+from quire.cluster.features.nodes.remote_rank import RemoteRankTask
+from quire.cluster.features.nodes.remote_ranks import ProcessStarter, RemoteRanks
 from quire.kernels.native import library as native
 from quire.llm import LLM, SamplingParams
 from quire.worker.rank import lockstep

@@ -16,7 +16,7 @@ from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.app import Endpoints, running_app
 from quire.cluster.deploy.local import ray_session
-from quire.cluster.scaling.settings import AutoscalingSettings
+from quire.cluster.features.autoscale.settings import AutoscalingSettings
 from quire.worker.request.config import EngineConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from tests.served.serve_process import serving
 
-from quire.cluster.client import generate
+from quire.cluster.tools.generate import generate
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

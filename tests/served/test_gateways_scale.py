@@ -12,7 +12,7 @@ from tests.served.conftest import APP_NAME, CONFIG, marked_processes, paced_clus
 from tests.served.test_scaling import prompt, run, wait_until
 
 from quire.cluster.deploy.app import Endpoints
-from quire.cluster.scaling.settings import GatewayAutoscaling
+from quire.cluster.features.autoscale.settings import GatewayAutoscaling
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -15,9 +15,9 @@ from tests.served.conftest import CONFIG, marked_processes
 from tests.served.paced_group import ReplicaGroup
 
 from quire import demo_model
-from quire.cluster.client import generate
 from quire.cluster.deploy.app import running_app
 from quire.cluster.deploy.local import ray_session
+from quire.cluster.tools.generate import generate
 from quire.llm import LLM, SamplingParams
 from quire.v1 import inference_pb2 as pb
 

@@ -24,12 +24,12 @@ from tests.served.test_upgrade import free_port
 
 from quire import demo_model
 from quire.cluster.cli.cluster import cluster_config
-from quire.cluster.cli.main import _parser
-from quire.cluster.client import generate
+from quire.cluster.cli.commands import command_line
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.deploy.app import SILENT, Endpoints, running_app
 from quire.cluster.deploy.change import add_model, model_states, remove_model, replace_model
 from quire.cluster.deploy.local import ray_session
+from quire.cluster.tools.generate import generate
 from quire.v1 import inference_pb2 as pb
 from quire.worker.request.errors import CheckpointError, ConfigError
 
@@ -313,7 +313,7 @@ def test_the_commands_of_the_documents_work(weights: dict[str, Path], tmp_path: 
     settings, _ = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     file = tmp_path / "models.yaml"
     file.write_text(settings)
-    config = cluster_config(_parser().parse_args(["serve", "--config", str(file)]))
+    config = cluster_config(command_line().parse_args(["serve", "--config", str(file)]))
     assert {name: each.min_groups for name, each in config.models.items()} == {
         "large": 1,
         "small": 2,

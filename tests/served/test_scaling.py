@@ -15,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ray import serve
 from tests.served.conftest import GROUPS_NAME
 
-from quire.cluster.client import generate
 from quire.cluster.deploy.app import Endpoints
+from quire.cluster.tools.generate import generate
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
 

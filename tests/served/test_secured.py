@@ -17,10 +17,10 @@ from tests.cluster.test_security import Certificates
 from tests.served.conftest import APP_NAME, CONFIG, GROUPS_NAME, marked_processes
 from tests.served.paced_group import ReplicaGroup, set_pace
 
-from quire.cluster.client import generate
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.app import running_app, upgrade_app
 from quire.cluster.deploy.local import ray_session
+from quire.cluster.tools.generate import generate
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub
@@ -213,4 +213,8 @@ def process_listening_on(port: int) -> int:
     assert process_id is not None
     process = psutil.Process(process_id)
     # The gateway's watcher, a child process, shares the sockets.
-    return process.ppid() if "quire.cluster.deploy.watcher" in process.cmdline() else process_id
+    return (
+        process.ppid()
+        if "quire.cluster.features.watcher.watcher" in process.cmdline()
+        else process_id
+    )

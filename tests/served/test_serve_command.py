@@ -18,7 +18,7 @@ from tests.served.serve_process import serving
 
 from quire import demo_model
 from quire.cluster.cli.main import main
-from quire.cluster.client import generate
+from quire.cluster.tools.generate import generate
 from quire.llm import LLM, SamplingParams
 from quire.v1 import inference_pb2 as pb
 

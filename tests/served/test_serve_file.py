@@ -15,8 +15,8 @@ from tests.served.conftest import marked_processes
 from tests.served.test_upgrade import free_port
 
 from quire import demo_model
-from quire.cluster.client import generate
 from quire.cluster.deploy.local import ray_session
+from quire.cluster.tools.generate import generate
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

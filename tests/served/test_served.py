@@ -21,8 +21,8 @@ from tests.served.conftest import GROUPS_NAME
 
 from quire import demo_model
 from quire.cluster.cli.main import main
-from quire.cluster.client import chat_request, generate
 from quire.cluster.deploy.app import Endpoints
+from quire.cluster.tools.generate import chat_request, generate
 from quire.llm import LLM, SamplingParams
 from quire.v1 import inference_pb2 as pb
 from quire.v1.inference_pb2_grpc import InferenceStub

@@ -12,7 +12,7 @@ import pytest
 from tests.served.conftest import marked_processes
 from tests.served.serve_process import ROOT, serving
 
-from quire.cluster.client import generate
+from quire.cluster.tools.generate import generate
 from quire.v1 import inference_pb2 as pb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -7,9 +7,9 @@ from typing import Any
 from starlette.routing import Route
 from tools.reference.markdown import code, table
 
-from quire.cluster.edge.reference import reference_of
-from quire.cluster.edge.reference_calls import CALLS
-from quire.cluster.edge.reference_page import _kind, _meaning
+from quire.cluster.features.reference.calls import CALLS
+from quire.cluster.features.reference.document import reference_of
+from quire.cluster.features.reference.page import _kind, _meaning
 
 Json = dict[str, Any]
 

@@ -14,9 +14,9 @@ from typing import Any
 from tools.fields import DocumentedField, documented_fields
 from tools.reference.markdown import code, table
 
-from quire.cluster.cli.main import _parser
+from quire.cluster.cli.commands import command_line
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
-from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscaling
+from quire.cluster.features.autoscale.settings import AutoscalingSettings, GatewayAutoscaling
 from quire.router.config import RoutingConfig
 from quire.worker.request.config import EngineConfig
 
@@ -95,7 +95,7 @@ def _flag(name: str) -> str:
 @cache
 def _serve_flags() -> dict[str, list[str]]:
     (commands,) = (
-        each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction)
+        each for each in command_line()._actions if isinstance(each, argparse._SubParsersAction)
     )
     return {each.dest: each.option_strings for each in commands.choices["serve"]._actions}
 

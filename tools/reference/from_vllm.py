@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tools.reference.markdown import code, table
 
-from quire.cluster.cli.main import _parser
+from quire.cluster.cli.commands import command_line
 from quire.worker.request.vllm_names import ALWAYS, REFUSED, SPELLED, VALUES
 
 _FLAGS = Path(__file__).resolve().parents[2] / "tests/cluster/vllm_flags.txt"
@@ -18,7 +18,7 @@ _BY_HAND = {
 
 def page() -> str:
     (commands,) = (
-        each for each in _parser()._actions if isinstance(each, argparse._SubParsersAction)
+        each for each in command_line()._actions if isinstance(each, argparse._SubParsersAction)
     )
     helps = {
         flag: (each.help or "").replace("%%", "%")

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quire.cluster.dialects.formats import check_parsers
-from quire.cluster.edge.limits import ConnectionLimits
 from quire.cluster.failover.resume import CompletionConfig
-from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscaling
+from quire.cluster.features.autoscale.settings import AutoscalingSettings, GatewayAutoscaling
+from quire.cluster.features.guard.limits import ConnectionLimits
+from quire.cluster.features.tracing.tracing import check_endpoint
 from quire.cluster.serving.admission_config import AdmissionConfig
-from quire.cluster.telemetry.tracing import check_endpoint
 from quire.router.config import RoutingConfig
 from quire.worker.model.hub import model_name
 from quire.worker.request.config import EngineConfig

@@ -2,7 +2,7 @@
 
 A package may remove such a part in any version. This is noticed when the package is loaded, and the
 message names the tested versions. `quire.cluster.deploy.ray_private` and
-`quire.cluster.edge.uvicorn_private` list the parts.
+`quire.cluster.features.guard.uvicorn_private` list the parts.
 """
 
 from collections.abc import Iterable

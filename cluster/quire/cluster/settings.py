@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig, ModelConfig
-from quire.cluster.scaling.settings import AutoscalingSettings, GatewayAutoscaling
+from quire.cluster.features.autoscale.settings import AutoscalingSettings, GatewayAutoscaling
 from quire.router.config import RoutingConfig
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import ConfigError

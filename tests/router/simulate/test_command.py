@@ -10,7 +10,7 @@ import pytest
 
 from quire import demo_model
 from quire.cluster.cli.main import main
-from quire.cluster.cli.requests import trace_of_requests
+from quire.cluster.tools.simulate.requests import trace_of_requests
 from quire.simulate.capacity import find_capacity
 from quire.simulate.cost import PRESETS
 from quire.simulate.fit import fit_cost

@@ -14,11 +14,9 @@ _TIMEOUT_S = 30.0
 _KEY = "If the server needs API keys, an operator's key is read from QUIRE_API_KEY."
 
 
-def add_admin_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``admin`` to the command line."""
-    help_text = "list the replica groups, drain one, or end its drain"
-    admin = commands.add_parser("admin", help=help_text, description=f"See its commands. {_KEY}")
-    actions = admin.add_subparsers(required=True, metavar="ACTION", dest="action")
+def add_flags(parser: Parser) -> None:
+    parser.description = f"See its commands. {_KEY}"
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     for name, help_text in (
         ("list", "show the groups, their state and load"),
         (
@@ -46,7 +44,7 @@ def add_admin_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
 def _run(arguments: argparse.Namespace) -> int:
     import grpc
 
-    from quire.cluster.client import print_rpc_error
+    from quire.cluster.cli.server import print_rpc_error
     from quire.v1 import admin_pb2 as pb
     from quire.v1.admin_pb2_grpc import AdminStub
 

@@ -15,7 +15,7 @@ from quire.cluster.cli.lora import lora_modules
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
 from quire.cluster.deploy.kept_keys import kept_keys_file
 from quire.cluster.dialects.formats import TOOL_FORMATS
-from quire.cluster.scaling.settings import AutoscalingSettings
+from quire.cluster.features.autoscale.settings import AutoscalingSettings
 from quire.router.config import POLICY_NAMES, RoutingConfig
 from quire.worker.request.config import BLOCK_SIZES, EngineConfig
 from quire.worker.request.errors import ConfigError

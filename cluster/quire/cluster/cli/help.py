@@ -15,7 +15,7 @@ from quire.cluster.cli.environment import read_environment
 from quire.worker.request.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.cluster.client import Server
+    from quire.cluster.cli.server import Server
 
 _CLOSE = 0.8
 """How similar an unknown flag must be to a known one to be suggested: --num-group is, --tokenizer
@@ -204,7 +204,7 @@ def add_model_flag(parser: argparse.ArgumentParser) -> None:
 
 def server_of(arguments: argparse.Namespace) -> "Server":
     """The server named by the flags, with the API key from the environment."""
-    from quire.cluster.client import Server
+    from quire.cluster.cli.server import Server
 
     return Server(
         address=arguments.address,

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
 
 from quire import __version__
+from quire.cluster.cli.commands import command_line
 from quire.cluster.cli.help import Parser
 from quire.worker.request.errors import ConfigError
 
@@ -23,31 +24,26 @@ _PACKAGES = (
 _SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 
-def add_info_parsers(commands: "argparse._SubParsersAction[Parser]", parser: Parser) -> None:
-    """Adds the three commands; ``parser`` is the parser of the whole command line."""
-    told = commands.add_parser(
-        "version",
-        help="show the versions of Quire and of its main dependencies",
-        description="Shows the versions of Quire and of its main dependencies.",
-    )
-    told.add_argument("--json", action="store_true", help="as JSON, for programs")
-    told.set_defaults(run=lambda arguments: _version(as_json=arguments.json))
+def add_version_flags(parser: Parser) -> None:
+    parser.description = "Shows the versions of Quire and of its main dependencies."
+    parser.add_argument("--json", action="store_true", help="as JSON, for programs")
+    parser.set_defaults(run=lambda arguments: _version(as_json=arguments.json))
 
-    page = commands.add_parser(
-        "help", help="show the help of a command", description="Shows the help of a command."
-    )
-    page.add_argument("command", nargs="*", metavar="COMMAND", help="such as serve, or model add")
-    page.set_defaults(run=lambda arguments: _help(parser, arguments.command))
 
-    shell = commands.add_parser(
-        "completion",
-        help="print a script for shell completion of commands and flags",
-        description="Prints a script that makes a shell complete commands and flags. For bash: "
+def add_help_flags(parser: Parser) -> None:
+    parser.description = "Shows the help of a command."
+    parser.add_argument("command", nargs="*", metavar="COMMAND", help="such as serve, or model add")
+    parser.set_defaults(run=lambda arguments: _help(command_line(), arguments.command))
+
+
+def add_completion_flags(parser: Parser) -> None:
+    parser.description = (
+        "Prints a script that makes a shell complete commands and flags. For bash: "
         'add eval "$(quire completion bash)" to ~/.bashrc. For zsh: the output is a file _quire '
-        "in a folder of $fpath.",
+        "in a folder of $fpath."
     )
-    shell.add_argument("shell", choices=_SHELLS, help="the shell")
-    shell.set_defaults(run=lambda arguments: _completion(parser, arguments.shell))
+    parser.add_argument("shell", choices=_SHELLS, help="the shell")
+    parser.set_defaults(run=lambda arguments: _completion(command_line(), arguments.shell))
 
 
 def versions() -> dict[str, str]:

@@ -11,16 +11,12 @@ from quire.cluster.cli.fields import absolute
 from quire.cluster.cli.help import RAY_ADDRESS_HELP, SHORT_USAGE, DefaultsFormatter, Parser
 
 
-def add_model_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``model`` to the command line."""
-    model = commands.add_parser(
-        "model",
-        help="list, add, remove or replace the models of a cluster that serves",
-        description="Lists, adds, removes or replaces the models of a cluster that serves. Its "
-        "gateways stay, and so do the streams of its other models.",
-        formatter_class=DefaultsFormatter,
+def add_flags(parser: Parser) -> None:
+    parser.description = (
+        "Lists, adds, removes or replaces the models of a cluster that serves. Its "
+        "gateways stay, and so do the streams of its other models."
     )
-    actions = model.add_subparsers(required=True, metavar="ACTION")
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
 
     listed = actions.add_parser("list", help="show names, state, groups and path of each model")
     listed.set_defaults(run=_list)

@@ -4,26 +4,21 @@ import argparse
 import json
 from typing import Any
 
-from quire.cluster.cli.help import RAY_ADDRESS_HELP, DefaultsFormatter, Parser, sentence
+from quire.cluster.cli.help import RAY_ADDRESS_HELP, Parser
 from quire.worker.request.errors import ConfigError
 
 _HEALTHY, _NOT_WHOLE, _NOTHING = 0, 1, 2
 
 
-def add_status_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``status`` to the command line."""
-    help_text = "show which applications run on a Ray cluster, and whether they are complete"
-    status = commands.add_parser(
-        "status",
-        help=help_text,
-        description=f"{sentence(help_text)}. The exit status is 0 if all are, 1 if "
-        "groups or gateways are missing, and 2 if nothing runs.",
-        formatter_class=DefaultsFormatter,
+def add_flags(parser: Parser) -> None:
+    parser.description = (
+        "Show which applications run on a Ray cluster, and whether they are complete. The exit "
+        "status is 0 if all are, 1 if groups or gateways are missing, and 2 if nothing runs."
     )
-    status.add_argument("name", nargs="?", help="one application; all of them if absent")
-    status.add_argument("--ray-address", default="auto", help=RAY_ADDRESS_HELP)
-    status.add_argument("--json", action="store_true", help="print JSON, for programs")
-    status.set_defaults(run=_run)
+    parser.add_argument("name", nargs="?", help="one application; all of them if absent")
+    parser.add_argument("--ray-address", default="auto", help=RAY_ADDRESS_HELP)
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -6,28 +6,21 @@ serve`` was killed.
 
 import argparse
 
-from quire.cluster.cli.help import RAY_ADDRESS_HELP, DefaultsFormatter, Parser
+from quire.cluster.cli.help import RAY_ADDRESS_HELP, Parser
 from quire.cluster.config import ClusterConfig
 
 
-def add_stop_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``stop`` to the command line."""
-    help_text = "drain and stop an application of a Ray cluster"
-    stop = commands.add_parser(
-        "stop",
-        help=help_text,
-        description="Drains and stops an application of a running Ray cluster, and no other.",
-        formatter_class=DefaultsFormatter,
-    )
-    stop.add_argument("name", help="the application's name, as `quire serve` prints it")
-    stop.add_argument("--ray-address", default="auto", help=RAY_ADDRESS_HELP)
-    stop.add_argument(
+def add_flags(parser: Parser) -> None:
+    parser.description = "Drains and stops an application of a running Ray cluster, and no other."
+    parser.add_argument("name", help="the application's name, as `quire serve` prints it")
+    parser.add_argument("--ray-address", default="auto", help=RAY_ADDRESS_HELP)
+    parser.add_argument(
         "--drain-timeout-s",
         type=float,
         default=ClusterConfig.drain_timeout_s,
         help="the application's own --drain-timeout-s; how long to wait for the drain",
     )
-    stop.set_defaults(run=_run)
+    parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -9,30 +9,26 @@ import argparse
 from dataclasses import replace
 
 from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
-from quire.cluster.cli.help import RAY_ADDRESS_HELP, SHORT_USAGE, DefaultsFormatter, Parser
+from quire.cluster.cli.help import RAY_ADDRESS_HELP, SHORT_USAGE, Parser
 
 
-def add_upgrade_parser(commands: "argparse._SubParsersAction[Parser]") -> None:
-    """Adds ``upgrade`` to the command line."""
-    upgrade = commands.add_parser(
-        "upgrade",
-        usage=SHORT_USAGE,
-        help="replace the groups and gateways of a running application, with new settings",
-        description="Replaces the groups and gateways of a running application one by one, with "
+def add_flags(parser: Parser) -> None:
+    parser.usage = SHORT_USAGE
+    parser.description = (
+        "Replaces the groups and gateways of a running application one by one, with "
         "the settings given here; running requests continue. Flags that are left out return to "
-        "their defaults: repeat those of `quire serve`.",
-        formatter_class=DefaultsFormatter,
+        "their defaults: repeat those of `quire serve`."
     )
     add_cluster_flags(
-        upgrade, num_groups=1, tensor_parallel_size=1, ray_address_help=RAY_ADDRESS_HELP
+        parser, num_groups=1, tensor_parallel_size=1, ray_address_help=RAY_ADDRESS_HELP
     )
-    upgrade.add_argument(
+    parser.add_argument(
         "--start-first",
         action="store_true",
         help="start each new group before an old one stops, which takes room for one more",
     )
-    upgrade.reads_environment = True
-    upgrade.set_defaults(run=_run, ray_address="auto")
+    parser.reads_environment = True
+    parser.set_defaults(run=_run, ray_address="auto")
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -16,10 +16,10 @@ from quire.cluster.deploy.serve_options import (
     with_version,
 )
 from quire.cluster.deploy.stop import STOP_MARGIN_S
-from quire.cluster.edge.limits import GRPC_LEAVE_S
-from quire.cluster.group.placement import placement_options
-from quire.cluster.node_adapters import NodeAdapters
-from quire.cluster.telemetry.tracing import protocol_to
+from quire.cluster.features.adapters.node import NodeAdapters
+from quire.cluster.features.guard.limits import GRPC_LEAVE_S
+from quire.cluster.features.nodes.placement import placement_options
+from quire.cluster.features.tracing.tracing import protocol_to
 from quire.worker.model.config import (
     check_settings,
     read_model_spec,

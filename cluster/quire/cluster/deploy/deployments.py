@@ -29,21 +29,21 @@ from quire.cluster.deploy.logs import log_beside_serve
 from quire.cluster.deploy.model_set import ModelSet
 from quire.cluster.deploy.names import application_of
 from quire.cluster.deploy.port_claims import claim_ports
-from quire.cluster.deploy.report_demand import report_demand
 from quire.cluster.deploy.serve_port import keep_to_node_address
 from quire.cluster.deploy.served_model import ServedModel, new_table
 from quire.cluster.deploy.start import given_up
 from quire.cluster.deploy.start_steps import StartSteps
-from quire.cluster.deploy.watched import be_watched
 from quire.cluster.edge.admin_grpc import overview_of
 from quire.cluster.edge.models_api import state_of
+from quire.cluster.features.adapters.catalog import Adapters, Word
+from quire.cluster.features.autoscale.gateways import INFLIGHT
+from quire.cluster.features.autoscale.report_demand import report_demand
+from quire.cluster.features.autoscale.serve import report
+from quire.cluster.features.explain.explanations import Answers
+from quire.cluster.features.watcher.watched import be_watched
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
-from quire.cluster.scaling.gateways import INFLIGHT
-from quire.cluster.scaling.serve import report
-from quire.cluster.serving.adapters import Adapters, Word
 from quire.cluster.supervise import end_if_cancelled
-from quire.cluster.telemetry.explanations import Answers
 from quire.router.registry import REGISTRY, Member
 from quire.router.table import RoutingTable
 from quire.v1 import inference_pb2 as pb
@@ -105,7 +105,7 @@ class ReplicaGroup:
         self._demand[gateway] = time.monotonic(), num_tokens
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """The group's metrics, read by Serve once a second for `quire.cluster.scaling.serve`."""
+        """The group's metrics, which Serve reads once a second for `features.autoscale.serve`."""
         now_s = time.monotonic()
         self._demand = {
             gateway: (time_s, num_tokens)
@@ -322,7 +322,7 @@ class Gateway:
         return answers, silence if num_silent else ""
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """The metric that Serve reads once a second for `quire.cluster.scaling.gateways`."""
+        """The metric that Serve reads once a second for `features.autoscale.gateways`."""
         return {INFLIGHT: float(self._server.models.num_inflight)}
 
     async def addresses(self) -> tuple[str, str]:

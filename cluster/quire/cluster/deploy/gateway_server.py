@@ -12,17 +12,17 @@ from typing import Self
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.served_model import ServedModel, new_table, read_model
 from quire.cluster.edge.auth import ApiKeys
-from quire.cluster.edge.grpc_guard import GrpcGuard
 from quire.cluster.edge.grpc_server import build_grpc_server
-from quire.cluster.edge.leaving import listeners_at, stop_listening_at, wait_until_left
-from quire.cluster.edge.limits import GRPC_LEAVE_S, allowed_connections
-from quire.cluster.edge.listener import HttpListener, listening_socket
 from quire.cluster.edge.openai_http import build_http_app, build_metrics_app
+from quire.cluster.features.adapters.catalog import AskOthers, nobody_knows
+from quire.cluster.features.guard.grpc_guard import GrpcGuard
+from quire.cluster.features.guard.leaving import listeners_at, stop_listening_at, wait_until_left
+from quire.cluster.features.guard.limits import GRPC_LEAVE_S, allowed_connections
+from quire.cluster.features.guard.listener import HttpListener, listening_socket
+from quire.cluster.features.tracing.tracing import new_span_id, start_tracing
 from quire.cluster.links.group_link import GroupContact
-from quire.cluster.serving.adapters import AskOthers, nobody_knows
 from quire.cluster.serving.models import Models
 from quire.cluster.telemetry.access_log import log_access
-from quire.cluster.telemetry.tracing import new_span_id, start_tracing
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
 from quire.worker.request.errors import ConfigError

@@ -31,7 +31,9 @@ def kept_keys(keys: Sequence[str] | None) -> Iterator[None]:
     if not keys:
         yield
         return
-    from quire.cluster.edge.keys_file import hashed_file  # Takes a second, for few starts.
+    from quire.cluster.features.tenants.keys_file import (
+        hashed_file,  # Takes a second, for few starts.
+    )
 
     file = kept_keys_file(keys)
     try:

@@ -17,9 +17,9 @@ import quire.kernels
 import quire.router
 import quire.worker
 from quire.cluster.config import ClusterConfig, ModelConfig
-from quire.cluster.scaling.gateways import GatewayPolicy
-from quire.cluster.scaling.serve import ServePolicy
-from quire.cluster.scaling.settings import (
+from quire.cluster.features.autoscale.gateways import GatewayPolicy
+from quire.cluster.features.autoscale.serve import ServePolicy
+from quire.cluster.features.autoscale.settings import (
     LOOK_BACK_S,
     METRICS_INTERVAL_S,
     AutoscalingSettings,

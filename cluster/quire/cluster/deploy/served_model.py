@@ -7,11 +7,11 @@ from functools import partial
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.features.adapters.node import NodeAdapters
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.node_adapters import NodeAdapters
 from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.table import RoutingTable
 from quire.worker.model.hub import fetch_text_files

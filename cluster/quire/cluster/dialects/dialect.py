@@ -14,10 +14,10 @@ from quire.cluster.dialects.formats import (
     check_parsers,
     markers_of,
 )
-from quire.cluster.dialects.probe import Probed, Shown, probed
-from quire.cluster.dialects.read_back import finds, read_back, reads
-from quire.cluster.dialects.response_template import calls_from
 from quire.cluster.dialects.tools import ToolUse
+from quire.cluster.features.template_reading.probe import Probed, Shown, probed
+from quire.cluster.features.template_reading.read_back import finds, read_back, reads
+from quire.cluster.features.template_reading.response_template import calls_from
 from quire.worker.blocks.hashing import TokenIds
 from quire.worker.request.errors import InvalidRequest, UnreadableTemplate
 from quire.worker.text.reasoning import (

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 
-from quire.cluster.edge.keys_file import Caller
 from quire.cluster.errors import NotAnOperator, Unauthenticated
+from quire.cluster.features.tenants.keys_file import Caller
 
 F = TypeVar("F", bound=Callable[..., Any])
 

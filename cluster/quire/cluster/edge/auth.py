@@ -29,7 +29,8 @@ from quire.cluster.edge.access import REFUSAL, Access, check_access
 from quire.cluster.edge.error_kinds import kind_of
 from quire.cluster.edge.grpc_errors import Context, refuse
 from quire.cluster.edge.http_errors import error_response
-from quire.cluster.edge.keys_file import (
+from quire.cluster.errors import NotAnOperator, Unauthenticated
+from quire.cluster.features.tenants.keys_file import (
     EVERYONE,
     Caller,
     KeysFile,
@@ -37,8 +38,7 @@ from quire.cluster.edge.keys_file import (
     digest,
     read_keys_file,
 )
-from quire.cluster.errors import NotAnOperator, Unauthenticated
-from quire.cluster.serving.tenants import TenantPolicy
+from quire.cluster.features.tenants.limits import TenantPolicy
 from quire.worker.request.errors import ConfigError, InvalidRequest
 
 _log = logging.getLogger(__name__)

@@ -19,9 +19,9 @@ from quire.cluster.edge import grpc_calls
 from quire.cluster.edge.auth import grpc_caller
 from quire.cluster.edge.grpc_errors import Context
 from quire.cluster.edge.streams import client_id
+from quire.cluster.features.tracing.tracing import traceparent
 from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.timeline import Timeline
-from quire.cluster.telemetry.tracing import traceparent
 
 Handler = Any  # A grpc.RpcMethodHandler; only type checkers see it as generic.
 Begin = Callable[[Timeline, Sequence[str], Sequence[str]], object]

@@ -19,8 +19,6 @@ from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.http_errors import error_body, error_headers
-from quire.cluster.edge.messages_format import MessagesFormat
-from quire.cluster.edge.messages_schema import MessagesBody
 from quire.cluster.edge.openai_answer import Answer
 from quire.cluster.edge.openai_format import ChatFormat, CompletionFormat, Echo, Format
 from quire.cluster.edge.openai_logprobs import Logprobs
@@ -30,14 +28,16 @@ from quire.cluster.edge.openai_schema import (
     GenerationBody,
     StreamOptions,
 )
-from quire.cluster.edge.responses_format import ResponsesFormat
-from quire.cluster.edge.responses_schema import ResponsesBody
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.streams import EventStream, Write, client_id, event, unless_disconnected
 from quire.cluster.edge.structured import told_of
 from quire.cluster.errors import DeadlineExceeded
 from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Take
+from quire.cluster.features.anthropic.format import MessagesFormat
+from quire.cluster.features.anthropic.schema import MessagesBody
+from quire.cluster.features.responses.format import ResponsesFormat
+from quire.cluster.features.responses.schema import ResponsesBody
 from quire.cluster.serving.bounds import Hold
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService

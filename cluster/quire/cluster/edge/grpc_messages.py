@@ -17,7 +17,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from quire.cluster.edge.grpc_errors import Context, refuse
-from quire.cluster.edge.grpc_guard import Account
+from quire.cluster.features.guard.grpc_guard import Account
 from quire.worker.request.errors import InvalidRequest
 
 Handler = Any  # A grpc.RpcMethodHandler; only type checkers see it as generic.

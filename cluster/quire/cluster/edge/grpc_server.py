@@ -25,11 +25,11 @@ from quire.cluster.edge.call_records import GrpcCalls
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, statuses
 from quire.cluster.edge.grpc_format import response_of
-from quire.cluster.edge.grpc_guard import MAX_MESSAGE_BYTES, Account, GrpcGuard
 from quire.cluster.edge.grpc_messages import GrpcMessages
-from quire.cluster.edge.limits import GRPC_CONNECTION_AGE_S, ConnectionLimits
 from quire.cluster.edge.reflection import V1, V1ALPHA, add_reflection
-from quire.cluster.serving.embeddings import Ask, best, embed, rank
+from quire.cluster.features.embeddings.embed import Ask, best, embed, rank
+from quire.cluster.features.guard.grpc_guard import MAX_MESSAGE_BYTES, Account, GrpcGuard
+from quire.cluster.features.guard.limits import GRPC_CONNECTION_AGE_S, ConnectionLimits
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.service import ModelService
 from quire.cluster.wire import params_from_proto
@@ -215,7 +215,7 @@ def build_grpc_server(
     services = [SERVICE]
     engine = None
     if find_spec("smg_grpc_proto") is not None:
-        from quire.cluster.edge import vllm_grpc
+        from quire.cluster.features.vllm_grpc import servicer as vllm_grpc
 
         engine = vllm_grpc.VllmEngineService(models)
         access |= rpc_access(vllm_grpc.VLLM_SERVICE, engine)

@@ -15,18 +15,18 @@ from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import ApiKeys, HttpAuth
 from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.call_records import HttpCalls
-from quire.cluster.edge.embeddings_api import embedding_routes
 from quire.cluster.edge.generation_api import generation_routes
 from quire.cluster.edge.models_api import model_routes
-from quire.cluster.edge.reference import reference_routes
 from quire.cluster.edge.routes import ApiRoute, application
-from quire.cluster.edge.routing_api import routing_route
 from quire.cluster.edge.streams import RequestIds
 from quire.cluster.edge.text_api import text_routes
-from quire.cluster.edge.ui_api import ui_routes
-from quire.cluster.edge.usage_api import usage_route
+from quire.cluster.features.embeddings.api import embedding_routes
+from quire.cluster.features.explain.api import routing_route
+from quire.cluster.features.live.api import ui_routes
+from quire.cluster.features.reference.document import reference_routes
+from quire.cluster.features.tenants.api import usage_route
+from quire.cluster.features.tenants.limits import LIMIT_HEADERS
 from quire.cluster.serving.models import Models
-from quire.cluster.serving.tenants import LIMIT_HEADERS
 
 
 def build_http_app(

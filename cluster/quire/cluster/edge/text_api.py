@@ -19,10 +19,10 @@ from quire import __version__
 from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.body import BodyReader
-from quire.cluster.edge.messages_schema import CountTokensBody
 from quire.cluster.edge.openai_schema import ChatFields, ChatTurns, TokenIds
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
+from quire.cluster.features.anthropic.schema import CountTokensBody
 from quire.cluster.serving.models import Models
 from quire.cluster.serving.prompts import off_loop
 from quire.cluster.serving.service import ModelService

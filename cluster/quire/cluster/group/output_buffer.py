@@ -1,7 +1,7 @@
 """Tokens that a group has generated for one request and not yet sent, and its credit to send
 them."""
 
-from quire.cluster.group.attempt_spans import AttemptSpans
+from quire.cluster.features.tracing.attempt_spans import AttemptSpans
 from quire.cluster.wire import (
     FINISH_REASONS,
     fetched_to_proto,

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 
 from quire.cluster.config import ClusterConfig
-from quire.cluster.group.adapters import GroupAdapters
-from quire.cluster.group.borrowing import Borrower
+from quire.cluster.features.adapters.group import GroupAdapters
+from quire.cluster.features.kv_exchange.borrowing import Borrower
+from quire.cluster.features.kv_exchange.peers import Peers
+from quire.cluster.features.nodes.placement import OnStep, start_ranks, transfers_kv
+from quire.cluster.features.tracing.tracing import start_tracing
 from quire.cluster.group.engine_loop import EngineLoop
-from quire.cluster.group.peers import Peers
-from quire.cluster.group.placement import OnStep, start_ranks, transfers_kv
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.group.session import TracesTo
 from quire.cluster.links.group_link import GroupContact
-from quire.cluster.telemetry.tracing import start_tracing
 from quire.cluster.tls import own_tls
 from quire.cluster.wire import format_to_proto
 from quire.v1 import group_pb2 as pb
@@ -39,7 +39,7 @@ from quire.worker.request.request import Prepared, Task
 from quire.worker.request.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from quire.cluster.telemetry.span_export import SpanExport
+    from quire.cluster.features.tracing.span_export import SpanExport
 
 _log = logging.getLogger(__name__)
 

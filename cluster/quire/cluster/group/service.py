@@ -16,11 +16,11 @@ import grpc.aio
 
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth
 from quire.cluster.edge.grpc_messages import GrpcMessages, Malformed
-from quire.cluster.group.adapters import GroupAdapters
-from quire.cluster.group.contents import with_contents
+from quire.cluster.features.adapters.group import GroupAdapters
+from quire.cluster.features.kv_events.contents import with_contents
+from quire.cluster.features.kv_exchange.peers import Peers
 from quire.cluster.group.engine_loop import EngineLoop, StepResult
 from quire.cluster.group.event_feed import EventFeed
-from quire.cluster.group.peers import Peers
 from quire.cluster.group.session import Door, GatewaySession, TracesTo
 from quire.cluster.wire import events_to_proto
 from quire.v1 import group_pb2 as pb

@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, replace
 
-from quire.cluster.group.adapters import GroupAdapters
-from quire.cluster.group.attempt_spans import AttemptSpans
+from quire.cluster.features.adapters.group import GroupAdapters
+from quire.cluster.features.tracing.attempt_spans import AttemptSpans
+from quire.cluster.features.tracing.tracing import Span
 from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.output_buffer import Key, OutputBuffer
-from quire.cluster.telemetry.tracing import Span
 from quire.cluster.wire import FINISH_REASON_OF, prepared_of, stats_to_proto
 from quire.v1 import group_pb2 as pb
 from quire.worker.request.errors import (

@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from quire.cluster.errors import Death, GroupLost, GroupMismatch
-from quire.cluster.links.adapters import Holders
+from quire.cluster.features.adapters.groups import Holders
+from quire.cluster.features.autoscale.demand import Demand
+from quire.cluster.features.kv_exchange.exchange import Exchange
+from quire.cluster.features.kv_exchange.gateway_warming import MAX_SOURCES, Warming
 from quire.cluster.links.deaths import Deaths
-from quire.cluster.links.exchange import Exchange
 from quire.cluster.links.group_client import GroupClient, GroupClientConfig
 from quire.cluster.links.group_link import Connect, GroupContact, grpc_connect
 from quire.cluster.links.group_stream import GroupStream, Turns
-from quire.cluster.links.warming import MAX_SOURCES, Warming
 from quire.cluster.model_card import Expectation
-from quire.cluster.scaling.demand import Demand
 from quire.cluster.supervise import keep_going
 from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import Applied, GroupId, Position

@@ -25,10 +25,10 @@ from functools import partial
 from math import inf
 
 from quire.cluster.errors import Overloaded, RefusalReason
+from quire.cluster.features.tenants.fair_queue import OUTPUT_WORK, FairQueue
+from quire.cluster.features.tenants.slot_shares import SlotShares
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.capacity import Capacity
-from quire.cluster.serving.fair_queue import OUTPUT_WORK, FairQueue
-from quire.cluster.serving.slot_shares import SlotShares
 from quire.cluster.serving.ticket import Queued, Stage, Ticket, WaitingLoad
 from quire.router.policies.loads import Loads
 

@@ -10,21 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from quire.cluster.errors import ModelNotFound, Unavailable
-from quire.cluster.serving.adapters import Adapters
+from quire.cluster.features.adapters.catalog import Adapters
+from quire.cluster.features.explain.explanations import Explanations
+from quire.cluster.features.live.live import Live, Watched
+from quire.cluster.features.tenants.limits import Tenants
+from quire.cluster.features.tenants.usage import UsageLedger
+from quire.cluster.features.tracing.call_spans import spans_of
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import Budget
 from quire.cluster.serving.service import ModelService
-from quire.cluster.serving.tenants import Tenants
-from quire.cluster.telemetry.call_spans import spans_of
-from quire.cluster.telemetry.explanations import Explanations
-from quire.cluster.telemetry.live import Live, Watched
 from quire.cluster.telemetry.metrics import GatewayTelemetry
 from quire.cluster.telemetry.timeline import Timeline
-from quire.cluster.telemetry.usage import UsageLedger
 from quire.worker.request.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from quire.cluster.telemetry.span_export import SpanExport
+    from quire.cluster.features.tracing.span_export import SpanExport
 
 _log = logging.getLogger(__name__)
 

@@ -20,21 +20,21 @@ from quire.cluster.failover.chunk import Chunk
 from quire.cluster.failover.completion import Completion, Meter, Take
 from quire.cluster.failover.ending import Ending
 from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
+from quire.cluster.features.adapters.keeper import Adapter, Keeper
+from quire.cluster.features.tenants.limits import Tenants
+from quire.cluster.features.tenants.metering import Metering, Used
+from quire.cluster.features.tenants.usage import UsageLedger
 from quire.cluster.links.groups import Groups
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import Inflight
 from quire.cluster.serving.constraints import Constraints
 from quire.cluster.serving.deadline import Deadline, late
-from quire.cluster.serving.keeper import Adapter, Keeper
-from quire.cluster.serving.metering import Metering, Used
 from quire.cluster.serving.prompts import Prompts, as_ids, check_ids, off_loop, rough_num_tokens
 from quire.cluster.serving.queue import AdmissionQueue, unavailable
-from quire.cluster.serving.tenants import Tenants
 from quire.cluster.serving.ticket import Ticket
 from quire.cluster.serving.together import together
 from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.metrics import Telemetry
-from quire.cluster.telemetry.usage import UsageLedger
 from quire.cluster.wire import work_of
 from quire.router.table import RoutingTable
 from quire.worker.blocks.hashing import BlockHashes, as_token_ids

@@ -10,7 +10,7 @@ import time
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 
-from quire.cluster.telemetry.tracing import new_span_id, traceparent
+from quire.cluster.features.tracing.tracing import new_span_id, traceparent
 from quire.router.policies.policy import Decision
 from quire.worker.request.sampling_params import SamplingParams
 

@@ -1,0 +1,1 @@
+"""Limits on connections over HTTP and gRPC: their number, age, silence and slowness."""

@@ -1,0 +1,1 @@
+"""``SubscribeKvEvents``: the cached blocks of groups, for routers of other projects."""

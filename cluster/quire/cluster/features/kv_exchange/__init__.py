@@ -1,0 +1,1 @@
+"""Groups that fetch blocks of KV cache from each other."""

@@ -1,0 +1,1 @@
+"""Tenants: their API keys, limits, shares of the queue and the slots, and their usage."""

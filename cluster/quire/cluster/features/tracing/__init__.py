@@ -1,0 +1,1 @@
+"""Spans of calls and of a group's attempts, sent over OTLP."""

@@ -1,0 +1,1 @@
+"""``quire bench``: measures engines and groups in this process, and any server."""

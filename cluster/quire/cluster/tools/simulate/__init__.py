@@ -1,0 +1,1 @@
+"""``quire simulate``: flags and inputs of the simulator, `quire.simulate`."""
