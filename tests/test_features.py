@@ -146,7 +146,7 @@ def test_few_modules_know_ray_and_protobuf() -> None:
 
 def test_a_gateway_imports_little() -> None:
     found = closure([GATEWAY], imported_at_start())
-    engine = re.compile(r"quire\.worker\.(engine|model|weights|parts|rank|step)\b")
+    engine = re.compile(r"quire\.worker\.(engine|model|weights|parts|rank|step|cache)\b")
     assert len(found) == GATEWAY_IMPORTS
     assert len([name for name in found if engine.match(name)]) == ENGINE_IN_GATEWAY
 

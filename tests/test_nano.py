@@ -21,7 +21,7 @@ from quire.worker.request.config import EngineConfig
 NANO = (
     "quire.worker.request.sampling_params",
     "quire.worker.engine.sequence",
-    "quire.worker.engine.block_pool",
+    "quire.worker.cache.block_pool",
     "quire.worker.engine.scheduler",
     "quire.worker.engine.step_input",
     "quire.worker.engine.engine",

@@ -4,7 +4,7 @@ from bench.eviction.replay import TRACE_BLOCK_SIZE, Prompt, Savings, prefill_ms
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.block_pool import BlockId, BlockPool
+from quire.worker.cache.block_pool import BlockId, BlockPool
 from quire.worker.parts.tiers.host_tier import HostTier
 
 

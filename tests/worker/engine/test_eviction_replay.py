@@ -10,7 +10,7 @@ import pytest
 from tests.prepared import prepared
 
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.eviction import LowestUtility, PolicyFactory
+from quire.worker.cache.eviction import LowestUtility, PolicyFactory
 from quire.worker.group_engine import GroupEngine
 
 MakeEngine = Callable[..., tuple[GroupEngine, Any]]

@@ -9,7 +9,7 @@ from bench.eviction.two_tiers import replay_in_two_tiers
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.eviction import LowestUtility
+from quire.worker.cache.eviction import LowestUtility
 from quire.worker.parts.tiers.host_tier import HostTier
 
 A, B, C, D, E = (BlockHash(bytes([number]) * 32) for number in range(5))

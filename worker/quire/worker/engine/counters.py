@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from quire.worker.engine.block_pool import BlockPool
+from quire.worker.cache.block_pool import BlockPool
 from quire.worker.engine.scheduler import Scheduler
 from quire.worker.request.engine_stats import EngineStats
 

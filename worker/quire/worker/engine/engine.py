@@ -22,7 +22,7 @@ from typing import Any
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.block_pool import BlockPool
+from quire.worker.cache.block_pool import BlockPool
 from quire.worker.engine.counters import Counters
 from quire.worker.engine.intake import Intake
 from quire.worker.engine.outcomes import Outcomes

@@ -12,7 +12,7 @@ from typing import Any, NewType, Protocol
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.block_pool import BlockId, BlockPool
+from quire.worker.cache.block_pool import BlockId, BlockPool
 from quire.worker.engine.choices import PLAIN, Choices
 from quire.worker.engine.schedule import Schedule
 from quire.worker.engine.sequence import Sequence

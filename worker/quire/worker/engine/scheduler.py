@@ -11,7 +11,7 @@ can be chosen at all, some sequence proceeds: the highest-ranked one can take ev
 from bisect import insort
 
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.block_pool import BlockPool
+from quire.worker.cache.block_pool import BlockPool
 from quire.worker.engine.part import NO_PARTS, Parts
 from quire.worker.engine.pending import PendingPrefill
 from quire.worker.engine.schedule import NOTHING, Schedule, in_row_order

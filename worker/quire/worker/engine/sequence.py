@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quire.worker.blocks.hashing import BlockHash, HashChain, TokenIds
-from quire.worker.engine.block_pool import BlockId
+from quire.worker.cache.block_pool import BlockId
 from quire.worker.engine.choices import PLAIN, Choices
 from quire.worker.request.arrays import Ints
 from quire.worker.request.outputs import Fetched, FinishReason, TokenLogprobs

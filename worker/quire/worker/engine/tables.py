@@ -13,7 +13,7 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from quire.worker.blocks.events import BlockContent
-from quire.worker.engine.block_pool import BlockId, BlockPool
+from quire.worker.cache.block_pool import BlockId, BlockPool
 from quire.worker.engine.part import Slot, Tier
 from quire.worker.engine.sequence import Sequence
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire.worker.blocks.hashing import BlockHash, TokenIds
-from quire.worker.engine.block_pool import BlockId, BlockPool
+from quire.worker.cache.block_pool import BlockId, BlockPool
 from quire.worker.engine.part import Part, Slot
 from quire.worker.engine.sequence import Sequence
 from quire.worker.parts.tiers.transfers import Transfers

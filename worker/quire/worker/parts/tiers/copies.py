@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quire.worker.engine.block_pool import BlockId
+from quire.worker.cache.block_pool import BlockId
 from quire.worker.engine.part import Slot
 from quire.worker.request.arrays import Ints
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from quire.worker.blocks.hashing import BlockHash
 from quire.worker.blocks.kv_format import Bytes
-from quire.worker.engine.block_pool import BlockPool
+from quire.worker.cache.block_pool import BlockPool
 from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers.checker import OnCorrupt
 from quire.worker.parts.tiers.checksum import checksum_of

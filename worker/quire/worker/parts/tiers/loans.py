@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from quire.worker.blocks.hashing import BlockHash, BlockHashes
 from quire.worker.blocks.kv_format import Bytes, KvFormat
-from quire.worker.engine.block_pool import BlockId, BlockPool
+from quire.worker.cache.block_pool import BlockId, BlockPool
 from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers.checker import OnCorrupt
 from quire.worker.parts.tiers.checksum import checksum_of

@@ -5,7 +5,7 @@ from math import inf
 from typing import Any
 
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.block_pool import BlockId
+from quire.worker.cache.block_pool import BlockId
 from quire.worker.engine.part import Host, Part, Slot
 from quire.worker.engine.schedule import Schedule
 from quire.worker.engine.sequence import Sequence as Request

@@ -12,7 +12,7 @@ from itertools import islice
 
 from quire.worker.blocks.hashing import BlockHash, BlockHashes
 from quire.worker.blocks.kv_format import Bytes, KvFormat, PeerSource
-from quire.worker.engine.block_pool import BlockId, BlockPool
+from quire.worker.cache.block_pool import BlockId, BlockPool
 from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers.checker import Checker, OnCorrupt
 from quire.worker.parts.tiers.copies import Copies

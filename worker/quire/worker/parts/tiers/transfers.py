@@ -35,7 +35,7 @@ from typing import Any
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash, BlockHashes
 from quire.worker.blocks.kv_format import Bytes, KvFormat, PeerSource
-from quire.worker.engine.block_pool import BlockId, BlockPool
+from quire.worker.cache.block_pool import BlockId, BlockPool
 from quire.worker.engine.part import Host, Slot
 from quire.worker.model.facts import ModelFacts
 from quire.worker.parts.tiers.checker import Check, Checker
