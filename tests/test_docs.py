@@ -83,6 +83,10 @@ def test_the_map_of_the_cluster_has_a_row_for_each_package() -> None:
     assert {name for name, _ in rows if name} == {
         path.parent.name for path in MODULES.glob("*/__init__.py")
     }
+    (features,) = re.findall(r"^\| `features` \| ([^|]+) \|", page, re.M)
+    assert set(re.findall(r"`(\w+)`", features)) == {
+        path.parent.name for path in MODULES.glob("features/*/__init__.py")
+    }
     for package, modules in rows:
         for module in re.findall(r"`(\w+)`", modules):
             assert (MODULES / package / f"{module}.py").exists(), f"{package} {module}"

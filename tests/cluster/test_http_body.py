@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from quire.cluster.edge import body
+from quire.cluster.edge.access import EVERYONE, Caller
 from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
 from quire.cluster.errors import Overloaded
-from quire.cluster.features.tenants.keys_file import EVERYONE, Caller
 from quire.cluster.serving.bounds import Budget
 from quire.worker.request.errors import InvalidRequest
 

@@ -19,6 +19,7 @@ from quire.cluster.features.guard.grpc_guard import GrpcGuard
 from quire.cluster.features.guard.leaving import listeners_at, stop_listening_at, wait_until_left
 from quire.cluster.features.guard.limits import GRPC_LEAVE_S, allowed_connections
 from quire.cluster.features.guard.listener import HttpListener, listening_socket
+from quire.cluster.features.installed import INSTALLED
 from quire.cluster.features.tracing.tracing import new_span_id, start_tracing
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.serving.models import Models
@@ -111,11 +112,16 @@ class GatewayServer:
             cut=lambda reason: telemetry.cut_grpc_connections.labels(reason).inc(),
         )
         self._grpc = build_grpc_server(
-            self.models, keys=self.keys, limits=limits, guard=self._grpc_guard
+            self.models,
+            features=INSTALLED,
+            keys=self.keys,
+            limits=limits,
+            guard=self._grpc_guard,
         )
         self._http = HttpListener(
             build_http_app(
                 self.models,
+                features=INSTALLED,
                 keys=self.keys,
                 allow_origins=config.allow_origins,
                 ignore_unknown_fields=config.ignore_unknown_fields,

@@ -7,7 +7,6 @@ from functools import partial
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.failover.resume import CompletionConfig
-from quire.cluster.features.adapters.node import NodeAdapters
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups
@@ -59,6 +58,9 @@ class ServedModel:
         config = read.config
         keeper = None
         if config.engine.enable_lora:
+            # It imports parts of an engine, which other gateways do without.
+            from quire.cluster.features.adapters.node import NodeAdapters
+
             keeper = NodeAdapters(config.engine, chat_template=config.chat_template)
         self._contacts: dict[str, GroupContact] = {}  # By address.
         groups = Groups(

@@ -25,19 +25,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.cluster.edge.access import REFUSAL, Access, check_access
+from quire.cluster.edge.access import EVERYONE, REFUSAL, Access, Caller, check_access
 from quire.cluster.edge.error_kinds import kind_of
 from quire.cluster.edge.grpc_errors import Context, refuse
 from quire.cluster.edge.http_errors import error_response
 from quire.cluster.errors import NotAnOperator, Unauthenticated
-from quire.cluster.features.tenants.keys_file import (
-    EVERYONE,
-    Caller,
-    KeysFile,
-    KnownKey,
-    digest,
-    read_keys_file,
-)
+from quire.cluster.features.tenants.keys_file import KeysFile, KnownKey, digest, read_keys_file
 from quire.cluster.features.tenants.limits import TenantPolicy
 from quire.worker.request.errors import ConfigError, InvalidRequest
 

@@ -1,1 +1,4 @@
-"""One completion's life at a gateway: routed, relayed, and resumed when its group is lost."""
+"""One completion at a gateway: routed, relayed, and resumed when its group is lost.
+
+It may import `links` and `telemetry`, the router, and of the worker `request` and `text`.
+"""

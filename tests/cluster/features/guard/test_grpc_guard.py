@@ -33,6 +33,7 @@ from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
 from quire.cluster.features.guard.grpc_guard import GrpcGuard
 from quire.cluster.features.guard.limits import ConnectionLimits
+from quire.cluster.features.installed import INSTALLED
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
 
@@ -126,6 +127,7 @@ def serving(start_cluster: Any) -> Any:
             guard = GrpcGuard(bounds, cut=cut)
             grpc_server = build_grpc_server(
                 cluster.models,
+                features=INSTALLED,
                 keys=ApiKeys.of_token("right") if keys else None,
                 limits=bounds,
                 guard=guard,

@@ -10,7 +10,12 @@ from pathlib import Path
 from quire.worker.model.families.other import other
 from quire.worker.model.families.own_code import refuse_own_code
 from quire.worker.model.families.registry import FAMILIES
-from quire.worker.model.families.wrappers import architecture_of, text_part, with_defaults
+from quire.worker.model.families.wrappers import (
+    architecture_of,
+    text_part,
+    untested_wrapper,
+    with_defaults,
+)
 from quire.worker.model.pooling import Normalize, Pooling
 from quire.worker.model.sentence_folder import SentenceFolder, is_classifier, read_sentence_folder
 from quire.worker.model.sentence_settings import most_tokens
@@ -104,6 +109,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
         eos_token_ids=_eos_token_ids(path, config),
         stored=read_stored_weights(config),
         is_text_part=is_text_part,
+        untested=untested_wrapper(whole) if is_text_part else "",
         dtype=spec.dtype or _dtype_of_weights(path),
         has_head=has_head,
         tied=spec.tied or is_bare,
@@ -115,6 +121,8 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     refuse_own_code(whole, spec)
     if family is not None:
         check_runnable(spec, file)
+        if spec.untested:
+            raise whole.broken(spec.untested)
     return spec
 
 
@@ -210,10 +218,10 @@ def check_settings(config: EngineConfig, spec: ModelSpec) -> None:
 
 def check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError: weights that are stored in 4 bits would be quantised again."""
-    if config.quantization is not None and spec.stored is not None and spec.stored.bits == 4:
+    if config.quantization is not None and spec.stored is not None and spec.stored.has_4_bits:
         raise ConfigError(
             f"quantization={config.quantization!r}: the checkpoint's weights have "
-            f"{spec.stored.bits} bits already; leave it out"
+            "4 bits already; leave it out"
         )
 
 
