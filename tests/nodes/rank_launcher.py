@@ -9,7 +9,8 @@ import numpy as np
 
 from quire.cluster.features.nodes.remote_rank import RemoteRankTask
 from quire.cluster.features.nodes.remote_ranks import RemoteRanks
-from quire.worker.model.facts import ModelFacts, model_facts
+from quire.worker.model.facts import ModelFacts
+from quire.worker.model.read_facts import model_facts
 from quire.worker.rank.lockstep import LockstepExecutor
 from quire.worker.request.config import EngineConfig
 from quire.worker.step.messages import Executor, StepInput

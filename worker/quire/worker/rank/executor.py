@@ -7,7 +7,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from quire.worker.model.facts import ModelFacts, model_facts
+from quire.worker.model.facts import ModelFacts
+from quire.worker.model.read_facts import model_facts
 from quire.worker.rank.host_memory import map_host_blocks
 from quire.worker.rank.lockstep import LockstepExecutor
 from quire.worker.rank.process import RankProcesses
