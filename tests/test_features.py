@@ -12,20 +12,20 @@ from tests.modules import MODULES, ROOT, TREES, closure, imported_at_start, impo
 
 NAMED_IN = {
     # feature: (its words, files of cluster and router, files of worker and kernels)
-    "adapters": (r"\badapter|lora|LoRA|Lora", 40, 45),
+    "adapters": (r"\badapter|lora|LoRA|Lora", 39, 45),
     "kv_exchange": (
         r"[Ll]end|[Bb]orrow|kv_transfer|[Pp]ull|\bloan|PeerSource|\bsource\b.*group|[Ff]etched",
         38,
         24,
     ),
-    "tracing": (r"traceparent|(?<!body\.)(?<!def )[Ss]pan[s_A-Z]|tracestate|otlp|TracesTo", 18, 2),
-    "tenants": (r"\btenant", 44, 14),
+    "tracing": (r"traceparent|(?<!body\.)(?<!def )[Ss]pan[s_A-Z]|tracestate|otlp|TracesTo", 17, 2),
+    "tenants": (r"\btenant", 43, 14),
     "embeddings": (r"[Ee]mbed(ding|_|s\b|ded)|\btask\b *[=:]|\"embed\"", 28, 55),
     "live": (r"\b[Ll]ive\b|live_rows|ui_api|on_finished", 7, 1),
     "kv_events": (r"SubscribeKvEvents|kv_events|KvEvents|[Ll]edger|contents_", 9, 3),
     "isolation": (r"[Ii]solat|[Bb]lame|convict|[Qq]uarantin", 11, 1),
     "priority": (r"\bpriority", 16, 9),
-    "prefill_groups": (r"prefill_groups|only_prefills|hand_over|Stages|HandedOver", 12, 0),
+    "prefill_groups": (r"prefill_groups|only_prefills|hand_over|Stages|HandedOver", 10, 0),
 }
 """A feature's words, and how many files outside its folder name one of them."""
 
@@ -56,7 +56,7 @@ CORE_IMPORTS_FEATURES = {
         "quire.worker.engine.scheduler quire.worker.rank.runner serving.models "
         "serving.service"
     ),
-    "autoscale": "cli.cluster config deploy.deployments deploy.serve_options links.groups settings",
+    "autoscale": "config deploy.deployments deploy.serve_options links.groups",
     "constraints": (
         "quire.worker.engine.engine quire.worker.engine.entrance quire.worker.engine.outcomes"
     ),

@@ -16,6 +16,7 @@ from quire.router.table import RoutingTable
 from quire.worker.model.hub import fetch_text_files
 from quire.worker.model.sentence_folder import read_scoring, read_use
 from quire.worker.request.scoring import EmbeddingUse, Scoring
+from quire.worker.request.settings import part
 from quire.worker.text.tokenizer import Tokenizer
 
 
@@ -99,9 +100,7 @@ class ServedModel:
 
 def _gateway_config(config: ClusterConfig) -> GatewayConfig:
     settings = config.autoscaling
-    completion = CompletionConfig(
-        group_wait_s=config.group_wait_s, max_group_deaths=config.max_group_deaths
-    )
+    completion = part(CompletionConfig, config)
     wakes_groups = settings is not None and not settings.min_groups
     if settings is not None and wakes_groups:
         # A request may have to wait for the first group to start.

@@ -226,7 +226,12 @@ def build_grpc_server(
         interceptors=[
             GrpcCalls(begin=models.began, finish=models.finished, untold_services=_OPEN),
             # Before all that reads messages, so that clients without a key learn nothing else.
-            GrpcAuth(keys, access=access, refused=lambda peer: account_of(peer).not_let_in()),
+            GrpcAuth(
+                keys,
+                access=access,
+                refused=lambda peer: account_of(peer).not_let_in(),
+                turns=models.turns,
+            ),
             GrpcMessages(
                 account_of=account_of, open_services=_OPEN, timeout_s=limits.body_timeout_s
             ),

@@ -43,6 +43,7 @@ def build_http_app(
     """
     bodies = BodyReader(
         models.bodies,
+        turns=models.turns,
         ignore_unknown_fields=ignore_unknown_fields,
         refused=models.telemetry.refused.labels("bodies").inc,
     )

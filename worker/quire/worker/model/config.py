@@ -43,9 +43,22 @@ _SAMPLING = {
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _USUAL_LAYERS, _MOST_LAYERS = 128, 4096
 """Fewer are not compared with the tensors; more are refused if there are no weight files yet."""
+_EXPERTS = re.compile("([a-z]+_)*(num|n)_([a-z]+_)*experts(_[a-z_]+)?")
+_MOST_EXPERTS = 4096
+"""More than any model has. Some classes of transformers build a module for each."""
 _NUMBER = re.compile("[0-9]{1,8}")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
+
+
+def check_path(model: Path) -> None:
+    """Raises CheckpointError: ``model`` is neither a directory nor a GGUF file."""
+    if model.is_dir() or find_gguf(model) is not None:
+        return
+    raise CheckpointError(
+        f"{model}: {_what_instead(model)}; model must be a GGUF file or a checkpoint directory"
+        f"{_which_files(model)}, or ORG/NAME of the Hugging Face hub"
+    )
 
 
 def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
@@ -60,11 +73,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     """
     if (gguf := find_gguf(path)) is not None:
         return _of_gguf(gguf, model_impl)
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path}: {_what_instead(path)}; model must be a GGUF file or a checkpoint directory"
-            f"{_which_files(path)}, or ORG/NAME of the Hugging Face hub"
-        )
+    check_path(path)
     folder = read_sentence_folder(path)
     root, path = path, path if folder is None else folder.transformer
     file = path / "config.json"
@@ -75,6 +84,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     is_text_part, config = text is not None, text or whole
     written = config
     _check_layers(path, config)
+    _check_experts(config)
     architecture = architecture_of(config)
     decoder = f"{architecture.removesuffix('Model')}ForCausalLM"
     is_bare = decoder in FAMILIES and architecture != decoder
@@ -283,6 +293,12 @@ def _check_layers(path: Path, config: Fields) -> None:
         most = there if tensors else _MOST_LAYERS
         if count > max(most, _USUAL_LAYERS):
             raise config.wrong(name, count, f"the number of layers in the weights, at most {most}")
+
+
+def _check_experts(config: Fields) -> None:
+    for name, count in config.raw.items():
+        if isinstance(count, int) and count > _MOST_EXPERTS and _EXPERTS.fullmatch(name):
+            raise config.wrong(name, count, f"at most {_MOST_EXPERTS}")
 
 
 def _tensors(path: Path) -> dict[str, TensorInfo]:
