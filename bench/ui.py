@@ -29,7 +29,7 @@ from quire.cluster.features.guard.limits import ConnectionLimits
 from quire.cluster.features.guard.listener import HttpListener, listening_socket
 from quire.cluster.features.installed import INSTALLED
 from quire.cluster.features.live.live import Live, Watched
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 from quire.cluster.telemetry.metrics import Telemetry
 from quire.cluster.telemetry.timeline import Timeline
 from quire.router.policies.policy import GroupLoad

@@ -22,7 +22,7 @@ NAMED_IN = {
     "tenants": (r"\btenant", 43, 14),
     "embeddings": (r"[Ee]mbed(ding|_|s\b|ded)|\btask\b *[=:]|\"embed\"", 28, 55),
     "live": (r"\b[Ll]ive\b|live_rows|ui_api|on_finished", 7, 1),
-    "kv_events": (r"SubscribeKvEvents|kv_events|KvEvents|[Ll]edger|contents_", 9, 3),
+    "kv_events": (r"SubscribeKvEvents|kv_events|KvEvents|[Ll]edger|contents_", 8, 3),
     "isolation": (r"[Ii]solat|[Bb]lame|convict|[Qq]uarantin", 11, 1),
     "priority": (r"\bpriority", 16, 9),
     "prefill_groups": (r"prefill_groups|only_prefills|hand_over|Stages|HandedOver", 10, 0),
@@ -31,16 +31,16 @@ NAMED_IN = {
 
 KNOW_RAY = 20
 """Modules that import Ray."""
-KNOW_PROTOBUF = 49
+KNOW_PROTOBUF = 48
 """Modules that import protobuf or the stubs made of `proto/`, without these stubs."""
 GATEWAY = "quire.cluster.deploy.gateway_server"
-GATEWAY_IMPORTS = 248
+GATEWAY_IMPORTS = 256
 """Modules of Quire that a gateway's process imports when it starts."""
 ENGINE_IN_GATEWAY = 36
 """Those of them that are parts of an engine."""
-LONG_SIGNATURES = 11
+LONG_SIGNATURES = 8
 """Functions of cluster and router with eight or more parameters."""
-CALLBACKS = 118
+CALLBACKS = 116
 """Parameters of functions of cluster and router that are functions."""
 
 FEATURE = re.compile(r"\.(?:features|parts)\.(\w+)")
@@ -51,26 +51,26 @@ ENTRY_POINTS = {"quire.cluster.deploy.gateway_server"}
 CORE_IMPORTS_FEATURES = {
     "adapters": (
         "deploy.build deploy.deployments deploy.gateway_server deploy.served_model "
-        "edge.admin_grpc group.server group.service group.session links.groups quire.llm "
-        "quire.worker.rank.runner serving.models serving.service"
+        "edge.admin_grpc gateway.models gateway.prepare group.server group.service "
+        "group.session links.groups quire.llm quire.worker.rank.runner"
     ),
     "autoscale": "config deploy.deployments deploy.serve_options links.groups",
     "embeddings": "edge.grpc_server features.vllm_grpc.servicer",
-    "explain": "deploy.deployments edge.grpc_format serving.models",
+    "explain": "deploy.deployments edge.grpc_format gateway.models",
     "guard": "config deploy.build deploy.gateway_server edge.grpc_messages edge.grpc_server",
     "kv_events": "features.vllm_grpc.servicer group.service",
     "kv_exchange": "group.server group.service links.groups",
-    "live": "serving.models",
+    "live": "gateway.models",
     "nodes": "deploy.build group.server",
     "template_reading": "dialects.dialect",
-    "tenants": "deploy.kept_keys edge.auth serving.admission serving.models serving.service",
+    "tenants": "deploy.kept_keys edge.auth gateway.models gateway.prepare serving.admission",
     "tiers": (
         "deploy.build features.kv_exchange.borrowing features.kv_exchange.lending "
         "group.engine_loop group.server"
     ),
     "tracing": (
-        "config deploy.build deploy.gateway_server edge.call_records group.output_buffer "
-        "group.server group.session serving.models telemetry.timeline"
+        "config deploy.build deploy.gateway_server edge.call_records gateway.models "
+        "group.output_buffer group.server group.session telemetry.timeline"
     ),
     "watcher": "deploy.deployments",
 }

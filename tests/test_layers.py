@@ -32,7 +32,7 @@ MAY_IMPORT_OF_THE_WORKER = {
     "quire.simulate": (*WORKER_API, "quire.worker.cache"),
     # A gateway also needs the tokenizer.
     **dict.fromkeys(
-        [f"quire.cluster.{name}" for name in ("edge", "failover", "links", "serving", "telemetry")]
+        [f"quire.cluster.{name}" for name in ("edge", "gateway", "links", "serving", "telemetry")]
         + [f"quire.cluster.features.{name}" for name in OF_GATEWAYS],
         (*WORKER_API, "quire.worker.text"),
     ),

@@ -27,9 +27,9 @@ from bench.report import markdown, percentile
 
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.served_model import ServedModel, read_model
-from quire.cluster.failover.chunk import Chunk
+from quire.cluster.gateway.chunk import Chunk
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.group.server import GroupServer
-from quire.cluster.serving.service import ModelService
 from quire.router.table import RoutingTable
 from quire.worker.blocks.hashing import TokenIds
 from quire.worker.request.engine_stats import EngineStats

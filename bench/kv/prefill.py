@@ -18,7 +18,7 @@ from bench.kv.groups import Remote, Said, ask, config_of, random_prompt
 from bench.report import markdown
 
 from quire.cluster.config import ClusterConfig
-from quire.cluster.failover.chunk import Chunk
+from quire.cluster.gateway.chunk import Chunk
 from quire.cluster.group.server import GroupServer
 from quire.router.config import RoutingConfig
 from quire.worker.blocks.hashing import TokenIds

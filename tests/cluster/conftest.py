@@ -31,7 +31,6 @@ from quire.cluster.deploy.gateway_server import tell_of_tenants
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
 from quire.cluster.edge.openai_http import build_http_app
-from quire.cluster.failover.resume import CompletionConfig
 from quire.cluster.features.adapters.group import Check, GroupAdapters
 from quire.cluster.features.guard import leaving
 from quire.cluster.features.guard.limits import ConnectionLimits
@@ -39,14 +38,17 @@ from quire.cluster.features.guard.listener import HttpListener, listening_socket
 from quire.cluster.features.installed import INSTALLED
 from quire.cluster.features.kv_exchange.borrowing import Borrower
 from quire.cluster.features.kv_exchange.peers import Peers
+from quire.cluster.gateway.config import GatewayConfig
+from quire.cluster.gateway.losses import CompletionConfig
+from quire.cluster.gateway.models import MAX_BODY_BYTES, Models
+from quire.cluster.gateway.prepare import Abilities
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.group.engine_loop import EngineLoop
 from quire.cluster.group.service import GroupService, build_group_server
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
 from quire.cluster.serving.admission_config import AdmissionConfig
-from quire.cluster.serving.models import MAX_BODY_BYTES, Models
-from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.cluster.wire import format_to_proto
 from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable
@@ -482,7 +484,7 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
                 tokenizer=model.tokenizer,
                 groups=connections,
                 table=table,
-                keeper=keeper,
+                abilities=Abilities(keeper=keeper),
                 config=GatewayConfig(
                     completion=CompletionConfig(group_wait_s=group_wait_s),
                     # Long predicted waits refuse nothing, unless a test configures that.

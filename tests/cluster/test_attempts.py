@@ -5,16 +5,17 @@ import contextlib
 from typing import Any
 
 import pytest
+from tests.cluster.completions import Attempts, parts_of
 from tests.prepared import prepared
 from tests.sim.loop import SimLoop, simulate
 
 from quire.cluster.errors import Death, GroupDied, Quarantined, Unavailable
-from quire.cluster.failover.attempts import Attempts
-from quire.cluster.failover.resume import Blame, CompletionConfig, Resumes
+from quire.cluster.gateway.losses import Blame, CompletionConfig
+from quire.cluster.gateway.pipeline import CompletionPipeline
+from quire.cluster.gateway.send import Reader
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.telemetry.metrics import Telemetry
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2 as pb
@@ -53,23 +54,14 @@ class Scene:
         self.table = RoutingTable(block_size=4, clock=loop.time)
         self.groups = Silent(table=self.table, expected=Expectation(model="m", block_size=4))
         self.groups.set_members(*members)
-        self._telemetry = Telemetry(groups=self.groups, table=self.table)
-        self.resumes = Resumes(CONFIG, clock=loop.time)
+        self.parts = parts_of(self.groups, self.table, config=CONFIG, clock=loop.time)
+        self._pipeline = CompletionPipeline(self.parts)
         self._num = 0
 
     def attempts(self, blame: Blame) -> Attempts:
         self._num += 1
-        return Attempts(
-            prepared(f"r{self._num}", range(5), seed=1, max_tokens=9),
-            work=b"",
-            blame=blame,
-            groups=self.groups,
-            table=self.table,
-            telemetry=self._telemetry,
-            config=CONFIG,
-            resumes=self.resumes,
-            clock=self._loop.time,
-        )
+        request = prepared(f"r{self._num}", range(5), seed=1, max_tokens=9)
+        return Attempts(request, self.parts, self._pipeline, blame=blame)
 
 
 def to_be_isolated() -> Blame:
@@ -86,8 +78,12 @@ def test_a_death_that_two_completions_hear_of_in_two_ways_counts_once() -> None:
         told, cut_off = scene.attempts(blame), scene.attempts(blame)
         for each in (told, cut_off):
             await each.begin([])
-        told.lose(told.refusal(pb.GroupError(code=pb.GroupError.GROUP_FAILED)))
+        failed = pb.TokenDelta(error=pb.GroupError(code=pb.GroupError.GROUP_FAILED))
+        _, error = Reader(scene.parts, told.one, hands_over=False).read([failed])
+        told.lose(error)
         cut_off.lose(GroupDied("gone", Death("g", EPOCH)))
+        for each in (told, cut_off):
+            await each.begin([])
         await scene.groups.close()
         return blame.num_deaths
 
@@ -216,7 +212,6 @@ def test_a_death_while_isolated_convicts_where_nothing_else_explains_it(
         await request.begin([1])
         death = Death("g", EPOCH)
         scene.groups.died(death)
-        request.end()
         request.lose(GroupDied("gone", death))
         if what_else == "another group dies too":
             loop.call_later(WINDOW_S - 1, scene.groups.died, Death("x", 1))
@@ -244,7 +239,6 @@ def test_a_request_is_convicted_though_its_sibling_comes_first_and_is_not_run_ag
         await asyncio.sleep(1)
         death = Death("g", EPOCH)
         scene.groups.died(death)
-        first.end()
         first.lose(GroupDied("gone", death))
         ended = await asyncio.gather(waiting, first.begin([1]), return_exceptions=True)
         await scene.groups.close()
@@ -268,7 +262,6 @@ def test_two_poison_requests_convict_each_other_of_nothing() -> None:
                 num_killed += 1
                 death = Death("g", EPOCH + num_killed)
                 scene.groups.died(death)
-                attempts.end()
                 attempts.lose(GroupDied("gone", death))
 
         ended = await asyncio.gather(run(), run(), return_exceptions=True)
@@ -294,7 +287,6 @@ def test_a_request_whose_group_never_dies_alone_ends_after_its_attempts() -> Non
                 death = Death("g", EPOCH + num_lost)
                 scene.groups.died(death)
                 scene.groups.died(Death("x", num_lost))
-                attempts.end()
                 attempts.lose(GroupDied("gone", death))
         await scene.groups.close()
         return num_lost

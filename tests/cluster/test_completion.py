@@ -4,15 +4,14 @@ import asyncio
 from typing import Any
 
 import pytest
+from tests.cluster.completions import completion_of, parts_of
 from tests.prepared import prepared
 
-from quire.cluster.failover.chunk import Chunk
-from quire.cluster.failover.completion import Completion
-from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.gateway.chunk import Chunk
+from quire.cluster.gateway.pipeline import CompletionPipeline
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.telemetry.metrics import Telemetry
 from quire.router.config import RoutingConfig
 from quire.router.prefix_index.directory import GroupId
 from quire.router.stages import Stages
@@ -54,29 +53,22 @@ class Scene:
         self.groups = Scripted(table=self.table, expected=Expectation(model="m", block_size=4))
         self.groups.submitted = []
         self.table.update_members(map(GroupId, members))
-        self.telemetry = Telemetry(groups=self.groups, table=self.table)
-        self._model = model
+        self._parts = parts_of(self.groups, self.table, tokenizer=model.tokenizer)
+        self.telemetry = self._parts.telemetry
 
     async def run(self, *, num_prompt_tokens: int, max_tokens: int) -> tuple[list[int], str | None]:
         """Its tokens and finish reason."""
         card = ModelCard.of(group_pb2.GroupDescription(model="m", block_size=4))
         prompt = [number % 5 for number in range(num_prompt_tokens)]
-        completion = Completion(
-            prepared("r", prompt, model=card, seed=1, max_tokens=max_tokens),
-            work=b"",
-            groups=self.groups,
-            table=self.table,
-            tokenizer=self._model.tokenizer,
-            telemetry=self.telemetry,
-            config=CompletionConfig(),
-        )
+        request = prepared("r", prompt, model=card, seed=1, max_tokens=max_tokens)
+        completion = completion_of(request, self._parts)
         chunks: list[Chunk] = []
 
         async def take(chunk: Chunk) -> None:
             chunks.append(chunk)
 
         async with asyncio.timeout(120):
-            await completion.run(take)
+            await CompletionPipeline(self._parts).run(completion, take)
         await self.groups.close()
         tokens = [token for chunk in chunks for token in chunk.token_ids]
         return tokens, chunks[-1].finish_reason

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.prepared import prepared
 
 from quire import demo_model
-from quire.cluster.serving import constraints
-from quire.cluster.serving.constraints import Constraints
-from quire.worker.request.errors import InvalidRequest
+from quire.cluster.gateway import constraints
+from quire.cluster.gateway.constraints import Constraints
+from quire.cluster.gateway.work import Take, Work
+from quire.worker.request.errors import ConstraintRefused, InvalidRequest
 from quire.worker.request.structured import Constraint
 from quire.worker.text.grammar.compiler import Grammars
 from quire.worker.text.tokenizer import Tokenizer
@@ -65,7 +67,16 @@ async def test_what_groups_refused_is_refused_at_once_for_that_tenant_alone(
     made: Constraints, process: type[FakeProcess]
 ) -> None:
     await made.check(GOOD, tenant="A", vocab_size=9)
-    made.refuse(GOOD, "too ambiguous", tenant="A")
+
+    async def refused(work: Work, take: Take) -> None:
+        raise ConstraintRefused("too ambiguous")
+
+    async def take(chunk: object) -> None:
+        pass
+
+    asked = prepared("r", [1], structured_outputs=GOOD, tenant="A")
+    with pytest.raises(ConstraintRefused):
+        await made.learn(Work(requests=[asked]), take, refused)
     with pytest.raises(InvalidRequest, match="too ambiguous"):
         await made.check(GOOD, tenant="A", vocab_size=9)
     await made.check(GOOD, tenant="B", vocab_size=9)

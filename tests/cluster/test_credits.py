@@ -8,7 +8,7 @@ import grpc.aio
 import pytest
 from tests.prepared import prepared
 
-from quire.cluster.failover.chunk import Chunk
+from quire.cluster.gateway.chunk import Chunk
 from quire.cluster.wire import tokens_to_bytes, work_of
 from quire.v1 import group_pb2, group_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb

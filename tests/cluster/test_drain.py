@@ -47,7 +47,7 @@ async def test_what_a_draining_group_runs_is_handed_over(start_cluster: Any) -> 
         assert num_steps < NUM_TOKENS
         assert telemetry.handovers._value.get() == num_there
         assert telemetry.resumes._value.get() == 0, "nor does it use the budget up"
-        assert cluster.gateway._resumes.budget.level == 4096
+        assert cluster.gateway.pipeline.resume.budget.level == 4096
     for seed, tokens in enumerate(found):
         assert tokens == cluster.model.continuation(PROMPT, seed=seed, max_tokens=NUM_TOKENS)
 

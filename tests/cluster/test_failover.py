@@ -4,13 +4,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from tests.cluster.completions import completion_of, parts_of
 from tests.prepared import prepared
 
-from quire.cluster.failover.chunk import Chunk
-from quire.cluster.failover.completion import Completion
-from quire.cluster.failover.resume import CompletionConfig, Resumes
+from quire.cluster.gateway.chunk import Chunk
+from quire.cluster.gateway.losses import CompletionConfig, RetryBudget
+from quire.cluster.gateway.pipeline import CompletionPipeline
 from quire.cluster.serving.admission_config import AdmissionConfig
-from quire.cluster.wire import work_of
 from quire.v1 import group_pb2, group_pb2_grpc
 from quire.v1 import inference_pb2 as pb
 
@@ -133,15 +133,13 @@ async def test_what_a_former_group_said_does_not_count_against_its_successor(
         former.executor.step_s = SLOW_S
         card = cluster.connections.card
         request = prepared("r", PROMPT, model=card, seed=5, max_tokens=NUM_TOKENS, ignore_eos=True)
-        completion = Completion(
-            request,
-            work=work_of(request),
-            groups=cluster.connections,
-            table=cluster.table,
+        parts = parts_of(
+            cluster.connections,
+            cluster.table,
             tokenizer=cluster.model.tokenizer,
-            telemetry=cluster.gateway.telemetry,
             config=CompletionConfig(group_wait_s=30),
         )
+        completion = completion_of(request, parts)
         found: list[int] = []
         has_begun, may_go_on = asyncio.Event(), asyncio.Event()
 
@@ -150,7 +148,7 @@ async def test_what_a_former_group_said_does_not_count_against_its_successor(
             has_begun.set()
             await may_go_on.wait()
 
-        running = asyncio.ensure_future(completion.run(take))
+        running = asyncio.ensure_future(CompletionPipeline(parts).run(completion, take))
         await has_begun.wait()
         # Nobody reads the stream until the successor arrives.
         former.executor.fails = True
@@ -237,7 +235,7 @@ async def test_a_stream_under_way_waits_for_room_where_a_new_one_is_refused(
 async def test_without_a_retry_budget_a_lost_stream_says_so(start_cluster: Any) -> None:
     async with start_cluster() as cluster:
         config = CompletionConfig(retry_burst=0, retry_share=0, retry_per_s=0)
-        cluster.gateway._resumes = Resumes(config, clock=lambda: 0.0)
+        cluster.gateway.pipeline.resume.budget = RetryBudget(config, clock=lambda: 0.0)
         cluster.take_steps_of(SLOW_S)
         call = generate(cluster)
         chunks = await begin(call, num_chunks=3)

@@ -146,7 +146,7 @@ async def test_completions_of_one_prompt_are_one_poison(start_cluster: Any, at_o
         while cluster.gateway.num_inflight:
             await asyncio.sleep(0.01)
         assert cluster.gateway.telemetry.quarantined._value.get() == 1
-        assert cluster.gateway._resumes.isolation.num_completions == 0
+        assert cluster.gateway.pipeline.isolate.isolation.num_completions == 0
         num_dead = sum(group.engine_loop.failed.done() for group in groups)
     assert num_dead == MAX_GROUP_DEATHS
 
@@ -174,7 +174,7 @@ async def test_an_isolated_request_is_not_convicted_of_what_a_second_poison_did(
             cluster.connections.set_addresses([following.address])
         while not groups[2].executor.num_steps:
             await asyncio.sleep(0.001)
-        assert cluster.gateway._resumes.isolation.num_completions == 1
+        assert cluster.gateway.pipeline.isolate.isolation.num_completions == 1
         poisoned = asyncio.create_task(
             tokens_of(generate(cluster, poison, seed=2, max_tokens=100), [])
         )

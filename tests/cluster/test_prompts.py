@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from quire.cluster.errors import DeadlineExceeded, Overloaded
-from quire.cluster.serving.prompts import Prompts, as_ids
+from quire.cluster.gateway.prompts import Prompts, as_ids
 from quire.v1 import inference_pb2 as pb
 from quire.worker.blocks.hashing import as_token_ids
 from quire.worker.request.errors import ContextExceeded, InvalidRequest

@@ -4,7 +4,7 @@ import itertools
 import pytest
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
-from quire.cluster.failover.resume import Blame, CompletionConfig, Isolation, Losses, RetryBudget
+from quire.cluster.gateway.losses import Blame, CompletionConfig, Isolation, Losses, RetryBudget
 from quire.worker.request.errors import ConfigError
 
 pytestmark = pytest.mark.anyio

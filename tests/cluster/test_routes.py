@@ -29,7 +29,7 @@ from quire.cluster.edge.grpc_server import InferenceService
 from quire.cluster.edge.routes import ApiRoute, application
 from quire.cluster.features.guard.listener import HttpListener
 from quire.cluster.features.vllm_grpc.servicer import VLLM_SERVICE, VllmEngineService
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 from quire.v1 import admin_pb2, inference_pb2
 
 pytestmark = pytest.mark.anyio

@@ -3,20 +3,20 @@
 from typing import Any
 
 import pytest
+from tests.cluster.completions import Attempts, parts_of
 from tests.cluster.test_attempts import CONFIG, EPOCH
 from tests.prepared import prepared
 from tests.sim.loop import SimLoop, simulate
 
 from quire.cluster.errors import Death, GroupDied, HandedOver
-from quire.cluster.failover.attempts import Attempts
-from quire.cluster.failover.resume import Blame, Resumes
 from quire.cluster.features.explain.command import detailed
 from quire.cluster.features.explain.explanations import Explanations
+from quire.cluster.gateway.losses import Blame
+from quire.cluster.gateway.pipeline import CompletionPipeline
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.telemetry.metrics import Telemetry
 from quire.router.policies.policy import GroupLoad
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
@@ -66,32 +66,24 @@ class Scene:
         self.clients: dict[GroupId, Any] = {n: Client(n, each) for n, each in formats.items()}
         for client in self.clients.values():
             self.groups.attached(client)
-        self.attempts = Attempts(
-            prepared(
-                "r",
-                range(NUM_PROMPT_TOKENS),
-                hashes=BlockHashes.of(BLOCKS),
-                model=self.groups.card,
-                seed=1,
-                max_tokens=9,
-            ),
-            work=b"",
-            blame=Blame(),
-            groups=self.groups,
-            table=self.table,
-            telemetry=Telemetry(groups=self.groups, table=self.table),
-            config=CONFIG,
-            resumes=Resumes(CONFIG, clock=loop.time),
-            clock=loop.time,
+        parts = parts_of(self.groups, self.table, config=CONFIG, clock=loop.time)
+        request = prepared(
+            "r",
+            range(NUM_PROMPT_TOKENS),
+            hashes=BlockHashes.of(BLOCKS),
+            model=self.groups.card,
+            seed=1,
+            max_tokens=9,
         )
+        self.attempts = Attempts(request, parts, CompletionPipeline(parts), blame=Blame())
 
     async def begin(self, token_ids: list[int]) -> tuple[GroupId, pb.Submit]:
         await self.attempts.begin(token_ids)
-        group = self.attempts.decision.group
+        group = self.attempts.one.decision.group
         return group, self.clients[group].submits[-1]
 
     def bring(self, num_tokens: int) -> None:
-        stream = self.attempts._stream
+        stream = self.attempts.one.stream
         assert stream is not None
         assert stream.push(pb.TokenDelta(token_offset=0, token_ids=range(num_tokens)))
 
@@ -130,8 +122,8 @@ def test_who_takes_a_request_over_is_told_the_group_that_hands_it_over() -> None
             certificate="PEM",
             num_blocks=251,
         )
-        assert scene.attempts.decision.source == former
-        assert scene.attempts.decision.num_fetched_tokens == 4 * 251
+        assert scene.attempts.one.decision.source == former
+        assert scene.attempts.one.decision.num_fetched_tokens == 4 * 251
 
     simulate(main, seed=1)
 
@@ -190,7 +182,7 @@ def test_where_the_policy_fetches_the_group_is_told_from_whom_and_so_are_those_w
         group, submit = await scene.begin([])
         assert (group, submit.source.group_id, submit.source.num_blocks) == (B, A, 249)
         fetched = Fetched(num_peer_tokens=996, wait_s=0.25, error="")
-        scene.table.started("r", num_cached_tokens=996, fetched=fetched)
+        scene.table.started("r-0", num_cached_tokens=996, fetched=fetched)
         answer = await Explanations(lambda: [scene.table]).answer(
             inference_pb2.ExplainRoutingRequest(request_id="r"), tenant=None
         )

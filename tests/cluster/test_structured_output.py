@@ -192,7 +192,7 @@ async def test_a_group_that_cannot_compile_it_fails_that_request_alone(
 
         async def passes(*_: Any, **__: Any) -> None: ...
 
-        monkeypatch.setattr(cluster.gateway._constraints, "check", passes)
+        monkeypatch.setattr(cluster.gateway.constraints, "check", passes)
         with pytest.raises(openai.BadRequestError, match="structured_outputs"):
             await cluster.openai.completions.create(
                 model="hash", prompt=PROMPT, extra_body={"regex": "("}

@@ -18,8 +18,8 @@ from quire.cluster.edge.openai_http import api_routes, build_http_app
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.features.installed import INSTALLED
 from quire.cluster.features.reference.document import reference_of
+from quire.cluster.gateway.models import Models
 from quire.cluster.seams import Feature
-from quire.cluster.serving.models import Models
 
 pytestmark = pytest.mark.anyio
 

@@ -3,7 +3,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from quire.cluster.serving.together import together
+from quire.cluster.gateway.fan_out import together
 
 pytestmark = pytest.mark.anyio
 
@@ -17,7 +17,7 @@ class Source:
         self._error = error
         self._hangs = hangs
 
-    async def run(self, take: Callable[[int], Awaitable[None]]) -> None:
+    async def run(self, take: Callable[[int], Awaitable[object]]) -> None:
         try:
             for number in self._numbers:
                 await asyncio.sleep(0)

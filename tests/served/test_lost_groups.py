@@ -20,14 +20,15 @@ import pytest
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
-from quire.cluster.failover.chunk import Chunk
+from quire.cluster.gateway.chunk import Chunk
+from quire.cluster.gateway.config import GatewayConfig
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
 from quire.cluster.serving.admission_config import AdmissionConfig
-from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.worker.rank.lockstep import LockstepExecutor

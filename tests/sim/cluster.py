@@ -20,14 +20,15 @@ from tests.sim.model import EOS, HashExecutor, HashModel, SimEngineLoop, StepCos
 from tests.sim.network import GroupLinkOver, Network
 
 from quire.cluster.edge.grpc_server import InferenceService
-from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.gateway.config import GatewayConfig
+from quire.cluster.gateway.losses import CompletionConfig
+from quire.cluster.gateway.models import Models
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.group.service import GroupService
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupLink
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.serving.models import Models
-from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2

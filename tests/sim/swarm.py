@@ -13,10 +13,10 @@ from tests.sim.model import StepCost
 from tests.sim.network import NetworkConfig
 from tests.sim.world import Plan
 
-from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.gateway.config import GatewayConfig
+from quire.cluster.gateway.losses import CompletionConfig
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.serving.admission_config import AdmissionConfig
-from quire.cluster.serving.service import GatewayConfig
 from quire.router.config import RoutingConfig
 
 

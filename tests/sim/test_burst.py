@@ -9,9 +9,9 @@ from tests.sim.cluster import BLOCK_SIZE, ClusterPlan
 from tests.sim.model import StepCost
 from tests.sim.world import Plan, World, run
 
+from quire.cluster.gateway.config import GatewayConfig
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.serving.admission_config import AdmissionConfig
-from quire.cluster.serving.service import GatewayConfig
 
 NUM_SHARED, NUM_OWN, NUM_OUTPUT = 48 * BLOCK_SIZE, 3 * BLOCK_SIZE, 16
 COST = StepCost(step_s=0.01, token_s=0.002)

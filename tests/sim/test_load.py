@@ -16,10 +16,10 @@ from tests.sim.faults import ChaosPlan
 from tests.sim.model import StepCost
 from tests.sim.world import Plan, Script, World, run
 
-from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.gateway.config import GatewayConfig
+from quire.cluster.gateway.losses import CompletionConfig
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.serving.admission_config import AdmissionConfig
-from quire.cluster.serving.service import GatewayConfig
 
 COST = StepCost(step_s=0.05, token_s=0.001)
 MEAN_OUTPUT = 20

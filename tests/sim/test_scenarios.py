@@ -15,7 +15,7 @@ from tests.sim.faults import ChaosPlan, Fault
 from tests.sim.model import POISON, StepCost
 from tests.sim.world import Plan, Result, World, run
 
-from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.gateway.losses import CompletionConfig
 from quire.cluster.links.group_client import GroupClientConfig
 
 CLIENT = GroupClientConfig(silence_timeout_s=2.0, step_deadline_s=5.0)

@@ -23,11 +23,11 @@ from tests.sim.swarm import draw_plan
 from tests.sim.world import Plan, Result, run
 
 from quire.cluster.errors import Overloaded
-from quire.cluster.failover.completion import Completion
+from quire.cluster.gateway.deadline import Deadline
+from quire.cluster.gateway.send import Reader
 from quire.cluster.links.group_client import GroupClient
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.serving.admission import Admission
-from quire.cluster.serving.deadline import Deadline
 from quire.cluster.serving.ticket import Stage, Ticket
 from quire.router.table import RoutingTable
 from quire.worker.cache.block_pool import BlockPool
@@ -97,15 +97,16 @@ def test_the_same_seed_gives_the_same_digest_in_any_process() -> None:
 
 
 def _resumes_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Completion._take
+    original = Reader.read
 
-    def take(self: Completion, deltas: Any) -> Any:
-        chunk = original(self, deltas)
-        if len(self._token_ids) == 7:
-            self._token_ids.pop()
-        return chunk
+    def read(self: Reader, deltas: Any) -> Any:
+        found = original(self, deltas)
+        token_ids = self._one.output.token_ids
+        if len(token_ids) == 7:
+            token_ids.pop()
+        return found
 
-    monkeypatch.setattr(Completion, "_take", take)
+    monkeypatch.setattr(Reader, "read", read)
 
 
 def _believes_any_attempt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ class World:
             "unbegun": sum(map(abs, admission._admission.unbegun)),
             "unrouted": unrouted.num_requests or unrouted.num_tokens > 1e-6,
             "in want of a group": gateway.groups.demand.num_requests,
-            "isolated": service._resumes.isolation.num_completions,
+            "isolated": service.pipeline.isolate.isolation.num_completions,
         }
         if any(counts.values()):
             raise Wrong(f"{gateway.name} still counts requests: {counts}")

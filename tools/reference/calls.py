@@ -11,7 +11,7 @@ from quire.cluster.edge.openai_http import api_routes
 from quire.cluster.features.installed import INSTALLED
 from quire.cluster.features.reference.document import reference_of, reference_routes
 from quire.cluster.features.reference.page import _kind, _meaning
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 
 Json = dict[str, Any]
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Literal
 
 from quire.cluster.dialects.formats import TOOL_FORMATS, check_parsers
-from quire.cluster.failover.resume import FailoverSettings
 from quire.cluster.features.autoscale.settings import AutoscalingSettings, GatewayAutoscaling
 from quire.cluster.features.guard.limits import ConnectionLimits
 from quire.cluster.features.tracing.tracing import check_endpoint
+from quire.cluster.gateway.losses import FailoverSettings
 from quire.cluster.serving.admission_config import AdmissionSettings
 from quire.router.config import RoutingConfig
 from quire.worker.model.hub import model_name

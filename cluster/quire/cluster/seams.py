@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quire.cluster.edge.openai_format import Format
     from quire.cluster.edge.openai_schema import GenerationBody
     from quire.cluster.edge.routes import ApiRoute
-    from quire.cluster.serving.models import Models
+    from quire.cluster.gateway.models import Models
 
 
 @dataclass(frozen=True, kw_only=True)

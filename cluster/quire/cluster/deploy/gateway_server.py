@@ -21,8 +21,8 @@ from quire.cluster.features.guard.limits import GRPC_LEAVE_S, ConnectionLimits, 
 from quire.cluster.features.guard.listener import HttpListener, listening_socket
 from quire.cluster.features.installed import INSTALLED
 from quire.cluster.features.tracing.tracing import new_span_id, start_tracing
+from quire.cluster.gateway.models import Models
 from quire.cluster.links.group_link import GroupContact
-from quire.cluster.serving.models import Models
 from quire.cluster.telemetry.access_log import log_access
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable

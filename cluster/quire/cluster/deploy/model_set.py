@@ -15,7 +15,7 @@ from typing import Any
 from quire.cluster.config import ClusterConfig, SharedSettings
 from quire.cluster.deploy.listed import Listed
 from quire.cluster.deploy.served_model import ServedModel, read_model
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 from quire.router.table import RoutingTable
 
 _log = logging.getLogger(__name__)

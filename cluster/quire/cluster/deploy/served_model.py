@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quire.cluster.config import ClusterConfig
-from quire.cluster.failover.resume import CompletionConfig
+from quire.cluster.gateway.config import GatewayConfig
+from quire.cluster.gateway.losses import CompletionConfig
+from quire.cluster.gateway.prepare import Abilities
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.links.group_client import GroupClientConfig
 from quire.cluster.links.group_link import GroupContact, grpc_connect
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.serving.service import GatewayConfig, ModelService
 from quire.router.table import RoutingTable
 from quire.worker.model.hub import fetch_text_files
 from quire.worker.model.sentence_folder import read_scoring, read_use
@@ -53,7 +55,7 @@ def read_model(config: ClusterConfig) -> ReadModel:
 
 class ServedModel:
     """A model's service with its groups. It is made inside the event loop;
-    `quire.cluster.serving.models.Models` closes the service."""
+    `quire.cluster.gateway.models.Models` closes the service."""
 
     def __init__(self, read: ReadModel, *, table: RoutingTable) -> None:
         config = read.config
@@ -79,9 +81,7 @@ class ServedModel:
         self.service = ModelService(
             model=config.model_name,
             tokenizer=read.tokenizer,
-            scoring=read.scoring,
-            use=read.use,
-            keeper=keeper,
+            abilities=Abilities(scoring=read.scoring, use=read.use, keeper=keeper),
             groups=groups,
             table=table,
             config=_gateway_config(config),

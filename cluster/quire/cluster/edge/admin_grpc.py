@@ -12,9 +12,9 @@ from google.protobuf.json_format import ParseDict
 from quire.cluster.edge.access import Access, allows
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
 from quire.cluster.features.adapters.keeper import Adapter
+from quire.cluster.gateway.models import Models
 from quire.cluster.links.group_client import GroupClient
 from quire.cluster.links.groups import Groups
-from quire.cluster.serving.models import Models
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import admin_pb2 as pb
 from quire.v1 import admin_pb2_grpc, group_pb2

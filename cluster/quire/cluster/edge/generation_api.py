@@ -33,12 +33,12 @@ from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.streams import EventStream, Write, client_id, event, unless_disconnected
 from quire.cluster.edge.structured import told_of
 from quire.cluster.errors import DeadlineExceeded
-from quire.cluster.failover.chunk import Chunk
-from quire.cluster.failover.completion import Take
+from quire.cluster.gateway.chunk import Chunk
+from quire.cluster.gateway.models import Models
+from quire.cluster.gateway.service import ModelService
+from quire.cluster.gateway.work import Take
 from quire.cluster.seams import TextCall
 from quire.cluster.serving.bounds import Hold
-from quire.cluster.serving.models import Models
-from quire.cluster.serving.service import ModelService
 from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.timing import server_timing
 from quire.worker.request.errors import InvalidRequest

@@ -11,8 +11,8 @@ from google.protobuf.message import Message
 from quire.cluster.edge.grpc_errors import Context
 from quire.cluster.edge.streams import sane_client_id
 from quire.cluster.errors import DeadlineExceeded, Overloaded
+from quire.cluster.gateway.models import Models
 from quire.cluster.serving.bounds import Hold
-from quire.cluster.serving.models import Models
 from quire.worker.request.errors import InvalidRequest
 
 _SMALL_MESSAGE_BYTES = 2**16

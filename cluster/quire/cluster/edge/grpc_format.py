@@ -1,7 +1,7 @@
 """A completion's chunks as messages of `quire.v1.Inference`."""
 
-from quire.cluster.failover.chunk import Chunk, Start, Usage
 from quire.cluster.features.explain.explanations import routing_message
+from quire.cluster.gateway.chunk import Chunk, Start, Usage
 from quire.cluster.wire import FINISH_REASONS, logprobs_to_proto
 from quire.v1 import inference_pb2 as pb
 

@@ -29,9 +29,9 @@ from quire.cluster.edge.reflection import V1, V1ALPHA, add_reflection
 from quire.cluster.features.embeddings.embed import Ask, best, embed, rank
 from quire.cluster.features.guard.grpc_guard import MAX_MESSAGE_BYTES, Account, GrpcGuard
 from quire.cluster.features.guard.limits import GRPC_CONNECTION_AGE_S, ConnectionLimits
+from quire.cluster.gateway.models import Models
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.seams import Feature
-from quire.cluster.serving.models import Models
-from quire.cluster.serving.service import ModelService
 from quire.cluster.wire import params_from_proto
 from quire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
@@ -173,7 +173,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         the block runs."""
         caller = grpc_caller()
         with (
-            model.metered(caller.tenant, caller.key_name),
+            model.meter.metered(caller.tenant, caller.key_name),
             held(request, self._models, caller.tenant),
         ):
             yield caller.tenant

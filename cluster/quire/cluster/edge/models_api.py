@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 from quire.cluster.edge.access import Access
 from quire.cluster.edge.call import Call, Heading
 from quire.cluster.edge.routes import ApiRoute
-from quire.cluster.serving.models import Models
-from quire.cluster.serving.service import ModelService
+from quire.cluster.gateway.models import Models
+from quire.cluster.gateway.service import ModelService
 
 _MODEL = {
     "id": "NAME",

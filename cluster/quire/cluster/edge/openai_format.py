@@ -13,7 +13,7 @@ from typing import Any
 from quire.cluster.edge.openai_answer import Answer
 from quire.cluster.edge.openai_logprobs import Logprobs
 from quire.cluster.edge.openai_schema import CompletionBody, GenerationBody, StreamOptions
-from quire.cluster.failover.chunk import Chunk
+from quire.cluster.gateway.chunk import Chunk
 from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.timing import timing_of
 from quire.worker.blocks.hashing import TokenIds

@@ -21,8 +21,8 @@ from quire.cluster.edge.models_api import model_routes
 from quire.cluster.edge.routes import ApiRoute, application
 from quire.cluster.edge.streams import RequestIds
 from quire.cluster.edge.text_api import text_routes
+from quire.cluster.gateway.models import Models
 from quire.cluster.seams import Feature
-from quire.cluster.serving.models import Models
 
 
 def build_http_app(

@@ -22,9 +22,9 @@ from quire.cluster.edge.call import QUESTION, Call, Heading
 from quire.cluster.edge.openai_schema import ChatFields, ChatTurns, TokenIds
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
-from quire.cluster.serving.models import Models
-from quire.cluster.serving.prompts import off_loop
-from quire.cluster.serving.service import ModelService
+from quire.cluster.gateway.models import Models
+from quire.cluster.gateway.prompts import off_loop
+from quire.cluster.gateway.service import ModelService
 from quire.worker.request.errors import InvalidRequest
 from quire.worker.request.request import Prompt, Text
 
@@ -61,7 +61,7 @@ class DetokenizeBody(Body):
 def metered(request: Request, model: ModelService) -> Iterator[str]:
     """Counts a call against the limits of its tenant, which it yields, while the block runs."""
     caller = http_caller(request)
-    with model.metered(caller.tenant, caller.key_name):
+    with model.meter.metered(caller.tenant, caller.key_name):
         yield caller.tenant
 
 

@@ -1,5 +1,1 @@
-"""A gateway without transports: its models, and how a request is prepared, admitted and run.
-
-It may import `failover`, `links`, `dialects` and `telemetry`, the router, and of the worker
-`request`, `blocks` and `text`.
-"""
+"""Admission: which requests go to groups, which wait at the gateway, and which are refused."""

@@ -1,11 +1,13 @@
 """Admission's view of a client's request, from its arrival to its end, and sums over requests."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from quire.cluster.serving.bounds import Hold
+from quire.worker.request.request import Prepared
 
 
 class Queued(NamedTuple):
@@ -55,6 +57,28 @@ class Ticket:
     """The work that the tenant has been charged for the request."""
     num_done: float = 0.0
     """The work done for the request; its prompt counts as done once it is released."""
+
+    @classmethod
+    def of(
+        cls,
+        prompts: Sequence[Prepared],
+        *,
+        num_requests: int,
+        num_prompt_tokens: int,
+        weight: float,
+    ) -> Self:
+        """The ticket of a client's request with these ``prompts``. ``weight`` is its tenant's."""
+        first = prompts[0]
+        return cls(
+            num_requests=num_requests,
+            num_prompt_tokens=num_prompt_tokens,
+            num_bytes=sum(each.num_bytes for each in prompts),
+            max_tokens=first.sampling.max_tokens or 0,
+            priority=first.priority,
+            deadline_s=first.deadline_s,
+            tenant=first.tenant,
+            weight=weight,
+        )
 
 
 class WaitingLoad:

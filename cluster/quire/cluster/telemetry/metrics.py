@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 
 from quire.cluster.links.groups import Groups
 from quire.cluster.telemetry.routing_metrics import RoutingCollector
-from quire.cluster.telemetry.timeline import Timeline
+from quire.cluster.telemetry.timeline import CompletionRecord, Counters, Timeline
 from quire.cluster.telemetry.vllm_metrics import vllm_metrics
 from quire.router.table import RoutingTable
 
@@ -32,7 +32,7 @@ _LENGTHS = tuple(4**power for power in range(10))
 _TOTAL_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
-class Telemetry:
+class Telemetry(Counters):
     """The metrics of one model at one gateway, in a registry of their own."""
 
     def __init__(self, *, groups: Groups, table: RoutingTable) -> None:
@@ -101,6 +101,42 @@ class Telemetry:
         )
         registry.register(_GroupCollector(groups))
         registry.register(RoutingCollector(table))
+
+    def begun(self, record: CompletionRecord) -> None:
+        self.prompt_tokens.inc(record.num_prompt_tokens)
+        self.cached_tokens.inc(record.num_cached_tokens or 0)
+
+    def arrived(self, num_tokens: int) -> None:
+        self.output_tokens.inc(num_tokens)
+
+    def first_token(self, record: CompletionRecord) -> None:
+        assert record.time_to_first_token_s is not None
+        assert record.first_token_s is not None
+        self.time_to_first_token.observe(record.time_to_first_token_s)
+        self.prefill_time.observe(record.first_token_s - record.attempts[0].routed_s)
+
+    def resumed(self) -> None:
+        self.resumes.inc()
+
+    def handed_over(self) -> None:
+        self.handovers.inc()
+
+    def found_poison(self) -> None:
+        self.quarantined.inc()
+
+    def finished(self, record: CompletionRecord) -> None:
+        total_s, num_output = record.total_s, record.num_output_tokens
+        first_token_s = record.time_to_first_token_s
+        decode_s = 0.0 if first_token_s is None else total_s - first_token_s
+        self.total_time.observe(total_s)
+        self.decode_time.observe(decode_s)
+        self.prompt_lengths.observe(record.num_prompt_tokens)
+        self.output_lengths.observe(num_output)
+        if num_output > 1:
+            self.time_per_output_token.observe(decode_s / (num_output - 1))
+
+    def ended(self, record: CompletionRecord) -> None:
+        self.completions.labels(record.outcome).inc()
 
     def first_tokens(self) -> tuple[Sequence[float], list[int]]:
         """A histogram of the time to the first token: the upper bounds of its buckets in seconds,

@@ -19,6 +19,37 @@ MAX_TRACED = 32
 """Completions of a call whose attempts get spans: one call leaves room for the spans of others."""
 
 
+class Counters:
+    """Counts what a `CompletionRecord` is told, at once. This one counts nothing."""
+
+    def begun(self, record: "CompletionRecord") -> None:
+        """A group has begun it."""
+
+    def arrived(self, num_tokens: int) -> None:
+        """``num_tokens`` more tokens have arrived."""
+
+    def first_token(self, record: "CompletionRecord") -> None:
+        """Its first token has arrived."""
+
+    def resumed(self) -> None:
+        """It goes on after the loss of a group."""
+
+    def handed_over(self) -> None:
+        """It goes on elsewhere since its group drained or put it off."""
+
+    def found_poison(self) -> None:
+        """Too many groups died under it, so that it is not tried again."""
+
+    def finished(self, record: "CompletionRecord") -> None:
+        """It has its last token."""
+
+    def ended(self, record: "CompletionRecord") -> None:
+        """It has an outcome."""
+
+
+_NO_COUNTERS = Counters()
+
+
 @dataclass(slots=True, eq=False)
 class Attempt:
     """One attempt to run a completion at a group."""
@@ -72,6 +103,13 @@ class CompletionRecord:
     outcome: str = ""
     """A finish reason, "cancelled", "deadline" or "error"."""
     num_output_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int | None = None
+    """Prompt tokens that the first group found in its cache; ``None`` until one has begun it."""
+    time_to_first_token_s: float | None = None
+    total_s: float = 0.0
+    """Time from the request's arrival to its last token."""
+    counters: Counters = _NO_COUNTERS
 
     def attempt(self, decision: Decision, *, num_resumed_tokens: int) -> Attempt:
         """Creates an attempt that is about to be sent. It counts once it is in ``attempts``."""
@@ -84,9 +122,37 @@ class CompletionRecord:
             traceparent(self.trace_id, new_span_id()) if self.trace_id else "",
         )
 
+    def begun(self, *, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """Notes that a group has begun it, the first one alone."""
+        self.num_prompt_tokens, self.num_cached_tokens = num_prompt_tokens, num_cached_tokens
+        self.counters.begun(self)
+
+    def arrived(self, num_tokens: int) -> None:
+        self.counters.arrived(num_tokens)
+
+    def first_token(self, *, after_s: float) -> None:
+        """Notes its first token, ``after_s`` seconds after the request's arrival."""
+        self.first_token_s, self.time_to_first_token_s = time.monotonic(), after_s
+        self.counters.first_token(self)
+
+    def resumed(self) -> None:
+        self.counters.resumed()
+
+    def handed_over(self) -> None:
+        self.counters.handed_over()
+
+    def found_poison(self) -> None:
+        self.counters.found_poison()
+
+    def finished(self, *, num_output_tokens: int, total_s: float) -> None:
+        """Notes its last token, ``total_s`` seconds after the request's arrival."""
+        self.num_output_tokens, self.total_s = num_output_tokens, total_s
+        self.counters.finished(self)
+
     def end(self, outcome: str, *, num_output_tokens: int) -> None:
         self.ended_s, self.outcome = time.monotonic(), outcome
         self.num_output_tokens = num_output_tokens
+        self.counters.ended(self)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -153,13 +219,18 @@ class Timeline:
         self.ended_s = time.monotonic()
 
     def completion(
-        self, request_id: str, *, index: int, is_first_of_prompt: bool
+        self,
+        request_id: str,
+        *,
+        index: int,
+        is_first_of_prompt: bool,
+        counters: Counters = _NO_COUNTERS,
     ) -> CompletionRecord:
-        """Adds the record of another completion."""
+        """Adds the record of another completion. ``counters`` count what it is told."""
         trace = (self.trace_id, self.trace_state)
         if not self.is_sampled or index >= MAX_TRACED:
             trace = ("", "")
-        made = CompletionRecord(index, request_id, is_first_of_prompt, *trace)
+        made = CompletionRecord(index, request_id, is_first_of_prompt, *trace, counters=counters)
         self.completions.append(made)
         return made
 

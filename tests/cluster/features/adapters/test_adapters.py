@@ -19,7 +19,7 @@ from quire.cluster.edge.access import EVERYONE, Caller
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.features.adapters import catalog as serving_adapters
 from quire.cluster.features.adapters.catalog import Adapters, Word
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import admin_pb2, admin_pb2_grpc, group_pb2
 from quire.v1 import inference_pb2 as pb

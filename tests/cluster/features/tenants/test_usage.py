@@ -10,13 +10,13 @@ from tests.examples import examples
 from tests.prepared import prepared
 
 from quire.cluster.errors import GroupLost
-from quire.cluster.failover.chunk import Chunk
 from quire.cluster.features.tenants.limits import TenantPolicy, Tenants
 from quire.cluster.features.tenants.usage import UsageLedger
+from quire.cluster.gateway.chunk import Chunk
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.links.groups import Groups
 from quire.cluster.model_card import Expectation
-from quire.cluster.serving.service import ModelService
 from quire.router.prefix_index.directory import GroupId
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2
@@ -116,7 +116,7 @@ async def test_the_ledger_equals_the_engines_own_counts(model: Any) -> None:
     ledger = UsageLedger()
     policy = TenantPolicy(tokens_per_minute=BUDGET)
     tenants = Tenants({"t0": policy, "t1": policy}, clock=lambda: 0.0)
-    service.meter_by(tenants, ledger)
+    service.meter.share(tenants, ledger)
     card = ModelCard.of(group_pb2.GroupDescription(model="m", block_size=4))
     expected: dict[str, Counter[str]] = {"t0": Counter(), "t1": Counter()}
     num_charged: Counter[str] = Counter()

@@ -383,7 +383,9 @@ def test_without_an_endpoint_nothing_of_opentelemetry_is_imported() -> None:
     script = (
         "import sys\n"
         "import quire.cluster.edge.grpc_server, quire.cluster.edge.openai_http\n"
-        "import quire.cluster.serving.models, quire.cluster.group.service\n"
+        "import quire.cluster.gateway.models, quire.cluster.group.service\n"
+        "from quire.cluster.features.tracing.tracing import start_tracing\n"
+        "import quire.cluster.gateway.models, quire.cluster.group.service\n"
         "from quire.cluster.features.tracing.tracing import start_tracing\n"
         "assert start_tracing(None, role='gateway', instance='it') is None\n"
         "print([name for name in sys.modules if name.startswith('opentelemetry')])"

@@ -14,7 +14,7 @@ from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.call import Call, Heading
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 
 
 class LoadAdapterBody(Body):

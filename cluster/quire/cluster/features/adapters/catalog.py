@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quire.cluster.errors import ModelNotFound
 from quire.cluster.features.adapters.keeper import Adapter, Keeper
-from quire.cluster.serving.service import ModelService
+from quire.cluster.gateway.service import ModelService
 from quire.worker.request.errors import AdapterError, InvalidRequest, QuireError
 
 if TYPE_CHECKING:
-    from quire.cluster.serving.models import Models
+    from quire.cluster.gateway.models import Models
 
 _log = logging.getLogger(__name__)
 

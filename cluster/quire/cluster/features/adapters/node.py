@@ -13,6 +13,8 @@ from quire.worker.weights.adapter_texts import check_texts
 class NodeAdapters:
     """A `quire.cluster.features.adapters.keeper.Keeper` over the node's adapter store."""
 
+    """A `quire.cluster.features.adapters.keeper.Keeper` over the node's adapter store."""
+
     def __init__(self, engine: EngineConfig, *, chat_template: str | None = None) -> None:
         """``engine``: the settings of the model that the adapters are for. ``chat_template``: the
         template that is used instead of its own."""

@@ -16,8 +16,8 @@ from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.text_api import metered
 from quire.cluster.features.anthropic.format import MessagesFormat
 from quire.cluster.features.anthropic.schema import CountTokensBody, MessagesBody
+from quire.cluster.gateway.models import Models
 from quire.cluster.seams import TextCall
-from quire.cluster.serving.models import Models
 
 MESSAGES_CALL = TextCall(
     path="/v1/messages",

@@ -16,7 +16,7 @@ from quire.cluster.dialects.events import CallArguments, CallBegun, Content, Rea
 from quire.cluster.edge.http_errors import anthropic_error
 from quire.cluster.edge.openai_format import Format, Json
 from quire.cluster.edge.openai_schema import StreamOptions
-from quire.cluster.failover.chunk import Chunk
+from quire.cluster.gateway.chunk import Chunk
 
 _DELTAS = {
     "text": ("text_delta", "text"),

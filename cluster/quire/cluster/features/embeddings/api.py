@@ -28,7 +28,7 @@ from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
 from quire.cluster.edge.streams import client_id, unless_disconnected
 from quire.cluster.features.embeddings.embed import MAX_INPUTS, Ask, Cost, best, embed, rank, score
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 from quire.worker.request.arrays import Floats
 from quire.worker.request.errors import InvalidRequest
 from quire.worker.request.request import Prompt, Text, Tokens

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from quire.cluster.failover.chunk import Chunk
-from quire.cluster.serving.service import ModelService
+from quire.cluster.gateway.chunk import Chunk
+from quire.cluster.gateway.service import ModelService
 from quire.worker.request.arrays import Floats
 from quire.worker.request.errors import InvalidRequest
 from quire.worker.request.request import Chat, Prepared, Prompt, Request, Span, Task, Text, Tokens

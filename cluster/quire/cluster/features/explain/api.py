@@ -23,7 +23,7 @@ from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.call import Call, Heading
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.features.explain.explanations import MAX_LIMIT
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 from quire.v1 import inference_pb2 as pb
 from quire.worker.request.errors import InvalidRequest
 

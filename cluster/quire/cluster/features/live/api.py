@@ -22,7 +22,7 @@ from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.streams import EventStream
 from quire.cluster.features.live.live import MAX_EVERY_S
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 from quire.worker.request.errors import InvalidRequest
 
 _FOLDER = files("quire.cluster.features.live").joinpath("ui")

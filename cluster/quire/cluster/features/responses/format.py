@@ -20,9 +20,9 @@ from typing import Any
 from quire.cluster.dialects.events import CallArguments, CallBegun, CallEnded, Content, Reasoning
 from quire.cluster.edge.openai_format import Format, Json
 from quire.cluster.edge.openai_schema import GenerationBody, StreamOptions
-from quire.cluster.failover.chunk import Chunk
 from quire.cluster.features.responses.schema import ResponsesBody
 from quire.cluster.features.responses.tools import input_of
+from quire.cluster.gateway.chunk import Chunk
 
 _ID_PREFIXES = {
     "message": "msg",

@@ -18,7 +18,7 @@ from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.call import Call, Heading
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.errors import NotAnOperator
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 from quire.worker.request.errors import InvalidRequest
 
 _USED = {"requests": 2, "prompt_tokens": 40, "cached_tokens": 16, "output_tokens": 8}

@@ -1,5 +1,5 @@
-"""Counts each request's tokens: against its tenant's limits as they arrive, and for its API key at
-the end."""
+"""The layer that counts a request's tokens: against its tenant's limits as they arrive, and for its
+API key at the end."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from quire.cluster.errors import RateLimited, RefusalReason
 from quire.cluster.features.tenants.limits import Account, TenantPolicy, Tenants
 from quire.cluster.features.tenants.usage import Counts, UsageLedger
+from quire.cluster.gateway.work import Run, Take, Work
 from quire.worker.request.request import Prepared
 
 
@@ -41,30 +42,44 @@ class Used:
         lens = [len(each.prompt_token_ids) for each in requests]
         return cls(lens, num_per_prompt=requests[0].sampling.n, shows_output=shows_output)
 
-    def took(self, index: int, *, num_tokens: int, num_cached_tokens: int | None) -> int:
-        """Counts work for the completion ``index``, as `Meter` does; returns how many more prompt
-        tokens turned out to be cached."""
-        prompt, completion = divmod(index, self._num_per_prompt)
-        self.counts.prompt_tokens += self._unbegun.pop(prompt, 0)
+    def took(self, index: int, *, num_tokens: int, num_cached_tokens: int) -> None:
+        """Counts a group's work, as `quire.cluster.gateway.work.Count` does."""
+        self.counts.prompt_tokens += self._unbegun.pop(index // self._num_per_prompt, 0)
         if self._shows_output:
             self.counts.output_tokens += num_tokens
             if self.account is not None:
                 self.account.generated(num_tokens)
-        cached = 0 if completion else num_cached_tokens or 0
-        self.counts.cached_tokens += cached
-        return cached
+        self.counts.cached_tokens += num_cached_tokens
 
 
-class Metering:
+class Meter:
     """Counts the requests of one model, by tenant and API key."""
 
-    def __init__(
-        self, tenants: Tenants, usage: UsageLedger, *, refused: Callable[[RefusalReason], object]
-    ) -> None:
+    def __init__(self, *, refused: Callable[[RefusalReason], object]) -> None:
         """``refused`` is called with the reason of each refusal for a limit."""
+        self._refused = refused
+        self.share(Tenants(), UsageLedger())
+
+    def share(self, tenants: Tenants, usage: UsageLedger) -> None:
+        """Enforces the limits of ``tenants`` and counts requests in ``usage`` from now on. All
+        models of a gateway share both."""
         self._tenants = tenants
         self._usage = usage
-        self._refused = refused
+
+    async def __call__(self, work: Work, take: Take, run: Run[Work]) -> None:
+        """Raises as `metered`."""
+        first = work.first
+        used = Used.by(work.requests, shows_output=work.shows_output)
+        work.weight = self.policy(first.tenant).weight
+        work.counts.append(used.took)
+        with self.metered(
+            first.tenant,
+            first.key_name,
+            used,
+            num_completions=work.num_completions,
+            num_prompt_tokens=work.num_prompt_tokens,
+        ):
+            await run(work, take)
 
     def policy(self, tenant: str) -> TenantPolicy:
         return self._tenants.policy(tenant)
@@ -79,17 +94,19 @@ class Metering:
         self,
         tenant: str,
         key_name: str,
-        used: Used,
+        used: Used | None = None,
         *,
         num_completions: int = 1,
         num_prompt_tokens: int = 0,
     ) -> Iterator[None]:
-        """Counts a client's request, and at its end what it has ``used``, while the block runs.
+        """Counts a client's request, and at its end what it has ``used``, while the block runs. A
+        call that uses no group counts as a request alone.
 
         Raises:
             RateLimited: The tenant has used up one of its limits.
             InvalidRequest: ``num_completions`` exceed what the tenant may ever have in progress.
         """
+        used = used or Used()
         with ExitStack() as under_way:
             with self._counting_refusals():
                 used.account = under_way.enter_context(

@@ -1,6 +1,7 @@
 """Usage of each tenant's keys since this gateway started, and in each minute of the last hour.
 
 A request is counted when it ends, however it ends, with the prompts that groups began and the
+tokens generated until then (`quire.cluster.gateway.metering.Used`).
 tokens generated until then (`quire.cluster.features.tenants.metering.Used`).
 """
 

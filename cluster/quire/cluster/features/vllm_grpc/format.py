@@ -11,7 +11,7 @@ from typing import Any
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from quire.cluster.failover.chunk import Chunk
+from quire.cluster.gateway.chunk import Chunk
 from quire.worker.request.errors import InvalidRequest
 from quire.worker.request.outputs import TokenLogprobs
 from quire.worker.request.request import Prepared, Prompt, Text, Tokens

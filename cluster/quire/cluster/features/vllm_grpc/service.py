@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 from quire.cluster.edge.grpc_calls import GrpcService
-from quire.cluster.serving.models import Models
+from quire.cluster.gateway.models import Models
 
 
 def vllm_service(models: Models) -> GrpcService | None:

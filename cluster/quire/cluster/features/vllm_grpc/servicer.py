@@ -26,13 +26,13 @@ from quire.cluster.edge.auth import grpc_caller, operates_grpc
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
 from quire.cluster.edge.streams import sane_client_id
-from quire.cluster.failover.chunk import Chunk
-from quire.cluster.failover.completion import Take
 from quire.cluster.features.embeddings.embed import Ask, embed
 from quire.cluster.features.kv_events.stream import KvEventsConfig, Outlet, Ranks, Subscription
 from quire.cluster.features.vllm_grpc.format import Answers, aliases_of, prompt_of, sampling_of
-from quire.cluster.serving.models import Models
-from quire.cluster.serving.service import ModelService
+from quire.cluster.gateway.chunk import Chunk
+from quire.cluster.gateway.models import Models
+from quire.cluster.gateway.service import ModelService
+from quire.cluster.gateway.work import Take
 from quire.v1 import group_pb2
 from quire.worker.request.errors import InvalidRequest, QueueFull
 from quire.worker.request.request import Request, Tokens

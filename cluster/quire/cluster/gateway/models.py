@@ -16,9 +16,9 @@ from quire.cluster.features.live.live import Live, Watched
 from quire.cluster.features.tenants.limits import Tenants
 from quire.cluster.features.tenants.usage import UsageLedger
 from quire.cluster.features.tracing.call_spans import spans_of
+from quire.cluster.gateway.service import ModelService
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.cluster.serving.bounds import Budget, Turns
-from quire.cluster.serving.service import ModelService
 from quire.cluster.telemetry.metrics import GatewayTelemetry
 from quire.cluster.telemetry.timeline import Timeline
 from quire.worker.request.errors import InvalidRequest
@@ -86,7 +86,7 @@ class Models:
         if name in self.by_name:
             self._leaving.append(self.by_name[name])
         self.by_name[name] = service
-        service.meter_by(self.tenants, self.usage)
+        service.meter.share(self.tenants, self.usage)
         self.telemetry.add(name, service.telemetry.registry)
         service.groups.watch(self._notify)
         if self.is_draining:

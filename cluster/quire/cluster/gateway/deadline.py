@@ -1,4 +1,4 @@
-"""Deadlines of requests: work that passes its deadline is cancelled."""
+"""The layer that ends a request at its deadline: work that passes it is cancelled."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -7,6 +7,25 @@ from math import inf
 from types import TracebackType
 
 from quire.cluster.errors import DeadlineExceeded
+from quire.cluster.gateway.chunk import Chunk
+from quire.cluster.gateway.work import Run, Take, Work
+
+
+class MeetDeadline:
+    """Runs a request until its deadline. The client gets each chunk whole."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+
+    async def __call__(self, work: Work, take: Take, run: Run[Work]) -> None:
+        """Raises DeadlineExceeded: the deadline has passed, and the completions were aborted."""
+        async with Deadline(work.first.deadline_s, clock=self._clock) as deadline:
+
+            async def pass_on(chunk: Chunk) -> None:
+                with deadline.paused():
+                    await take(chunk)
+
+            await run(work, pass_on if deadline.is_set else take)
 
 
 class Deadline:

@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import numpy as np
 from prometheus_client import CollectorRegistry, Gauge
 
+from quire.cluster.gateway.deadline import late
 from quire.cluster.serving.bounds import Budget, Hold, Inflight
-from quire.cluster.serving.deadline import late
 from quire.worker.blocks.hashing import TokenIds, as_token_ids
 from quire.worker.request.errors import InvalidRequest
 from quire.worker.request.limits import RequestLimits, check_prompt_length

@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from math import inf
 
+from quire.cluster.gateway.deadline import late
+from quire.cluster.gateway.work import Run, Take, Work
 from quire.cluster.serving.bounds import Hold, Inflight
-from quire.cluster.serving.deadline import late
-from quire.worker.request.errors import InvalidRequest
+from quire.worker.request.errors import ConstraintRefused, InvalidRequest
 from quire.worker.request.structured import Constraint
 from quire.worker.text.grammar.compile_queue import CompileThreads
 from quire.worker.text.grammar.kept import Kept
@@ -82,9 +83,15 @@ class Constraints:
         if refusal:
             raise InvalidRequest(refusal, param="structured_outputs")
 
-    def refuse(self, constraint: Constraint, reason: str, *, tenant: str) -> None:
-        """Remembers that a group refused the constraint of ``tenant``, and why."""
-        self._known.put(tenant, constraint, reason)
+    async def learn(self, work: Work, take: Take, run: Run[Work]) -> None:
+        """A layer that remembers the constraints that groups refuse, and why."""
+        try:
+            await run(work, take)
+        except ConstraintRefused as error:
+            first = work.first
+            if first.sampling.constraint is not None:
+                self._known.put(first.tenant, first.sampling.constraint, str(error))
+            raise
 
     def close(self) -> None:
         """Ends the threads, each with its process. Waiting constraints are not compiled."""

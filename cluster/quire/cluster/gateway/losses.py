@@ -168,6 +168,12 @@ class Losses:
             self.blame.isolated_death = error.death
 
 
+def losses_of_prompt(config: CompletionConfig, num_completions: int) -> list[Losses]:
+    """The losses of each completion of one prompt, which are blamed as one request."""
+    blame = Blame()
+    return [Losses(config, blame) for _ in range(num_completions)]
+
+
 class RetryBudget:
     """A token bucket of resumes, filled by new completions and by time."""
 
@@ -227,12 +233,3 @@ class Isolation:
                 self._turn.release()
 
         return leave
-
-
-class Resumes:
-    """Failover state shared by a gateway's completions."""
-
-    def __init__(self, config: CompletionConfig, *, clock: Callable[[], float]) -> None:
-        self.config = config
-        self.budget = RetryBudget(config, clock=clock)
-        self.isolation = Isolation()
