@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--chunk", type=int, default=512, help="prompt tokens of a prefill step")
     add("--steps", type=int, default=100, help="steps measured of each kind")
     add("--output", type=Path, default=Path("quire-step-times"), help="stem of the JSON file")
-    add_engine_flags(parser, tensor_parallel_size=1)
+    add_engine_flags(parser)
     options = parser.parse_args(arguments)
     steps = Steps(
         batches=tuple(options.batches),

@@ -45,6 +45,7 @@ from bench.serving.load import Request, Stream, run
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
+from quire.cluster.garbage import collect_seldom
 from quire.cluster.group.server import GroupServer
 from quire.worker.request.config import EngineConfig
 
@@ -222,6 +223,7 @@ async def _servers(
                 await known.wait_for_change(timeout_s=1)
             addresses.append(gateway.grpc_address)
             http.append(gateway.http_address)
+        collect_seldom()  # As a gateway's process does.
         yield addresses, http
 
 

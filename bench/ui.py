@@ -27,6 +27,7 @@ from playwright.async_api import async_playwright
 from quire.cluster.edge.openai_http import build_http_app
 from quire.cluster.features.guard.limits import ConnectionLimits
 from quire.cluster.features.guard.listener import HttpListener, listening_socket
+from quire.cluster.features.installed import INSTALLED
 from quire.cluster.features.live.live import Live, Watched
 from quire.cluster.gateway.models import Models
 from quire.cluster.telemetry.metrics import Telemetry
@@ -137,7 +138,9 @@ async def measure(num_groups: int, seconds: int, picture: Path | None) -> None:
     watched = Watched("model", groups, table, telemetry, "generate", num_queued=0, num_inflight=0)
     models = Models()
     models.live = live = TimedLive(groups, lambda: [watched])
-    http = HttpListener(build_http_app(models), limits=ConnectionLimits(), drain_timeout_s=0)
+    http = HttpListener(
+        build_http_app(models, features=INSTALLED), limits=ConnectionLimits(), drain_timeout_s=0
+    )
     listener = listening_socket("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}/ui"
     http.start(listener)

@@ -1,20 +1,30 @@
 """Generates the documentation of the chart's values: ``python -m tools.chart_values``.
 
 The comments in ``helm/quire/values.yaml`` become the descriptions in ``values.schema.json``, which
-editors show, and the table in ``helm/README.md``. Options of the engine and of routing get the
-docstrings of their fields. ``--check`` only checks that both are up to date.
+editors show, and the table in ``helm/README.md``. All options below ``settings``, ``engine`` and
+``routing`` come from the fields of the settings' classes, and so does ``templates/_settings.tpl``,
+which says which of them groups and further models get. ``--check`` only checks that all are up to
+date.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from pydantic import TypeAdapter
 from tools.fields import documented_fields
 
+from quire.cluster.config import (
+    ClusterConfig,
+    ModelConfig,
+    SharedSettings,
+)
+from quire.cluster.deploy.serve_options import OF_GROUPS
 from quire.router.config import RoutingConfig
 from quire.worker.request.config import EngineConfig
 
@@ -25,7 +35,42 @@ _COMMON = "pods"
 _KINDS = ("head", "gateway", "groups")
 _WHOLE = ("annotations", "resources")
 """Maps whose keys are defined by Kubernetes, not by the chart."""
-_BY_FIELDS = {"engine": EngineConfig, "routing": RoutingConfig}
+_BY_FIELDS = {"settings": ClusterConfig, "engine": EngineConfig, "routing": RoutingConfig}
+OWN_VALUES: Mapping[tuple[str, ...], str] = {
+    ("api_keys_file",): "gateway.apiKeys",
+    ("autoscaling",): "groups.autoscaling",
+    ("chat_template",): "gateway.chatTemplate",
+    ("cpus_per_group",): "groups.cpusPerGroup",
+    ("drain_timeout_s",): "gateway.drainSeconds",
+    ("engine",): "engine",
+    ("engine", "model"): "model",
+    ("engine", "tensor_parallel_size"): "groups.tensorParallelSize",
+    ("gateway_autoscaling",): "gateway.autoscaling",
+    ("grpc_port",): "gateway.ports.grpc",
+    ("http_port",): "gateway.ports.http",
+    ("lora_modules",): "loraModules",
+    ("metrics_port",): "gateway.ports.metrics",
+    ("more_models",): "moreModels",
+    ("nodes_per_group",): "groups.nodesPerGroup",
+    ("num_gateways",): "gateway.replicas",
+    ("num_groups",): "groups.replicas",
+    ("open_metrics",): "gateway.openMetrics",
+    ("routing",): "routing",
+    ("served_model_name",): "model.servedName",
+    ("start_first",): "upgrade.startFirst",
+    ("tls_certificate",): "gateway.tls",
+    ("tls_key",): "gateway.tls",
+}
+"""Settings on which Kubernetes' objects depend, and their values. All others stand below
+``settings``."""
+_DECIDED = ("host", "group_host", "gateway_resource", "group_resource")
+"""Settings that the chart decides."""
+_NOT_SHOWN = ("default", "format", "title")
+_OF_ONE_MODEL = (
+    *("aliases", "autoscaling", "chat_template", "engine", "lora_modules", "num_groups"),
+    "served_model_name",
+)
+"""Settings of the first model that further models do not take from it."""
 
 
 class Value(NamedTuple):
@@ -102,9 +147,45 @@ def schema() -> str:
             place = place["properties"][key]
         _describe(place, each.description)
     for section, config in _BY_FIELDS.items():
-        for name, known in whole["properties"][section]["properties"].items():
-            _describe(known, documented_fields(config)[name].description)
+        known = whole["properties"][section]["properties"]
+        made = _options_of(section, config)
+        for name in known.keys() - made.keys():
+            del known[name]
+        for name, option in made.items():
+            _describe(known.setdefault(name, option), documented_fields(config)[name].description)
     return json.dumps(whole, indent=2, ensure_ascii=False) + "\n"
+
+
+def _options_of(section: str, config: type) -> dict[str, Any]:
+    """The schema of each setting of ``config`` that may stand in a section of the values."""
+    place = () if section == "settings" else (section,)
+    own = {path[-1] for path in OWN_VALUES if path[:-1] == place}
+    return {
+        name: {key: each for key, each in option.items() if key not in _NOT_SHOWN}
+        for name, option in TypeAdapter(config).json_schema()["properties"].items()
+        if name not in own and name not in _DECIDED
+    }
+
+
+def template() -> str:
+    """``templates/_settings.tpl``."""
+    shared, of_models = (
+        {each.name for each in fields(kind)} for kind in (SharedSettings, ModelConfig)
+    )
+    of_groups = {each.name for kind in OF_GROUPS for each in fields(kind)}
+    lists = {
+        "quire.groupsOfCluster": (shared & of_groups, "What groups get of the shared settings."),
+        "quire.groupsOfModel": (of_models & of_groups, "What groups get of their model's."),
+        "quire.commonOfModels": (
+            of_models - {*_OF_ONE_MODEL},
+            "What further models have like the first one, unless they say otherwise.",
+        ),
+    }
+    texts = ["{{/* Made by python -m tools.chart_values from the classes of settings. */}}\n"]
+    for name, (names, text) in lists.items():
+        texts.append(f'\n{{{{/* {text} */}}}}\n{{{{- define "{name}" -}}}}\n')
+        texts.append(" ".join(sorted(names)) + "\n{{- end -}}\n")
+    return "".join(texts)
 
 
 def _describe(known: dict[str, Any], description: str) -> None:
@@ -129,8 +210,9 @@ def main() -> None:
     for path, text in (
         (CHART / "values.schema.json", schema()),
         (ROOT / "helm/README.md", readme()),
+        (CHART / "templates/_settings.tpl", template()),
     ):
-        if path.read_text() != text:
+        if not path.exists() or path.read_text() != text:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(text)

@@ -4,7 +4,7 @@ from dataclasses import MISSING, fields
 from functools import cache
 from typing import Any, NamedTuple
 
-from quire.cluster.features.reference.attribute_docs import Attribute, attributes_of
+from quire.worker.request.settings import Attribute, attributes_of
 
 
 class DocumentedField(NamedTuple):

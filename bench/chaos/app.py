@@ -19,7 +19,7 @@ from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import DeploymentSchema, ServeApplicationSchema, ServeDeploySchema
 
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import GroupConfig
 from quire.cluster.deploy import deployments
 from quire.cluster.deploy.build import build_gateways, build_groups
 from quire.cluster.deploy.listed import listed_in
@@ -40,7 +40,7 @@ _POLL_S = 0.1
 
 class ReplicaGroup(deployments.ReplicaGroup):
     # The name is that of the deployment, and must be that of Quire's.
-    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+    async def __init__(self, config: GroupConfig) -> None:  # type: ignore[misc]
         await super().__init__(config)
         engine = self._server._engine
         _make_mortal(engine)

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -75,6 +76,36 @@ FILE_FAULTS: dict[str, Harm] = {
 }
 
 
+@dataclass
+class Touched:
+    """What a store used of its disk. A fault elsewhere has met nobody: for example, a damaged file
+    that was deleted to make room before a request read it."""
+
+    read: set[BlockHash] = field(default_factory=set)
+    num_writes: int = 0
+
+
+@contextlib.contextmanager
+def noted(store: disk.DiskStore) -> Iterator[Touched]:
+    """Notes which blocks are read, and counts writes, also those that fail."""
+    touched, write = Touched(), store._write
+    read: Callable[..., bytes] = vars(disk)["read_file"]  # Which may be that of another fault.
+
+    def note_read(*args: Any, block: BlockHash, **options: Any) -> bytes:
+        touched.read.add(block)
+        return read(*args, block=block, **options)
+
+    def note_write(*args: Any) -> None:
+        touched.num_writes += 1
+        write(*args)
+
+    with (
+        mock.patch.object(disk, "read_file", note_read),
+        mock.patch.object(store, "_write", note_write),
+    ):
+        yield touched
+
+
 @contextlib.contextmanager
 def failing_reads() -> Iterator[None]:
     def refuse(*args: Any, **options: Any) -> bytes:
@@ -97,7 +128,7 @@ def slow_reads(*, read_s: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def full_disk(group: GroupServer) -> Iterator[None]:
+def full_disk(store: disk.DiskStore) -> Iterator[None]:
     """Writes fail; behind it, the store tries again at once."""
 
     def refuse(path: Path, *args: Any, **options: Any) -> None:
@@ -105,7 +136,7 @@ def full_disk(group: GroupServer) -> Iterator[None]:
 
     with mock.patch.object(disk, "write_file", refuse):
         yield
-    store_of(group)._paused_until_s = 0.0
+    store._paused_until_s = 0.0
 
 
 def remove_folder(folder: Path) -> None:

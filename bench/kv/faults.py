@@ -21,9 +21,11 @@ from unittest import mock
 import numpy as np
 from bench.kv.disk_faults import (
     FILE_FAULTS,
+    Touched,
     failing_reads,
     file_of,
     full_disk,
+    noted,
     remove_folder,
     slow_reads,
     store_of,
@@ -56,6 +58,7 @@ from quire.worker.blocks.hashing import BlockHashes, TokenIds
 from quire.worker.blocks.kv_format import PeerSource
 from quire.worker.engine.engine import Engine
 from quire.worker.parts.tiers import arriving
+from quire.worker.request.outputs import Fetched
 
 _CACHE_BLOCKS, _HOST_BLOCKS, _DISK_BLOCKS = 80, 64, 800
 _LENDER_BLOCKS, _LENDER_HOST_BLOCKS = 100, 800
@@ -72,7 +75,6 @@ _FULL_EVERY, _FULL_FOR = 300, 30
 _STALL_S = 0.3
 """How long a borrower waits for the next byte; 2 s in service."""
 _PATIENCE_S = 60.0
-_TOO_LATE = " too late: "
 
 _CUT = "connection cut"
 _BEHIND_CANCELLED = "flipped behind a cancelled request"
@@ -223,10 +225,11 @@ class _Bench:
             self._wire = self._wire or wire_faults(block_bytes=block_bytes, rng=self._rng)
             num_last = num_requests // 10
             await self._ask_all(num_requests - num_last)
-            with _Heard() as heard:
+            with _Heard() as heard, noted(store_of(group)) as touched:
                 remove_folder(disk)
                 await self._ask_all(num_last)
-            self._note_state("folder removed", heard.has(str(disk)))
+                await self._wait_until_saved()
+            self._judge_state("folder removed", touched, is_told=heard.has(str(disk)))
 
     async def _ask_all(self, num_requests: int) -> None:
         while num_requests > 0:
@@ -234,21 +237,28 @@ class _Bench:
             num_requests -= num
             period = self._num_asked % _FULL_EVERY
             # Nothing is written where a disk has failed before.
-            if period >= _FULL_EVERY - _FULL_FOR and not store_of(self._group).why_not:
-                with _Heard() as heard, full_disk(self._group):
+            store = store_of(self._group)
+            if period >= _FULL_EVERY - _FULL_FOR and not store.why_not:
+                with _Heard() as heard, full_disk(store), noted(store) as touched:
                     await self._ask_some(num)
-                self._note_state("disk full", heard.has("no blocks are written to disk"))
+                    await self._wait_until_saved()
+                touched.read.clear()  # Reads do not need room.
+                is_told = heard.has("no blocks are written to disk")
+                self._judge_state("disk full", touched, is_told=is_told)
             else:
                 with _Heard():
                     await self._ask_some(num)
 
-    def _note_state(self, kind: str, is_told: bool) -> None:
-        """Notes whether a fault that lasts for several requests was told."""
-        tally = self._report.tally(kind)
-        tally.num_injected += 1
-        tally.num_named += is_told
-        if not is_told:
-            tally.unnamed.append(f"{kind}: no log tells of it")
+    def _judge_state(self, kind: str, touched: Touched, *, is_told: bool) -> None:
+        """Judges a fault that lasts for several requests."""
+        is_met = bool(touched.read or touched.num_writes)
+        self._report.judge(kind, Fetched(), is_met=is_met, is_named=is_told)
+
+    async def _wait_until_saved(self) -> None:
+        """Waits until no block is being written to disk."""
+        saver, until_s = travel_of(self._group)._saver, time.monotonic() + _SAVED_S
+        while saver is not None and saver.num_coming and time.monotonic() < until_s:
+            await asyncio.sleep(0.01)
 
     async def _ask_some(self, num_requests: int) -> None:
         weights = np.array(list(_KINDS.values()))
@@ -285,11 +295,12 @@ class _Bench:
                     said = await self._ask(kind, token_ids, source)
                 if flips.num:
                     is_named = await self._num_corrupt() > num_before
-                    self._judge(kind, said, False, is_named=is_named)
+                    self._report.judge(kind, said.fetched, is_named=is_named)
                 return
             said = await self._ask(kind, token_ids, source)
         if kind != "peer":
-            self._judge(kind, said, said.fetched.num_peer_tokens == num_wanted)
+            is_whole = said.fetched.num_peer_tokens == num_wanted
+            self._report.judge(kind, said.fetched, is_harmless=is_whole and kind in _MAY_COME)
 
     @contextlib.asynccontextmanager
     async def _lending(self, kind: str, token_ids: TokenIds) -> AsyncIterator[PeerSource | None]:
@@ -356,11 +367,9 @@ class _Bench:
         num_before = await self._num_corrupt()
         with before_disk(self._group, self._rng) as flips:
             said = await self._ask(kind, self._new_prompt())
-        saver, until_s = travel_of(self._group)._saver, time.monotonic() + _SAVED_S
-        while saver is not None and saver.num_coming and time.monotonic() < until_s:
-            await asyncio.sleep(0.01)
+        await self._wait_until_saved()
         if flips.num:
-            self._judge(kind, said, False, is_named=await self._num_corrupt() > num_before)
+            self._report.judge(kind, said.fetched, is_named=await self._num_corrupt() > num_before)
 
     async def _ask_flipped(self, kind: str) -> None:
         for known in self._some_known():
@@ -369,7 +378,9 @@ class _Bench:
             if await flip_kept(self._group, known.token_ids, int(self._rng.integers(2**31))):
                 num_before = await self._num_corrupt()
                 said = await self._ask(kind, known.token_ids)
-                self._judge(kind, said, False, is_named=await self._num_corrupt() > num_before)
+                self._report.judge(
+                    kind, said.fetched, is_named=await self._num_corrupt() > num_before
+                )
                 return
         await self._ask("new", self._new_prompt())
 
@@ -380,8 +391,10 @@ class _Bench:
             if end - begin < 2:
                 continue
             harm: contextlib.AbstractContextManager[Flips | None] = contextlib.nullcontext()
+            damaged = set(known.names[begin:end])
             if kind in FILE_FAULTS:
                 name = known.names[int(self._rng.integers(begin, end))]
+                damaged = {name}
                 others = [each for each, _ in store.blocks() if each != name]
                 other = others[int(self._rng.integers(len(others)))]
                 with contextlib.suppress(FileNotFoundError):  # The folder was removed.
@@ -393,15 +406,20 @@ class _Bench:
             else:
                 harm = failing_reads() if kind == "disk fails" else slow_reads(read_s=0.02)
             num_before = await self._num_corrupt()
-            with harm as flips:
+            with harm as flips, noted(store) as touched:
                 said = await self._ask(kind, known.token_ids)
             if flips is not None:
                 if flips.num:
                     is_named = await self._num_corrupt() > num_before
-                    self._judge(kind, said, False, is_named=is_named)
+                    self._report.judge(kind, said.fetched, is_named=is_named)
                 return
-            num_tokens = (end - begin) * BLOCK_SIZE
-            self._judge(kind, said, said.fetched.num_disk_tokens == num_tokens)
+            is_whole = said.fetched.num_disk_tokens == (end - begin) * BLOCK_SIZE
+            self._report.judge(
+                kind,
+                said.fetched,
+                is_met=not damaged.isdisjoint(touched.read),
+                is_harmless=is_whole and kind in _MAY_COME,
+            )
             return
         await self._ask("new", self._new_prompt())
 
@@ -446,19 +464,6 @@ class _Bench:
     async def _compute(self, token_ids: TokenIds) -> Said:
         self._num_computed += 1
         return await ask(self._twin, token_ids, cache_salt=str(self._num_computed))
-
-    def _judge(self, kind: str, said: Said, is_whole: bool, *, is_named: bool = False) -> None:
-        """What became of a fault. ``is_whole``: all blocks came that were to come."""
-        tally, error = self._report.tally(kind), said.fetched.error
-        tally.num_injected += 1
-        if is_named or (error and _TOO_LATE not in error):
-            tally.num_named += 1
-        elif error:
-            tally.num_given_up += 1
-        elif is_whole and kind in _MAY_COME:
-            tally.num_harmless += 1
-        else:
-            tally.unnamed.append(f"{kind}: {said.fetched}")
 
 
 def _on_disk(names: BlockHashes, group: GroupServer, engine: Engine) -> tuple[int, int]:

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from bench.kv.disk_faults import FILE_FAULTS, full_disk, noted
 from bench.kv.disturb import disturb
 from bench.kv.drain import drain
 from bench.kv.equal import equal, places_of
@@ -11,7 +13,9 @@ from bench.kv.faults import faults
 from bench.kv.groups import Said
 from bench.kv.prefill import prefill
 from bench.kv.wire_faults import cuts
+from tests.worker.parts.tiers.disk_blocks import files, name, put, put_chain, read, store_in
 
+from quire.worker.parts.tiers.disk import DiskReadError
 from quire.worker.request.outputs import Fetched
 
 
@@ -80,6 +84,54 @@ def test_a_report_fails_for_a_wrong_token_and_for_a_fault_that_nobody_named() ->
     report.tally("connection cut").unnamed.append("one")
     assert report.has_failed
     assert Report(wrong=["a token"]).has_failed
+
+
+def test_a_fault_that_nobody_met_needs_no_name() -> None:
+    report = Report()
+    half = Fetched(num_disk_tokens=16)
+    report.judge("stale file", half, is_met=False)
+    assert (report.tally("stale file").num_unmet, report.has_failed) == (1, False)
+    report.judge("stale file", half._replace(error="disk: block 1: its version is 0"))
+    report.judge("stale file", half._replace(error="2 blocks came too late: …"), is_met=False)
+    tally = report.tally("stale file")
+    assert (tally.num_named, tally.num_given_up, tally.num_injected) == (1, 1, 2)
+    report.judge("stale file", half)
+    assert report.has_failed
+
+
+@pytest.mark.parametrize("kind", FILE_FAULTS)
+def test_a_damaged_file_meets_nobody_if_it_is_deleted_before_it_is_read(
+    tmp_path: Path, kind: str
+) -> None:
+    harm, rng = FILE_FAULTS[kind], np.random.default_rng(0)
+    store = store_in(tmp_path, num_blocks=4)
+    put_chain(store, 1, 2)
+    put_chain(store, 3, 4)
+    harm(files(tmp_path)[2], files(tmp_path)[4], rng)
+    put_chain(store, 5)  # Makes room by deleting block 2.
+    with noted(store) as touched:
+        assert store.match([name(1), name(2)]) == 1
+        read(store, 1)
+    assert touched.read == {name(1)}
+    harm(files(tmp_path)[5], files(tmp_path)[3], rng)
+    with noted(store) as touched, pytest.raises(DiskReadError):
+        read(store, 5)
+    assert touched.read == {name(5)}
+
+
+def test_a_full_disk_meets_nobody_while_nothing_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = store_in(tmp_path)
+    put_chain(store, 1)
+    with full_disk(store), noted(store) as touched:
+        assert not put(store, 1).error  # It is on disk already.
+        assert "no blocks are written to disk" not in caplog.text
+        assert touched.num_writes == 0
+        assert put(store, 2).error
+    assert touched.num_writes == 1
+    assert "no blocks are written to disk" in caplog.text
+    assert not put(store, 2).error
 
 
 def test_connections_are_cut_at_twenty_places() -> None:

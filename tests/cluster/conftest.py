@@ -35,6 +35,7 @@ from quire.cluster.features.adapters.group import Check, GroupAdapters
 from quire.cluster.features.guard import leaving
 from quire.cluster.features.guard.limits import ConnectionLimits
 from quire.cluster.features.guard.listener import HttpListener, listening_socket
+from quire.cluster.features.installed import INSTALLED
 from quire.cluster.features.kv_exchange.borrowing import Borrower
 from quire.cluster.features.kv_exchange.peers import Peers
 from quire.cluster.gateway.config import GatewayConfig
@@ -506,14 +507,16 @@ def start_cluster(model: HashModel, start_group: StartGroup) -> StartCluster:
 async def _serve(cluster: Cluster, stack: contextlib.AsyncExitStack, keys: ApiKeys | None) -> None:
     if keys is not None:
         tell_of_tenants(cluster.models, keys)
-    server = build_grpc_server(cluster.models, keys=keys)
+    server = build_grpc_server(cluster.models, features=INSTALLED, keys=keys)
     cluster.grpc_address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     stack.push_async_callback(server.stop, None)
     channel = await stack.enter_async_context(grpc.aio.insecure_channel(cluster.grpc_address))
     cluster.inference = inference_pb2_grpc.InferenceStub(channel)
 
-    app = build_http_app(cluster.models, keys=keys, allow_origins=["http://localhost:3000"])
+    app = build_http_app(
+        cluster.models, features=INSTALLED, keys=keys, allow_origins=["http://localhost:3000"]
+    )
     http = HttpListener(
         app, limits=ConnectionLimits(), drain_timeout_s=0, finish=cluster.models.finished
     )

@@ -80,9 +80,12 @@ class Server:
         while self.num_open != num:
             await asyncio.sleep(0.005)
 
-    async def client(self, data: bytes = b"", *, sees: bytes = b"") -> "Client":
-        """A client that has sent ``data`` and read the answer up to ``sees``."""
-        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+    async def client(
+        self, data: bytes = b"", *, sees: bytes = b"", host: str = "127.0.0.1"
+    ) -> "Client":
+        """A client at ``host`` that has sent ``data`` and read the answer up to ``sees``."""
+        local = (host, 0)
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port, local_addr=local))
         self.clients.append(client)
         client.writer.write(data)
         if sees:

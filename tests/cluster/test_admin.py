@@ -12,8 +12,8 @@ from grpc_status import rpc_status
 from tests.cluster.group_calls import submit
 
 from quire.cluster.cli.main import main
+from quire.cluster.edge.access import Caller
 from quire.cluster.edge.auth import ApiKeys
-from quire.cluster.features.tenants.keys_file import Caller
 from quire.cluster.group.session import Door, GatewaySession
 from quire.v1 import admin_pb2 as pb
 from quire.v1 import admin_pb2_grpc, group_pb2

@@ -203,26 +203,29 @@ def test_flags_reach_the_cluster_and_without_them_its_own_defaults_hold(
 
 
 def test_several_models_are_served_with_the_same_settings(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("m/a", "m/b", "n/a"):
+        Path(folder).mkdir(parents=True)
     served: list[ClusterConfig] = []
     monkeypatch.setattr(app, "serve_until_signal", lambda config, **_: served.append(config))
     name = "--served-model-name"
-    assert main(["serve", "/m/a", "/m/b", "--block-size", "32", "--num-groups", "2"]) == 0
-    assert main(["serve", "/m/a", "/m/b", name, "x", name, "y"]) == 0
-    assert main(["serve", "/m/a", name, "x", name, "y", name, "z"]) == 0
+    assert main(["serve", "./m/a", "./m/b", "--block-size", "32", "--num-groups", "2"]) == 0
+    assert main(["serve", "./m/a", "./m/b", name, "x", name, "y"]) == 0
+    assert main(["serve", "./m/a", name, "x", name, "y", name, "z"]) == 0
     plain, named, aliased = served
     assert [*plain.models] == ["a", "b"]
-    for path, config in zip(("/m/a", "/m/b"), plain.models.values(), strict=True):
+    for path, config in zip(("./m/a", "./m/b"), plain.models.values(), strict=True):
         assert (config.engine.model, config.engine.block_size) == (Path(path), 32)
         assert config.num_groups == 2
     assert [*named.models] == ["x", "y"]
     assert [*aliased.models] == ["x"]
     assert aliased.aliases == ("y", "z")
     for flags, why in (
-        (["/m/a", "/m/b", name, "x"], "is given 1 times for 2 models"),
-        (["/m/a", "/n/a"], "two models are called 'a'"),
-        (["/m/a", name, "x", name, "x"], "two models are called 'x'"),
+        (["./m/a", "./m/b", name, "x"], "is given 1 times for 2 models"),
+        (["./m/a", "./n/a"], "two models are called 'a'"),
+        (["./m/a", name, "x", name, "x"], "two models are called 'x'"),
     ):
         assert main(["serve", *flags]) == 2
         assert why in capsys.readouterr().err

@@ -14,9 +14,10 @@ import grpc
 import pytest
 import trustme
 
+from quire.cluster.edge.access import Caller
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
-from quire.cluster.features.tenants.keys_file import Caller
+from quire.cluster.features.installed import INSTALLED
 from quire.cluster.serving.admission_config import AdmissionConfig
 from quire.v1 import inference_pb2 as pb
 from quire_client import (
@@ -159,7 +160,7 @@ async def test_a_server_with_tls_is_trusted_by_its_authority(start_cluster: Any)
         b"".join(blob.bytes() for blob in certificate.cert_chain_pems),
     )
     async with start_cluster(num_groups=1) as cluster:
-        server = build_grpc_server(cluster.models)
+        server = build_grpc_server(cluster.models, features=INSTALLED)
         port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
         await server.start()
         root = authority.cert_pem.bytes()

@@ -120,6 +120,11 @@ def test_a_group_in_trouble_has_its_row() -> None:
     )
 
 
+def test_a_group_that_is_gone_is_missed_until_another_takes_its_place() -> None:
+    seen = pb.ListGroupsResponse(groups=[group("a")], num_groups=2)
+    assert top.frame(seen, seen, interval_s=1).startswith("1 of 2 groups")
+
+
 class Terminal(io.StringIO):
     def __init__(self, *, is_live: bool) -> None:
         super().__init__()

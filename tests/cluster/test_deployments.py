@@ -15,6 +15,7 @@ from ray import serve
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
 from quire.cluster.deploy import deployments
+from quire.cluster.deploy.build import build_gateways
 from quire.cluster.deploy.deployments import Gateway, ReplicaGroup, pool_of
 from quire.cluster.deploy.listed import Listed, listed_in, to_json
 from quire.cluster.deploy.model_set import Follow
@@ -34,6 +35,12 @@ CONFIG = ClusterConfig(engine=EngineConfig(model=demo_model.PATH), served_model_
 POOL = pool_of("demo")
 FIRST = Member(GroupId("g0"), {"address": "host:1"})
 SECOND = Member(GroupId("g1"), {"address": "host:2"})
+
+
+def test_a_gateway_whose_answer_is_late_by_a_minute_is_not_replaced() -> None:
+    """A starved one could not be for minutes; a watcher ends one that hangs."""
+    app = build_gateways(CONFIG, listed_in(CONFIG))
+    assert app._bound_deployment._deployment_config.health_check_timeout_s >= 60
 
 
 class FakeServer:

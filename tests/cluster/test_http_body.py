@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 
 from quire.cluster.edge import body
+from quire.cluster.edge.access import EVERYONE, Caller
 from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
 from quire.cluster.errors import Overloaded
-from quire.cluster.features.tenants.keys_file import EVERYONE, Caller
-from quire.cluster.serving.bounds import Budget
+from quire.cluster.serving.bounds import Budget, Turns
 from quire.worker.request.errors import InvalidRequest
 
 pytestmark = pytest.mark.anyio
@@ -48,7 +48,7 @@ class Body:
 
     async def read(self, budget: Budget | None = None) -> object:
         budget = budget or Budget(1 << 30)
-        value, hold = await body.read_json(self.request, budget, turn=Budget(1))
+        value, hold = await body.read_json(self.request, budget, turns=Turns(), turn=Budget(1))
         hold.release()
         return value
 
@@ -126,7 +126,7 @@ async def test_a_body_holds_nothing_before_it_is_large_and_its_own_length_at_the
     assert (slow.num_read, budget.held) == (2, 0)
     task.cancel()
     whole = Body(BIG[:70_000], BIG[70_000:])
-    _, hold = await body.read_json(whole.request, budget, turn=Budget(1))
+    _, hold = await body.read_json(whole.request, budget, turns=Turns(), turn=Budget(1))
     assert budget.held == len(BIG)
     hold.release()
 

@@ -19,6 +19,7 @@ from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.deploy.listed import Listed, from_json, listed_in, to_json
 from quire.cluster.deploy.model_set import ModelSet
 from quire.cluster.deploy.served_model import ServedModel, new_table
+from quire.cluster.edge.admin_grpc import overview_of
 from quire.cluster.features.adapters.catalog import Word
 from quire.cluster.features.autoscale.settings import AutoscalingSettings
 from quire.cluster.group.server import GroupServer
@@ -139,6 +140,14 @@ async def test_models_come_and_go(serving: Serving) -> None:
     assert (await serving.ask("gpt-4")).status_code == 200
     await until(lambda: not serving.followed["other"])
     assert set(await serving.samples("quire_output_tokens_total")) == {"chat"}
+
+
+async def test_the_console_is_told_how_many_groups_there_should_be(serving: Serving) -> None:
+    scaled = AutoscalingSettings(min_groups=1)
+    await serving.models.set([listed("a", num_groups=2), listed("b", autoscaling=scaled)])
+    assert overview_of(serving.server.models).num_groups == 3
+    await serving.models.set([listed("a", num_groups=4)])
+    assert overview_of(serving.server.models).num_groups == 4
 
 
 async def test_an_adapter_does_not_come_back_once_a_model_has_had_its_name(

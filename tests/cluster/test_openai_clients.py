@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from quire.cluster.edge.openai_http import build_http_app
+from quire.cluster.features.installed import INSTALLED
 
 pytestmark = pytest.mark.anyio
 
@@ -71,7 +72,7 @@ async def test_a_field_that_is_not_known_is_refused_by_name_unless_told_otherwis
     given = {"max_tokens": 1, **ASKED[path], **field}
     async with start_cluster(num_groups=1) as cluster, httpx.AsyncClient(timeout=None) as client:
         response = await client.post(f"{cluster.http_url}/v1/{path}", json=given)
-        app = build_http_app(cluster.models, ignore_unknown_fields=True)
+        app = build_http_app(cluster.models, features=INSTALLED, ignore_unknown_fields=True)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as lenient:
             ignored = await lenient.post(f"/v1/{path}", json=given)

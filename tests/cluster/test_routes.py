@@ -22,13 +22,12 @@ from starlette.types import Receive, Scope, Send
 from tests.cluster.test_every_door import config as config_of
 from tests.cluster.test_every_door import gateway, routes_of
 
-from quire.cluster.edge.access import Access, allows, rpc_access
+from quire.cluster.edge.access import EVERYONE, Access, Caller, allows, rpc_access
 from quire.cluster.edge.admin_grpc import AdminService
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth, HttpAuth, operates_grpc, operates_http
 from quire.cluster.edge.grpc_server import InferenceService
 from quire.cluster.edge.routes import ApiRoute, application
 from quire.cluster.features.guard.listener import HttpListener
-from quire.cluster.features.tenants.keys_file import EVERYONE, Caller
 from quire.cluster.features.vllm_grpc.servicer import VLLM_SERVICE, VllmEngineService
 from quire.cluster.gateway.models import Models
 from quire.v1 import admin_pb2, inference_pb2

@@ -12,7 +12,7 @@ from ray.serve.schema import DeploymentStatusOverview
 
 from quire import demo_model
 from quire.cluster.config import ClusterConfig
-from quire.cluster.deploy.build import checked
+from quire.cluster.deploy.build import check_here, checked
 from quire.cluster.deploy.start import check_nodes, check_room, is_hopeless, obstacles
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import CheckpointError, ConfigError
@@ -118,7 +118,7 @@ def test_what_every_group_here_would_refuse_is_refused_before_any_starts(
 ) -> None:
     engine = EngineConfig(model=demo_model.PATH, **settings)
     with pytest.raises(ConfigError, match=message):
-        checked(ClusterConfig(engine=engine), machine={"CPU": 2.0})
+        check_here(ClusterConfig(engine=engine), {}, machine={"CPU": 2.0})
 
 
 def test_on_another_machine_its_own_device_and_memory_count() -> None:

@@ -9,13 +9,17 @@ from typing import Any
 import httpx
 import pytest
 from openapi_spec_validator import validate
-from starlette.routing import Route
 from tests.cluster.test_every_door import routes_of
 
 from quire import __version__
-from quire.cluster.edge.openai_http import build_http_app
-from quire.cluster.features.reference.calls import CALLS
+from quire.cluster.edge.access import Access
+from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.openai_http import api_routes, build_http_app
+from quire.cluster.edge.routes import ApiRoute
+from quire.cluster.features.installed import INSTALLED
 from quire.cluster.features.reference.document import reference_of
+from quire.cluster.gateway.models import Models
+from quire.cluster.seams import Feature
 
 pytestmark = pytest.mark.anyio
 
@@ -81,7 +85,7 @@ async def test_the_reference_describes_every_route(start_cluster: Any) -> None:
     ):
         reference = (await client.get("/openapi.json")).json()
         page = await client.get("/docs")
-        routes = routes_of(build_http_app(cluster.models))
+        routes = routes_of(build_http_app(cluster.models, features=INSTALLED))
         for path, calls in reference["paths"].items():
             for method, call in calls.items():
                 body = call.get("requestBody", {}).get("content", {}).get("application/json", {})
@@ -130,15 +134,37 @@ def assert_alike(example: Any, answer: Any, place: str) -> None:
 
 
 def test_each_field_of_a_body_is_described() -> None:
-    reference = reference_of([Route(path, lambda _: None, methods=["POST"]) for path in CALLS])
+    models = Models()
+    routes = api_routes(models, BodyReader(models.bodies), INSTALLED)
+    reference = reference_of(routes)
     schemas = reference["components"]["schemas"]
-    for name in (call.body.__name__ for call in CALLS.values() if call.body is not None):
+    calls = [route.call for route in routes if route.call is not None]
+    for name in (call.body.__name__ for call in calls if call.body is not None):
         for field, schema in schemas[name]["properties"].items():
             assert schema.get("description"), f"{name}.{field}"
     temperature = schemas["ChatBody"]["properties"]["temperature"]
     assert temperature["default"] == 1.0
     assert temperature["description"].endswith("Allowed: 0 to 100.")
     validate(reference)
+
+
+def test_every_call_but_a_pages_is_described() -> None:
+    models = Models()
+    routes = api_routes(models, BodyReader(models.bodies), INSTALLED)
+    hidden = {route.path for route in routes if route.call is None}
+    assert {path for path in hidden if not path.startswith("/ui")} == {"/"}
+
+
+def test_a_call_that_is_not_described_is_served_and_not_in_the_reference() -> None:
+    models = Models()
+
+    def added(models: Models, bodies: BodyReader) -> list[ApiRoute]:
+        return [ApiRoute("/new", lambda _: None, methods=["GET"], access=Access.KEY)]
+
+    app = build_http_app(models, features=[*INSTALLED, Feature(name="new", routes=added)])
+    assert "/new" in {route.path for route in routes_of(app)}
+    routes = api_routes(models, BodyReader(models.bodies), [Feature(name="new", routes=added)])
+    assert "/new" not in reference_of(routes)["paths"]
 
 
 async def test_the_page_runs_no_script_but_its_own(start_cluster: Any) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from quire.llm import LLM
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.families.registry import FAMILIES
+from quire.worker.model.through.dry_run import dry_run
 from quire.worker.request.errors import CheckpointError
 
 TEXT: dict[str, Any] = {
@@ -255,11 +256,48 @@ def test_an_old_file_leaves_out_most_of_its_text(kind: str, text: str, tmp_path:
     assert found[0] == found[1]
 
 
-def test_a_larger_model_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    edit_from = {"architectures": ["OwnForConditionalGeneration"], "text_config": TEXT}
-    (tmp_path / "config.json").write_text(json.dumps(edit_from))
-    with pytest.raises(CheckpointError, match="more than a decoder of text"):
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("Own", {"model_type": "own_text"}, r"has its text part \(model_type='own_text'\) as a"),
+        ("Step3p7", {"model_type": "step3p5"}, r"text part \(model_type='step3p5'\) as a decoder"),
+        ("Own", {"model_type": "llama"}, "can be computed, but no test shows that it answers"),
+        (
+            "Own",
+            {"model_type": "qwen3_5_text", "layer_types": ["linear_attention"] * 2},
+            "Qwen3_5ForCausalLM has layers of type 'linear_attention'",
+        ),
+    ],
+)
+def test_a_larger_model_is_refused_with_what_its_text_part_lacks(
+    name: str, text: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    raw = {"architectures": [f"{name}ForConditionalGeneration"], "text_config": TEXT | text}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=message):
         read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({"model_type": "gemma4_unified_text", "head_dim": 16}, "layer 1 has key_size=512, layer "),
+        ({"model_type": "stablelm"}, "can be computed, but no test shows that it answers alone"),
+    ],
+)
+def test_a_dry_run_tells_what_the_text_part_of_a_larger_model_lacks(
+    text: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24}
+    raw = {"architectures": ["OwnForConditionalGeneration"], "text_config": TEXT | kinds | text}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=message):
+        dry_run(
+            *(tmp_path, read_model_spec(tmp_path)),
+            dtype=torch.float32,
+            max_model_len=64,
+            is_deterministic=True,
+        )
 
 
 @pytest.mark.quick_cells("native")

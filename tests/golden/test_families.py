@@ -51,6 +51,13 @@ CASES = {
     ),
     "smollm3": Case("SmolLM3", {"no_rope_layers": [1, 0]}),
     "granite": Case("Granite", MULTIPLIERS | {"attention_multiplier": 0.3}),
+    "granite-swa": Case(
+        "GraniteSWA",
+        HALVES | MULTIPLIERS | {"attention_multiplier": 0.3, "layer_rope_theta": [1e4, 0]},
+    ),
+    "granite-swa-defaults": Case(
+        "GraniteSWA", {"num_hidden_layers": 5, "sliding_window": 24, "attention_multiplier": 0.3}
+    ),
     "phi3": Case("Phi3", {"sliding_window": None}),
     "phi3-short": Case(
         "Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 256}
@@ -85,6 +92,12 @@ CASES = {
     "olmoe": Case("Olmoe", EXPERTS, settings=ONE_RANK),
     "granite-moe": Case(
         "GraniteMoe", MULTIPLIERS | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
+    "granite-moe-swa": Case(
+        "GraniteMoeSWA",
+        HALVES
+        | MULTIPLIERS
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_rope_theta": [1e5, 1e3]},
     ),
     "glm4-moe": Case(
         "Glm4Moe",

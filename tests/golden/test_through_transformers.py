@@ -19,10 +19,11 @@ from tests.golden.oracle import (
 )
 from transformers import AutoModelForCausalLM
 from transformers.models.auto import modeling_auto
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from quire.llm import LLM, SamplingParams
 from quire.worker.model.config import read_model_spec
-from quire.worker.model.families.other import may_have
+from quire.worker.model.families.wrappers import decoder_of, may_have
 from quire.worker.model.through.dry_run import dry_run
 from quire.worker.request.errors import CheckpointError, ConfigError
 
@@ -223,6 +224,7 @@ def test_what_the_configuration_shows_is_refused_without_transformers(
     [
         ("Falcon", {"alibi": False}, "do not call transformers' attention interface"),
         ("GptOss", HEAD | {"num_local_experts": 4}, "has attention sinks, which our attention"),
+        ("GraniteSWA", {}, "reads 'config' of its rotary embeddings, which Quire replaces"),
         ("Llama", {"architectures": ["OwnForCausalLM"]}, "'OwnForCausalLM' is not supported"),
         ("Llama", {"hidden_act": "mish"}, "computes 'mish' in .*deterministic=False"),
         (
@@ -244,6 +246,33 @@ def test_what_a_dry_run_shows_is_refused_before_weights_are_read(
         )
 
 
+@pytest.mark.parametrize(
+    ("part", "reads", "message"),
+    [
+        ("input_layernorm", "variance_epsilon", "reads 'variance_epsilon' of a norm, which Quire"),
+        ("mlp.act_fn", "beta", "reads 'beta' of a module, which Quire replaces"),
+    ],
+)
+def test_what_transformers_reads_of_a_replaced_module_is_named(
+    part: str, reads: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = LlamaDecoderLayer.forward
+
+    def read_first(self: LlamaDecoderLayer, *args: Any, **options: Any) -> Any:
+        getattr(self.get_submodule(part), reads)
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", read_first)
+    write_config(tmp_path, "Llama", {})
+    with pytest.raises(CheckpointError, match=message):
+        dry_run(
+            *(tmp_path, read_model_spec(tmp_path, model_impl="transformers")),
+            dtype=torch.float32,
+            max_model_len=256,
+            is_deterministic=True,
+        )
+
+
 def test_every_model_in_the_lists_of_transformers_may_be_served() -> None:
     """The lists are read as text where a start checks an architecture."""
     listed = (
@@ -255,6 +284,8 @@ def test_every_model_in_the_lists_of_transformers_may_be_served() -> None:
         kinds = [*names, *(each for each in names.values() if isinstance(each, str))]
         assert all(map(may_have, kinds))
     assert not may_have("OwnForCausalLM")
+    for kind, name in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        assert decoder_of(kind) == (name if name.endswith("ForCausalLM") else None)
 
 
 def test_code_that_comes_with_a_checkpoint_is_not_run(tmp_path: Path) -> None:

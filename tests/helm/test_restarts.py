@@ -36,6 +36,7 @@ CHANGES: dict[str, Any] = {
     "pods.env": [{"name": "A", "value": "b"}],
     "pods.tolerations": [{"operator": "Exists"}],
     "serviceAccount.name": "b",
+    "settings.max_group_deaths": 9,
     "engine.max_num_seqs": 8,
     "routing.policy": "round_robin",
     "admission.maxInflight": 9,

@@ -8,7 +8,10 @@ import quire.router.table
 ROUTER = Path(quire.router.table.__file__).parent
 OF_WORKER = {
     f"quire.worker.{name}"
-    for name in ("blocks.events", "blocks.hashing", "request.errors", "request.outputs")
+    for name in (
+        *("blocks.events", "blocks.hashing"),
+        *("request.errors", "request.outputs", "request.settings"),
+    )
 }
 
 

@@ -5,7 +5,7 @@ import os
 import time
 from pathlib import Path
 
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import GroupConfig
 from quire.cluster.deploy import deployments
 
 PACE = "QUIRE_TEST_PACE"
@@ -21,7 +21,7 @@ def set_pace(path: Path, seconds: float) -> None:
 
 class ReplicaGroup(deployments.ReplicaGroup):
     # The class name is the deployment's name, which must equal Quire's.
-    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+    async def __init__(self, config: GroupConfig) -> None:  # type: ignore[misc]
         await super().__init__(config)
         engine = self._server._engine
         pace = Path(os.environ[PACE])

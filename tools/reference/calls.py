@@ -4,12 +4,14 @@ import json
 from itertools import groupby
 from typing import Any
 
-from starlette.routing import Route
 from tools.reference.markdown import code, table
 
-from quire.cluster.features.reference.calls import CALLS
-from quire.cluster.features.reference.document import reference_of
+from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.openai_http import api_routes
+from quire.cluster.features.installed import INSTALLED
+from quire.cluster.features.reference.document import reference_of, reference_routes
 from quire.cluster.features.reference.page import _kind, _meaning
+from quire.cluster.gateway.models import Models
 
 Json = dict[str, Any]
 
@@ -30,10 +32,9 @@ def page() -> str:
 
 def document() -> Json:
     """The OpenAPI document of all calls."""
-    return reference_of(
-        Route(path, lambda _: None, methods=["POST" if call.body else "GET"])
-        for path, call in CALLS.items()
-    )
+    models = Models()
+    routes = api_routes(models, BodyReader(models.bodies), INSTALLED)
+    return reference_of([*routes, *reference_routes(routes)])
 
 
 def _call(path: str, method: str, operation: Json, schemas: Json) -> str:

@@ -1,27 +1,26 @@
 """Generates the page of settings: of the cluster, of each model, its engine, routing, autoscaling.
 
-Each row has the flag of ``quire serve``, the value of the chart, the type and the default.
+Each row has the flag of ``quire serve``, the type and the default. It has the value of the chart if
+that is not `settings`.
 """
 
-import argparse
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, is_dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from tools.chart_values import OWN_VALUES
 from tools.fields import DocumentedField, documented_fields
 from tools.reference.markdown import code, table
 
-from quire.cluster.cli.commands import command_line
 from quire.cluster.config import ClusterConfig, LoraModule, ModelConfig
 from quire.cluster.features.autoscale.settings import AutoscalingSettings, GatewayAutoscaling
+from quire.cluster.settings import Setting, settings_in
 from quire.router.config import RoutingConfig
 from quire.worker.request.config import EngineConfig
 
-_CHART = Path(__file__).resolve().parents[2] / "helm/quire/templates/_helpers.tpl"
-_SECTIONS: Mapping[str, tuple[type, str, str]] = {
+_SECTIONS: Mapping[str, tuple[type, str | None, str]] = {
     "The cluster": (ClusterConfig, "", "The settings of the first model stand beside these."),
     "A model": (
         ModelConfig,
@@ -30,99 +29,50 @@ _SECTIONS: Mapping[str, tuple[type, str, str]] = {
     ),
     "An engine": (EngineConfig, "engine", "Below `engine`: the engine of each replica group."),
     "Routing": (RoutingConfig, "routing", "Below `routing`."),
-    "Autoscaling": (AutoscalingSettings, "groups.autoscaling", "Below `autoscaling`."),
+    "Autoscaling": (AutoscalingSettings, "autoscaling", "Below `autoscaling`."),
     "Autoscaling of gateways": (
         GatewayAutoscaling,
-        "gateway.autoscaling",
+        "gateway_autoscaling",
         "Below `gateway_autoscaling`.",
     ),
-    "An adapter": (LoraModule, "", "Each of `lora_modules`."),
+    "An adapter": (LoraModule, None, "Each of `lora_modules`."),
 }
-_FLAGS = {
-    "allow_origins": "--allow-origin",
-    "policy": "--routing-policy",
-    "use_directory": "--no-directory",
-    "num_prefill_groups": "--prefill-groups",
-}
-"""Flags whose name differs from that of their setting."""
-_VALUES = {
-    "api_keys_file": "gateway.apiKeys",
-    "cpus_per_group": "groups.cpusPerGroup",
-    "lora_modules": "loraModules",
-    "max_connections_per_address": "gateway.connections.maxPerAddress",
-    "model": "model",
-    "more_models": "moreModels",
-    "num_gateways": "gateway.replicas",
-    "num_groups": "groups.replicas",
-    "open_metrics": "gateway.openMetrics",
-    "served_model_name": "model.servedName",
-    "tensor_parallel_size": "groups.tensorParallelSize",
-    "tls_certificate": "gateway.tls",
-    "tls_key": "gateway.tls",
-}
-"""Values of the chart that its template does not pass on unchanged."""
+"""Each with its class and the section of the settings that it is; ``None`` for none."""
+
+_OF_COMMAND = {"served_model_name": "--served-model-name", "lora_modules": "--lora-modules"}
+"""Flags that set more than one setting."""
 
 
 def page() -> str:
     parts = []
-    for title, (config, chart, text) in _SECTIONS.items():
+    of_models = documented_fields(ModelConfig).keys()
+    for title, (config, section, text) in _SECTIONS.items():
         own = documented_fields(config)
         if config is ClusterConfig:
-            own = {name: each for name, each in own.items() if name not in _model_fields()}
-        # Those of an adapter stand within the one flag --lora-modules.
-        rows = [_row(each, chart, has_flag=config is not LoraModule) for each in own.values()]
+            own = {name: each for name, each in own.items() if name not in of_models}
+        rows = [_row(each, section) for each in own.values()]
         header = ("setting", "default", "meaning")
         parts.append(f"## {title}\n{text}\n\n{table(header, rows)}\n")
     return "".join(parts)
 
 
-def _row(field: DocumentedField, chart: str, *, has_flag: bool) -> tuple[str, str, str]:
+def _row(field: DocumentedField, section: str | None) -> tuple[str, str, str]:
     name = field.name
-    said = [re.sub(r"``([^`]+)``", r"`\1`", field.description)]
-    if has_flag and (flag := _flag(name)):
+    path = (section, name) if section else (name,)
+    setting = _settings().get(path) if section is not None else None
+    text = setting.text if setting is not None else field.description
+    said = [re.sub(r"``([^`]+)``", r"`\1`", text)]
+    if setting is not None and (flag := setting.flag or _OF_COMMAND.get(name)):
         said.append(f"Flag: `{flag}`.")
-    if value := _value(name, chart):
+    if section is not None and (value := OWN_VALUES.get(path)):
         said.append(f"Chart: `{value}`.")
     kind = field.annotation.replace('"', "").replace(" | ", " or ")
     return f"{code(name)} {kind}", _default(field.default), " ".join(said)
 
 
-def _flag(name: str) -> str:
-    flags = _serve_flags().get(name, [])
-    return _FLAGS.get(name) or next((flag for flag in flags if flag.startswith("--")), "")
-
-
 @cache
-def _serve_flags() -> dict[str, list[str]]:
-    (commands,) = (
-        each for each in command_line()._actions if isinstance(each, argparse._SubParsersAction)
-    )
-    return {each.dest: each.option_strings for each in commands.choices["serve"]._actions}
-
-
-def _value(name: str, chart: str) -> str:
-    if name in _VALUES:
-        return _VALUES[name]
-    if chart in ("engine", "routing"):
-        return f"{chart}.{name}"
-    value = _template_values().get(name, "")
-    return f"{chart}{value}" if value.startswith(".") else value
-
-
-@cache
-def _template_values() -> dict[str, str]:
-    """The chart's value that its template passes on, by setting."""
-    text = _CHART.read_text()
-    values = {}
-    found = re.findall(r'"(\w+)" \(?(?:int )?(\.Values|\$\w+)?(\.[\w.]+)', text)
-    places = {"$gateway": "gateway", "$admission": "admission", "$failover": "failover"}
-    for setting, place, value in found:
-        values[setting] = (places.get(place, "") + value).removeprefix(".") if place else value
-    for place, value, setting in re.findall(
-        r'with (\$\w+)(\.[\w.]+) }}{{ \$_ := set \$settings "(\w+)"', text
-    ):
-        values[setting] = places[place] + value
-    return values
+def _settings() -> dict[tuple[str, ...], Setting]:
+    return {each.path: each for each in settings_in(ClusterConfig)}
 
 
 def _default(default: Any) -> str:
@@ -133,8 +83,3 @@ def _default(default: Any) -> str:
     if default is None:
         return ""
     return code(str(list(default)) if isinstance(default, tuple) else str(default))
-
-
-@cache
-def _model_fields() -> frozenset[str]:
-    return frozenset(documented_fields(ModelConfig))

@@ -25,6 +25,7 @@ from quire.kernels.quantization import KvCacheDType, Quantization
 from quire.worker.engine.engine import Engine
 from quire.worker.model.hub import fetch_adapter, fetch_checkpoint, with_revision
 from quire.worker.model.sentence_folder import read_scoring, read_use
+from quire.worker.parts.adapters.reading import checker
 from quire.worker.parts.adapters.store import AdapterStore
 from quire.worker.rank.executor import make_executor
 from quire.worker.request.adapters import LoRARequest
@@ -196,7 +197,7 @@ class LLM:
         self._use = read_use(self.config.model)
         executor, facts = make_executor(self.config)
         self._engine = Engine(self.config, facts, executor)
-        self._adapters = AdapterStore()
+        self._adapters = AdapterStore(check=checker(self.config))
         self._num_prompts = 0
         self._templates: TemplateProcess | None = None
         # Ranks must not outlive an LLM that nobody closed.

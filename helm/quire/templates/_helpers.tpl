@@ -203,7 +203,8 @@ capabilities: {drop: [ALL]}
 {{- $_ := set $settings "api_keys_file" "/etc/quire/api-keys/keys" -}}
 {{- $_ := set $settings "open_metrics" $gateway.openMetrics -}}
 {{- end -}}
-{{- $common := pick $settings "routing" "nodes_per_group" "cpus_per_group" "group_resource" "tool_call_parser" "reasoning_parser" "max_queue_wait_s" "max_queued_requests" "max_queued_bytes" "max_inflight" -}}
+{{- $settings = mergeOverwrite $settings (deepCopy .Values.settings) -}}
+{{- $common := include "quire.pick" (list $settings (include "quire.commonOfModels" .)) | fromYaml -}}
 {{- $models := list -}}
 {{- range .Values.moreModels -}}
 {{- $own := merge (dict "engine" (merge (deepCopy .engine) (omit $engine "model"))) (omit . "num_groups" "engine" "pod") $common -}}
@@ -215,14 +216,23 @@ capabilities: {drop: [ALL]}
 {{- toYaml $settings -}}
 {{- end -}}
 
+{{/* The settings with these names: (settings, names). */}}
+{{- define "quire.pick" -}}
+{{- $picked := dict -}}
+{{- range $name := splitList " " (index . 1) -}}
+{{- if hasKey (index $ 0) $name }}{{ $_ := set $picked $name (index $ 0 $name) }}{{ end -}}
+{{- end -}}
+{{- toYaml $picked -}}
+{{- end -}}
+
 {{/* The arguments of quire.cluster.deploy.app:groups for one of the models that "quire.settings" names, the first being number
 0. Only what groups use: Serve replaces them when any of it changes. */}}
 {{- define "quire.groupSettings" -}}
 {{- $settings := include "quire.settings" .root | fromYaml -}}
 {{- $model := $settings -}}
 {{- if .number }}{{ $model = index $settings.more_models (sub .number 1 | int) }}{{ end -}}
-{{- $ofModel := pick $model "engine" "served_model_name" "nodes_per_group" "cpus_per_group" "group_resource" "autoscaling" -}}
-{{- $ofCluster := pick $settings "group_host" "tls_certificate" "tls_key" "log_level" "log_format" "otlp_traces_endpoint" "drain_timeout_s" "handover_s" "silence_timeout_s" "step_deadline_s" "start_first" -}}
+{{- $ofModel := include "quire.pick" (list $model (include "quire.groupsOfModel" .)) | fromYaml -}}
+{{- $ofCluster := include "quire.pick" (list $settings (include "quire.groupsOfCluster" .)) | fromYaml -}}
 {{- toYaml (merge $ofModel $ofCluster) -}}
 {{- end -}}
 

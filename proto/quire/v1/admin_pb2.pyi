@@ -11,12 +11,14 @@ class ListGroupsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListGroupsResponse(_message.Message):
-    __slots__ = ("groups", "gateway")
+    __slots__ = ("groups", "gateway", "num_groups")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     GATEWAY_FIELD_NUMBER: _ClassVar[int]
+    NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[Group]
     gateway: GatewayLoad
-    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., gateway: _Optional[_Union[GatewayLoad, _Mapping]] = ...) -> None: ...
+    num_groups: int
+    def __init__(self, groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ..., gateway: _Optional[_Union[GatewayLoad, _Mapping]] = ..., num_groups: _Optional[int] = ...) -> None: ...
 
 class GatewayLoad(_message.Message):
     __slots__ = ("num_inflight", "num_queued", "ttft_bounds_s", "ttft_counts")

@@ -12,8 +12,8 @@ from aiohttp import web
 from openai.types.chat import ChatCompletion
 
 from quire.cluster.cli.main import main
+from quire.cluster.edge.access import Caller
 from quire.cluster.edge.auth import ApiKeys
-from quire.cluster.features.tenants.keys_file import Caller
 from quire.cluster.tools.run_batch.file import Limits, check_file
 from quire.cluster.tools.run_batch.run import Ended, run_file
 from quire.worker.request.errors import ConfigError, QuireError

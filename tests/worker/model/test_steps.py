@@ -47,6 +47,26 @@ def test_a_layer_norm_is_torchs(tmp_path: Path) -> None:
     np.testing.assert_allclose(step(VECTOR.numpy()), norm(VECTOR).detach().numpy(), atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_weights_may_have_any_type_of_floats(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(8, 5).to(dtype)
+    values = {"linear.weight": linear.weight.data, "linear.bias": linear.bias.data}
+    save_file(values, tmp_path / "w.safetensors")
+    step = make_step(
+        Dense(file=tmp_path / "w.safetensors", num_in=8, num_out=5, activation="Identity")
+    )
+    truth = linear.float()(VECTOR).detach().numpy()
+    np.testing.assert_allclose(step(VECTOR.numpy()), truth, atol=1e-6)
+
+
+def test_weights_that_are_no_floats_are_refused_by_name(tmp_path: Path) -> None:
+    file = tmp_path / "w.safetensors"
+    save_file({"norm.weight": torch.ones(8), "norm.bias": torch.ones(8, dtype=torch.int8)}, file)
+    with pytest.raises(CheckpointError, match=r"norm\.bias' has type I8; it must be one of F64"):
+        make_step(LayerNorm(file=file, size=8))
+
+
 def test_vectors_are_normalized_and_cut() -> None:
     whole = make_step(Normalize())(VECTOR.numpy())
     np.testing.assert_allclose(whole, torch.nn.functional.normalize(VECTOR, dim=0), atol=1e-6)

@@ -69,7 +69,7 @@ def test_other_parts_of_another_kind_are_refused(spec: ModelSpec) -> None:
         ),
         (with_layer(spec, mlp=replace(mlp, gated=False)), "'silu' is not supported with gated=Fa"),
         (
-            replace(spec, stored=StoredWeights(layout="mxfp4")),
+            replace(spec, stored=StoredWeights(has_mxfp4_experts=True)),
             "quant_method='mxfp4' is supported of gpt-oss' experts only",
         ),
         (

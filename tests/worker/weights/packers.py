@@ -149,6 +149,45 @@ def nvfp4(weight_OI: Tensor) -> Packed:
     return tensors, meant_OGL.flatten(1)
 
 
+def compressed_nvfp4(weight_OI: Tensor) -> Packed:
+    """compressed-tensors' names, and a global scale that divides."""
+    parts, meant_OI = nvfp4(weight_OI)
+    tensors = {
+        "weight_packed": parts["weight"],
+        "weight_scale": parts["weight_scale"],
+        "weight_global_scale": 1 / parts["weight_scale_2"].view(1),
+        "input_global_scale": torch.tensor([0.5]),
+    }
+    return tensors, meant_OI
+
+
+def mxfp4(weight_OI: Tensor) -> Packed:
+    """Two 4-bit values a byte, and the exponent of a power of two for each 32 values of a row."""
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    exponent_OG, groups_OGL = _exponents(weight_OI, most=6)
+    unit_OGL = groups_OGL / 2.0 ** (exponent_OG - 127)[..., None]
+    index = (unit_OGL.abs()[..., None] - levels).abs().argmin(-1)
+    meant_OGL = levels[index] * unit_OGL.sign() * 2.0 ** (exponent_OG - 127)[..., None]
+    codes = (index + 8 * (unit_OGL < 0)).flatten(1).to(torch.uint8)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    return {"weight_packed": packed, "weight_scale": exponent_OG.byte()}, meant_OGL.flatten(1)
+
+
+def mxfp8(weight_OI: Tensor) -> Packed:
+    """An 8-bit value each, and the exponent of a power of two for each 32 values of a row."""
+    exponent_OG, groups_OGL = _exponents(weight_OI, most=448)
+    scale_OG1 = 2.0 ** (exponent_OG - 127)[..., None]
+    values_OGL = (groups_OGL / scale_OG1).to(torch.float8_e4m3fn)
+    tensors = {"weight": values_OGL.flatten(1), "weight_scale": exponent_OG.byte()}
+    return tensors, (values_OGL.float() * scale_OG1).flatten(1)
+
+
+def _exponents(weight_OI: Tensor, *, most: float) -> tuple[Tensor, Tensor]:
+    """Exponents ``[O, G]`` with which no value is above ``most``, and the values in groups."""
+    groups_OGL = weight_OI.reshape(len(weight_OI), -1, GROUP)
+    return 127 + (groups_OGL.abs().amax(-1) / most).log2().ceil(), groups_OGL
+
+
 def modelopt_fp8(weight_OI: Tensor) -> Packed:
     tensors, meant_OI = float8(weight_OI, block=-1)
     scale = tensors["weight_scale"].view(())
@@ -240,6 +279,22 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*1.mlp.up_proj"]},
         modelopt_fp8,
     ),
+    "compressed-mxfp4": (
+        compressed("mxfp4-pack-quantized", **(_INT4 | {"type": "float"})),
+        mxfp4,
+    ),
+    "compressed-mxfp8": (
+        compressed("mxfp8-quantized", **(_INT4 | {"type": "float", "num_bits": 8})),
+        mxfp8,
+    ),
+    "compressed-nvfp4": (
+        compressed(
+            "nvfp4-pack-quantized",
+            **(_INT4 | {"type": "float", "strategy": "tensor_group", "group_size": 16}),
+        ),
+        compressed_nvfp4,
+    ),
+    "modelopt-mxfp8": ({"quant_algo": "MXFP8", "exclude_modules": ["lm_head"]}, mxfp8),
     "modelopt-nvfp4": ({"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}, nvfp4),
 }
 
@@ -247,13 +302,30 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Packed]]] = {
 def quantized_copy(source: Path, target: Path, name: str) -> tuple[Path, Path]:
     """Writes ``source`` in format ``name``, and the decoded values as an ordinary checkpoint."""
     config, pack = FORMATS[name]
+    ignores = "up_proj" in json.dumps(config)
+
+    def pack_of(module: str) -> Callable[[Tensor], Packed] | None:
+        is_ignored = ignores and module == "model.layers.1.mlp.up_proj"
+        return pack if "_proj" in module and not is_ignored else None
+
+    return mixed_copy(source, target, config, pack_of)
+
+
+def mixed_copy(
+    source: Path,
+    target: Path,
+    config: dict[str, Any],
+    pack_of: Callable[[str], Callable[[Tensor], Packed] | None],
+) -> tuple[Path, Path]:
+    """Writes ``source`` with each module packed by what ``pack_of`` returns for it, and the decoded
+    values as an ordinary checkpoint."""
     paths = target / "packed", target / "meant"
     for path in paths:
         shutil.copytree(source, path)
     tensors, meant = (load_file(source / "model.safetensors") for _ in range(2))
-    ignores = "up_proj" in json.dumps(config)
     for each in list(tensors):
-        if "_proj" not in each or (ignores and each == "model.layers.1.mlp.up_proj.weight"):
+        pack = pack_of(each.removesuffix(".weight"))
+        if pack is None:
             continue
         parts, meant[each] = pack(tensors.pop(each))
         meant[each] = meant[each].contiguous()

@@ -126,11 +126,25 @@ _INT4 = {"type": "int", "num_bits": 4, "strategy": "group", "group_size": 32}
         (compressed("pack-quantized", **(_INT4 | {"strategy": "row"})), "strategy='row' is not"),
         (
             compressed("pack-quantized", **_INT4) | {"config_groups": {}},
-            "config_groups=[] is not supported; one group is",
+            "config_groups={} is not supported; one group or more is",
         ),
         (compressed("pack-quantized", **_INT4) | {"ignore": ["re:("]}, "ignore='re:(' must be"),
         (compressed("pack-quantized", **_INT4, actorder="own"), "actorder='own' is not supported"),
-        ({"quant_algo": "MIXED_PRECISION"}, "quant_algo='MIXED_PRECISION' is not supported; supp"),
+        ({"quant_algo": "INT8_SQ"}, "quant_algo='INT8_SQ' is not supported; supported: 'FP8', 'MX"),
+        ({"quant_algo": "MIXED_PRECISION"}, "quantized_layers={} is not supported with quant_algo"),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "INT8_SQ"}}},
+            "quant_algo='INT8_SQ' is not supported; supported: 'FP8', 'MXFP8', 'NVFP4'",
+        ),
+        (
+            {"quant_algo": "MIXED_PRECISION", "quant_method": "fp8"},
+            "quant_method='fp8' is not supported; supported: 'modelopt'",
+        ),
+        (
+            compressed("float-quantized", **(_INT4 | {"type": "float", "num_bits": 8}))
+            | {"format": "mixed-precision"},
+            "format='mixed-precision' of 8-bit float is not supported; supported: 'pack-q",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(
@@ -219,7 +233,7 @@ def test_gptq_lists_its_modules_by_their_last_names(tmp_path: Path) -> None:
     stored = read_stored_weights(Fields(raw, tmp_path / "config.json"))
     assert stored is not None
     names = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj", "shared_mlp.down_proj")
-    has = [stored.has(f"model.layers.0.{name}") for name in names]
+    has = [stored.format_of(f"model.layers.0.{name}") is not None for name in names]
     assert has == [True, False, True, False]
 
 
@@ -229,7 +243,9 @@ def test_an_older_gptq_checkpoint_has_a_file_of_its_own(tmp_path: Path) -> None:
     )
     stored = read_stored_weights(Fields({}, tmp_path / "config.json"))
     assert stored is not None
-    assert (stored.layout, stored.block, stored.may_lack_order) == ("gptq", (1, 64), False)
+    found = stored.format_of("model.layers.0.mlp.up_proj")
+    assert found is not None
+    assert (found.layout, found.block, found.may_lack_order) == ("gptq", (1, 64), False)
 
 
 def test_modelopt_has_a_file_of_its_own(tiny_llama: Path, tmp_path: Path) -> None:

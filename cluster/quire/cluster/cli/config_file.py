@@ -8,65 +8,53 @@ serve``, and applies to all models. Flags on the command line override the file.
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
-from quire.cluster.cli.fields import chat_template
-from quire.cluster.cli.help import Parser
-from quire.cluster.cli.lora import lora_modules
-from quire.cluster.cli.vllm_flags import translated
+from quire.cluster.cli.flags import Settings, from_flag, put
+from quire.cluster.cli.vllm_flags import origins, own_flag
 from quire.cluster.config import ClusterConfig, ModelConfig
-from quire.cluster.settings import config_from
+from quire.cluster.settings import merged, settings_in
 from quire.cluster.unique_keys import read_yaml
-from quire.worker.model.hub import model_name
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import ConfigError
-from quire.worker.request.vllm_names import SPELLED
+from quire.worker.request.vllm_names import VALUES
 
-Settings = dict[str, Any]
-
-OF_COMMAND: Mapping[str, tuple[type, ...]] = {
-    "name": (str,),
-    "ray_address": (str,),
-    "status_interval_s": (int, float),
+OF_COMMAND = ("name", "ray_address", "status_interval_s")
+"""Settings of the command itself."""
+_OF_COMMAND: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "--name": ("name", (str,)),
+    "--ray-address": ("ray_address", (str,)),
+    "--status-interval-s": ("status_interval_s", (int, float)),
+    "--model": ("model", (list,)),
+    "--served-model-name": ("served_model_name", (list,)),
+    "--lora-modules": ("lora_modules", (list,)),
+    "--api-key": ("api_keys", (list,)),
 }
-"""Settings of the command itself, with their types."""
-AUTOSCALING = ("min_groups", "max_groups", "target_ttft_s")
-"""Flags that set fields of `AutoscalingSettings`."""
-ROUTING = {
-    "routing_policy": "policy",
-    "directory": "use_directory",
-    "prefill_groups": "num_prefill_groups",
-}
-"""Flags by destination, with the fields of `RoutingConfig` that they set."""
-_ENGINE = {field.name for field in fields(EngineConfig)}
-OF_ENGINE = _ENGINE - {"model"}
-
-_SECTIONS = ("engine", "routing", "autoscaling", "gateway_autoscaling")
-_FIELDS = {field.name for field in fields(ClusterConfig)} - {"served_model_name", "lora_modules"}
-_OF_MODELS = {field.name for field in fields(ModelConfig)}
-_TOP = {field.name for field in fields(ClusterConfig)} | {"models"}
-_OF_ARGUMENTS = ("model", "served_model_name", "lora_modules", "api_keys")
-"""Flags that do not correspond to one field each."""
-_NOT_IN_FILES = ("help", "config", "print_config")
+"""Flags of the command itself, with their destinations and types."""
+_TOP = {each.name for each in fields(ClusterConfig)}
 
 
 @dataclass(frozen=True)
 class SettingsFile:
-    """The settings in a file."""
+    """The settings in a file, or none."""
 
-    path: Path
-    common: Settings
+    path: Path | None = None
+    common: Settings = field(default_factory=dict)
     """Settings of the cluster, and of all models."""
-    own: dict[str, Settings]
+    own: dict[str, Settings] = field(default_factory=dict)
     """Settings of single models, by the model's name."""
-    of_command: Settings
-    """Settings of the command itself, and flags that are not fields."""
+    of_command: Settings = field(default_factory=dict)
+    """Values of the command's own flags, by destination."""
+
+    def of(self, model: str) -> tuple[Settings, Settings]:
+        """The settings of a model; the last ones win."""
+        return self.common, self.own.get(model, {})
 
     def fill(self, arguments: argparse.Namespace) -> None:
-        """Sets the command's own settings in ``arguments``, except where a flag was given."""
+        """Sets the command's own flags in ``arguments``, except those that were given."""
         for name, value in self.of_command.items():
             if name not in arguments.given:
                 setattr(arguments, name, value)
@@ -77,76 +65,59 @@ def read_file(path: Path) -> SettingsFile:
     served."""
     common = _read(path)
     own = _models_of(common, path)
-    of_command = {name: common.pop(name) for name in OF_COMMAND if name in common}
-    for name, value in of_command.items():
-        if not isinstance(value, OF_COMMAND[name]) or isinstance(value, bool):
-            kind = "text" if str in OF_COMMAND[name] else "a number"
-            raise ConfigError(f"--config {path}: {name}={value!r}: must be {kind}")
-    flags = _flags_of(common, path)
-    of_command |= {name: flags.pop(name) for name in (*_OF_ARGUMENTS, *OF_COMMAND) if name in flags}
-    return SettingsFile(path, merged(_settings(flags), common), own, of_command)
+    try:
+        flags, of_command = _flags_of(common)
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}: {error}") from error
+    return SettingsFile(path, merged(flags, common), own, of_command)
 
 
-def config_from_file(
-    arguments: argparse.Namespace,
-    file: SettingsFile,
-    names: Sequence[Sequence[str | None]],
-    *,
-    group_host: str,
-    over: Settings,
-) -> ClusterConfig:
-    """The configuration from the file and the flags. ``arguments.given`` names the flags that were
-    given. ``names``: for each model of the command line, its name for clients and its aliases;
-    ``None`` stands for the model's own name. ``group_host`` applies if neither file nor flags set
-    it; ``over`` overrides the file.
+def _flags_of(common: Settings) -> tuple[Settings, Settings]:
+    """Removes the flags from ``common``; returns the settings that they stand for, and the values
+    of the command's own flags. Unknown ones stay, to be refused by their full names. Raises
+    ConfigError: a flag of vLLM's is not served, or a value has the wrong type."""
+    settings: Settings = {}
+    of_command: Settings = {}
+    flags = {each.flag: each for each in settings_in(ClusterConfig) if each.flag}
+    for key in [each for each in common if each not in _TOP]:
+        flag, value = f"--{key.replace('_', '-')}", common[key]
+        if value is False and flag not in flags:
+            flag, value = f"--no-{flag[2:]}", True
+        ours = own_flag(flag, {*flags, *_OF_COMMAND})
+        if ours is None:
+            del common[key]
+            continue
+        if ours in VALUES and isinstance(value, str):
+            value = VALUES[ours].get(value, value)
+        elif ours == "--revision":
+            raise ConfigError(f"{key}={value}: spell the model MODEL@{value}")
+        elif ours == "--allowed-origins":
+            ours, value = "--allow-origin", value if isinstance(value, list) else origins(value)
+        positive = f"--{ours.removeprefix('--no-')}"
+        if ours.startswith("--no-") and positive in flags:
+            ours, value = positive, not value
+        if ours in flags:
+            setting = flags[ours]
+            is_list = get_origin(setting.kind) is not tuple or isinstance(value, list)
+            put(settings, setting.path, from_flag(setting, value if is_list else [value]))
+        elif ours in _OF_COMMAND:
+            name, kinds = _OF_COMMAND[ours]
+            of_command[name] = _checked(key, value, kinds)
+        else:
+            continue
+        del common[key]
+    return settings, of_command
 
-    Raises:
-        ConfigError: The file and the flags together cannot work.
-    """
-    path, own = file.path, file.own
-    common = {"group_host": group_host} | file.common
-    paths = {
-        name or model_name(model): model
-        for model, (name, *_) in zip(arguments.model, names, strict=True)
-    }
-    if strangers := own.keys() - (paths or own).keys():
-        raise ConfigError(
-            f"--config {path}: models.{min(strangers)} is none of the models given: "
-            f"{', '.join(paths)}"
-        )
-    given = _settings({name: getattr(arguments, name) for name in arguments.given})
-    models = []
-    for name in paths or own or [None]:
-        settings = merged(common, own.get(name or "", {}), given, over)
-        if name in paths:
-            settings = merged(settings, {"engine": {"model": str(paths[name])}})
-        engine = settings.get("engine") or {}
-        if name and isinstance(engine, Mapping) and engine.get("model") is None:
-            raise ConfigError(
-                f"--config {path}: models.{name} has no model: name a folder, a GGUF file or "
-                "ORG/NAME of the hub in its engine.model"
-            )
-        if isinstance(engine, dict) and isinstance(engine.get("kv_disk_dir"), str | Path):
-            # Groups run in other working directories.
-            engine["kv_disk_dir"] = Path(engine["kv_disk_dir"]).absolute()
-        models.append(settings | ({"served_model_name": name} if name else {}))
-    if arguments.lora_modules:
-        known = [each.get("served_model_name") or "" for each in models]
-        modules_of = lora_modules(arguments.lora_modules, models=known)
-        for each, modules in zip(models, modules_of.values(), strict=True):
-            each["lora_modules"] = [asdict(module) for module in modules]
-    called = arguments.served_model_name or []
-    if called and not paths:
-        if own:
-            raise ConfigError(
-                f"--served-model-name {called[0]}: --config {path} names its models, under `models`"
-            )
-        models[0]["served_model_name"] = called[0]
-    if called[1:] and len(models) == 1:
-        models[0]["aliases"] = called[1:]
-    first, *more = models
-    of_model = [{key: each[key] for key in each.keys() & _OF_MODELS} for each in more]
-    return config_from(first | ({"more_models": of_model} if of_model else {}))
+
+def _checked(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
+    """The value of a flag of the command. Raises ConfigError: it has another type."""
+    if list in kinds:
+        values = value if isinstance(value, list) else [value]
+        texts = [json.dumps(each) if isinstance(each, Mapping) else str(each) for each in values]
+        return [Path(each) for each in texts] if name == "model" else texts
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r}: must be {'text' if str in kinds else 'a number'}")
+    return value
 
 
 def _read(path: Path) -> Settings:
@@ -174,11 +145,12 @@ def _models_of(common: Settings, path: Path) -> dict[str, Settings]:
             f"--config {path}: models={models!r}: must be a mapping of names to settings"
         )
     own = {str(name): dict(each or {}) for name, each in models.items()}
-    known = sorted(_OF_MODELS - {"served_model_name"})
+    known = sorted({each.name for each in fields(ModelConfig)} - {"served_model_name"})
+    engine = {each.name for each in fields(EngineConfig)}
     for name, settings in own.items():
         if unknown := settings.keys() - known:
             stranger = sorted(unknown)[0]
-            question = f"; is engine.{stranger} meant?" if stranger in _ENGINE else ""
+            question = f"; is engine.{stranger} meant?" if stranger in engine else ""
             raise ConfigError(
                 f"--config {path}: models.{name}.{stranger}: unknown for a model; there are "
                 f"{', '.join(known)}{question}"
@@ -186,72 +158,3 @@ def _models_of(common: Settings, path: Path) -> dict[str, Settings]:
     if "more_models" in common:
         raise ConfigError(f"--config {path}: more_models: name each model under `models`")
     return own
-
-
-def _flags_of(common: Settings, path: Path) -> Settings:
-    """Removes the flags from ``common`` and returns the values that they set, by destination.
-    Raises ConfigError if a flag of vLLM's is not served."""
-    from quire.cluster.cli.cluster import add_serve_flags
-
-    parser = Parser(prog=f"quire serve: --config {path}")
-    add_serve_flags(parser)
-    actions = [each for each in parser._actions if each.dest not in _NOT_IN_FILES]
-    known = {flag: action for action in actions for flag in action.option_strings}
-    for action in actions:
-        action.default = argparse.SUPPRESS
-    found: Settings = {}
-    for name in [each for each in common if each not in _TOP]:
-        flag = f"--{name.replace('_', '-')}"
-        flag = SPELLED.get(flag, flag)
-        try:
-            arguments, _ = translated(_spelled(flag, common[name], known.get(flag)), known)
-        except ConfigError as error:
-            raise ConfigError(f"--config {path}: {error}") from error
-        if arguments and name != "model" and arguments[0].partition("=")[0] not in known:
-            continue  # Not a flag: reported later by its full name.
-        del common[name]
-        read = vars(parser.parse_args(arguments))
-        found |= {dest: read[dest] for dest in read.keys() & {each.dest for each in actions}}
-    return found
-
-
-def _spelled(flag: str, value: object, action: argparse.Action | None) -> list[str]:
-    """The arguments that set a flag to this value; none for a switch that is off anyway."""
-    if isinstance(value, bool):
-        if value or f"--no-{flag[2:]}" in getattr(action, "option_strings", [f"--no-{flag[2:]}"]):
-            return [flag if value else f"--no-{flag[2:]}"]
-        return []
-    values = value if isinstance(value, list) else [value]
-    texts = [json.dumps(each) if isinstance(each, Mapping) else str(each) for each in values]
-    if action is not None and action.nargs in ("+", "*"):
-        return [flag, *texts]
-    return [f"{flag}={text}" for text in texts]
-
-
-def _settings(flags: Mapping[str, Any]) -> Settings:
-    """The settings from the values of flags, given by destination."""
-    settings: Settings = {}
-    for name, value in flags.items():
-        if name in OF_ENGINE:
-            settings.setdefault("engine", {})[name] = value
-        elif name in AUTOSCALING:
-            settings.setdefault("autoscaling", {})[name] = value
-        elif name in ROUTING:
-            settings.setdefault("routing", {})[ROUTING[name]] = value
-        elif name == "chat_template":
-            settings[name] = chat_template(value)
-        elif name in _FIELDS:
-            settings[name] = value
-    return settings
-
-
-def merged(*each: Mapping[str, Any]) -> Settings:
-    """All settings combined; for equal names, the last one wins."""
-    merged: Settings = {}
-    for settings in each:
-        for name, value in settings.items():
-            if name in _SECTIONS and isinstance(value, Mapping):
-                before = merged.get(name)
-                value = (dict(before) if isinstance(before, Mapping) else {}) | dict(value)
-            merged[name] = value
-    return merged

@@ -3,8 +3,10 @@ name a server."""
 
 import argparse
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from math import inf, isfinite
@@ -66,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         if any(action.dest == "config" for action in self._actions):
             known.given = self._given(args)
             known.flags = {
-                action.dest: action.option_strings[0]
+                action.dest.rpartition(".")[2]: action.option_strings[0]
                 for action in self._actions
                 if action.option_strings and action.option_strings[0].startswith("--")
             }
@@ -147,6 +149,10 @@ class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults as one would type them; flags without a default show none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
+        if hasattr(action, "setting"):  # Read from source only where it is shown.
+            from quire.cluster.cli.flags import help_of
+
+            return help_of(action).replace("%", "%%")
         default = action.default
         if default is None or default == "" or action.const is True:
             return action.help
@@ -154,6 +160,27 @@ class DefaultsFormatter(argparse.ArgumentDefaultsHelpFormatter):
             shown = " ".join(map(str, default)).replace("%", "%%")
             return f"{action.help} (default: {shown})"
         return super()._get_help_string(action)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+def with_flags(message: str, flags: Mapping[str, str]) -> str:
+    """``message`` with settings written as flags, such as ``--device cpu`` for ``device='cpu'``.
+    ``flags`` has the flag of each setting."""
+
+    def written(found: re.Match[str]) -> str:
+        name, value = found["name"], found["value"]
+        if value is None and "_" not in name:
+            return found[0]  # The word, not the setting.
+        if value == "False":
+            return f"--no-{flags[name].removeprefix('--')}"
+        shown = "" if value in (None, "True") else " " + value.strip("'")
+        return f"{flags[name]}{shown}"
+
+    names = "|".join(sorted(flags, key=len, reverse=True))
+    setting = rf"(?<![\w./'-])(?:engine\.)?(?P<name>{names})\b(?:=(?P<value>'[^']*'|[^\s:;,)]+))?"
+    return re.sub(r"(--[\w-]+) \(\1\)", r"\1", re.sub(setting, written, message))
 
 
 def sentence(text: str) -> str:

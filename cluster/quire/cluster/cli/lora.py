@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.cluster.cli.fields import absolute
+from quire.cluster.cli.flags import absolute
 from quire.cluster.config import LoraModule
 from quire.cluster.unique_keys import read_json
 from quire.worker.request.errors import ConfigError

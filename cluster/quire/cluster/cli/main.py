@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from quire.cluster.cli.commands import command_line
-from quire.cluster.cli.fields import with_flags
+from quire.cluster.cli.help import with_flags
 from quire.worker.request.errors import CheckpointError, ConfigError, InvalidRequest, QuireError
 
 _BAD_USAGE = (ConfigError, CheckpointError, InvalidRequest)

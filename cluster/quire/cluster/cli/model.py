@@ -6,8 +6,7 @@ from pathlib import Path
 
 from quire.cluster.cli.cluster import add_model_flags, model_config
 from quire.cluster.cli.columns import table, terminal_width
-from quire.cluster.cli.engine import MODEL_HELP
-from quire.cluster.cli.fields import absolute
+from quire.cluster.cli.flags import MODEL_HELP, absolute
 from quire.cluster.cli.help import RAY_ADDRESS_HELP, SHORT_USAGE, DefaultsFormatter, Parser
 
 
@@ -37,7 +36,7 @@ def add_flags(parser: Parser) -> None:
         help="name of the model for clients; ORG/NAME or the directory's name if absent. "
         "Repeat it for further names",
     )
-    add_model_flags(add, num_groups=1, tensor_parallel_size=1)
+    add_model_flags(add)
     add.set_defaults(run=_add)
 
     remove = actions.add_parser(

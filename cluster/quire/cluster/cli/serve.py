@@ -2,7 +2,7 @@
 
 import argparse
 
-from quire.cluster.cli.cluster import add_serve_flags, cluster_config
+from quire.cluster.cli.cluster import add_serve_flags
 from quire.cluster.cli.help import SHORT_USAGE, Parser
 from quire.cluster.cli.vllm_flags import translated
 from quire.cluster.deploy.kept_keys import kept_keys
@@ -20,19 +20,22 @@ def add_flags(parser: Parser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    config = cluster_config(arguments)
+    from quire.cluster.cli.sources import check_paths, read_cluster
+
+    sources = read_cluster(arguments)
     if arguments.print_config is not None:
         from quire.cluster.cli.print_config import printed
 
-        print(printed(arguments, config, everything=arguments.print_config == "all"), end="")
+        print(printed(sources, everything=arguments.print_config == "all"), end="")
         return 0
+    check_paths(sources.config)
     # The imports alone take seconds.
     with ended_by_signal(), kept_keys(arguments.api_keys), on_stdout() as progress:
         with progress.step("imports"):
             from quire.cluster.deploy.app import serve_until_signal
 
         serve_until_signal(
-            config,
+            sources.config,
             name=arguments.name,
             ray_address=arguments.ray_address,
             status_every_s=arguments.status_interval_s,

@@ -19,9 +19,7 @@ def add_flags(parser: Parser) -> None:
         "the settings given here; running requests continue. Flags that are left out return to "
         "their defaults: repeat those of `quire serve`."
     )
-    add_cluster_flags(
-        parser, num_groups=1, tensor_parallel_size=1, ray_address_help=RAY_ADDRESS_HELP
-    )
+    add_cluster_flags(parser, ray_address_help=RAY_ADDRESS_HELP)
     parser.add_argument(
         "--start-first",
         action="store_true",

@@ -1,7 +1,7 @@
 """Translates the command line of ``vllm serve`` to Quire's."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from quire.worker.request.errors import ConfigError
 from quire.worker.request.vllm_names import ALWAYS, REFUSED, SPELLED, VALUES
@@ -33,11 +33,8 @@ def translated(arguments: Sequence[str], known: Iterable[str]) -> tuple[list[str
                 ours += [flag, VALUES[flag].get(value, value)]
             else:
                 ours.append(f"{flag}={value}" if has_value else flag)
-        elif flag in ALWAYS:
+        elif own_flag(flag, names) is None:
             notes.append(f"{flag} changes nothing: {ALWAYS[flag]}")
-        elif flag in REFUSED or (flag.startswith("--no-") and f"--{flag[5:]}" in ALWAYS):
-            why = REFUSED.get(flag) or ALWAYS[f"--{flag[5:]}"]
-            raise ConfigError(f"{flag} of vLLM is not served: {why}")
         elif flag in SPELLED or flag in _TAKEN_APART:
             if not has_value and not rest:
                 raise ConfigError(f"{flag}: a value must follow")
@@ -47,7 +44,7 @@ def translated(arguments: Sequence[str], known: Iterable[str]) -> tuple[list[str
             elif flag == "--revision":
                 revision = value
             elif flag == "--allowed-origins":
-                ours += [each for origin in _origins(value) for each in ("--allow-origin", origin)]
+                ours += [each for origin in origins(value) for each in ("--allow-origin", origin)]
             else:
                 ours += [SPELLED[flag], value]
         else:
@@ -60,11 +57,25 @@ def translated(arguments: Sequence[str], known: Iterable[str]) -> tuple[list[str
     return ours, notes
 
 
-def _origins(value: str) -> list[str]:
+def own_flag(flag: str, known: Collection[str]) -> str | None:
+    """Quire's flag for one of vLLM's, or ``None`` if it has no effect. Others are returned as they
+    are. Raises ConfigError: it has no counterpart; the message says why."""
+    if flag in known:
+        return flag
+    if flag in ALWAYS:
+        return None
+    if flag in REFUSED or (flag.startswith("--no-") and f"--{flag[5:]}" in ALWAYS):
+        why = REFUSED.get(flag) or ALWAYS[f"--{flag[5:]}"]
+        raise ConfigError(f"{flag} of vLLM is not served: {why}")
+    return SPELLED.get(flag, flag)
+
+
+def origins(value: str) -> list[str]:
+    """The origins in a JSON list. Raises ConfigError: it is none."""
     try:
-        origins = json.loads(value)
+        found = json.loads(value)
     except ValueError:
-        origins = value
-    if not isinstance(origins, list) or not all(isinstance(each, str) for each in origins):
+        found = value
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise ConfigError(f'--allowed-origins {value}: must be a JSON list, such as ["*"]')
-    return origins
+    return found

@@ -14,6 +14,7 @@ from quire.cluster.deploy.build import (
     build_gateways,
     build_groups,
     build_parts,
+    check_here,
     checked,
     is_on_gpu,
     num_threads_for,
@@ -98,14 +99,16 @@ def running_cluster(
         ray_address = found_address(ray_address)
     progress.say(f"Starting {_in_words(config)} …")
     with progress.step("model files", has_bars=is_hub_name(config.engine.model)):
-        machine = resources_here() if ray_address is None else None
-        config, failed = checked(config, machine=machine)
-        if machine is not None:
-            _check_room(config, machine)
+        machine: Mapping[str, float] | None = None
+        config, failed = checked(config)
         if ray_address is None:
             check_nodes(config)
             check_ports(config)
             _check_files(config)
+            machine = resources_here()  # The last check, since it imports Ray.
+            if machine is not None:
+                check_here(config, failed, machine=machine)
+                _check_room(config, machine)
             for served, model in config.models.items():
                 if served in failed:
                     continue

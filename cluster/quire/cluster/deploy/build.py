@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster.config import ClusterConfig, ModelConfig
+from quire.cluster.config import ClusterConfig, GroupModel, LogSettings, ModelConfig, SharedSettings
 from quire.cluster.deploy.listed import Listed, to_json
 from quire.cluster.deploy.serve_options import (
     gateway_count,
@@ -34,6 +34,7 @@ from quire.worker.request.errors import (
     InvalidRequest,
     QuireError,
 )
+from quire.worker.request.settings import part
 from quire.worker.text.tokenizer import Tokenizer
 from quire.worker.weights.checkpoint import open_checkpoint
 
@@ -49,12 +50,16 @@ _COMMON: dict[str, Any] = {
     # A replica that fails three times in a row will not recover by itself, and is reported.
     "max_constructor_retry_count": 3,
 }
+_GATEWAY_HEALTH_TIMEOUT_S = 60.0
+"""On a starved machine, a gateway that works may answer late by any time. Serve would replace it
+after three late answers, and the new one would start for minutes there. `deploy.watcher` ends a
+gateway that really hangs, and Serve sees at once when a process has ended."""
 
 
 def build_gateways(
-    config: ClusterConfig, models: Iterable[Listed], *, gateway: "type[Gateway] | None" = None
+    config: SharedSettings, models: Iterable[Listed], *, gateway: "type[Gateway] | None" = None
 ) -> "serve.Application":
-    """The application of the gateways. They serve ``models``; the models in ``config`` are ignored.
+    """The application of the gateways. They serve ``models``.
 
     ``gateway`` is a subclass of `deployments.Gateway` to run instead of it.
     """
@@ -72,11 +77,11 @@ def build_gateways(
             max_surge_percent=int(config.start_first or config.gateway_resource is None),
             user_config=to_json(models),
             logging_config=_logging(config),
-            **_COMMON,
+            **_COMMON | {"health_check_timeout_s": _GATEWAY_HEALTH_TIMEOUT_S},
         )(gateway or deployments.Gateway),
         gateway_version(config),
     )
-    app: serve.Application = gateways.bind(config)
+    app: serve.Application = gateways.bind(part(SharedSettings, config))
     return app
 
 
@@ -119,7 +124,7 @@ def build_groups(
 
 
 def build_parts(
-    config: ClusterConfig, models: Iterable[Listed], *, group: "type[ReplicaGroup] | None" = None
+    config: SharedSettings, models: Iterable[Listed], *, group: "type[ReplicaGroup] | None" = None
 ) -> "dict[str, serve.Application]":
     """The applications of the groups of all ``models`` without trouble, by part."""
     return {
@@ -129,16 +134,13 @@ def build_parts(
     }
 
 
-def checked(
-    config: ClusterConfig, *, machine: Mapping[str, float] | None = None
-) -> tuple[ClusterConfig, dict[str, QuireError]]:
+def checked(config: ClusterConfig) -> tuple[ClusterConfig, dict[str, QuireError]]:
     """Checks, before anything starts, for errors that would make every group of a model fail.
     Returns the settings, in which models of the hub are pinned to their current commit, and the
     errors of models that fail.
 
     All files of a model of the hub except its weights are fetched: the weights may only be needed
-    on other nodes. ``machine`` has Ray's resources of this machine, if groups will run here: then
-    its device, memory and disk are checked too.
+    on other nodes.
 
     Raises:
         ConfigError: The settings cannot work for any of the models, or spans cannot be sent as
@@ -151,7 +153,7 @@ def checked(
     for each in config.each_model:
         try:
             each = replace(each, engine=replace(each.engine, model=pinned(each.engine.model)))
-            _check(config.serving(each), machine)
+            _check(config.serving(each))
         except (ConfigError, CheckpointError) as error:
             failed[each.model_name] = error
         models.append(each)
@@ -160,18 +162,37 @@ def checked(
     return config.serving(*models), failed
 
 
-def _check(config: ClusterConfig, machine: Mapping[str, float] | None) -> None:
+def check_here(
+    config: ClusterConfig, failed: dict[str, QuireError], *, machine: Mapping[str, float]
+) -> None:
+    """Checks the device, memory and disk of this machine, on which groups will run, for models
+    that have not ``failed``, and adds those that fail. ``machine`` has its resources for Ray.
+    Raises ConfigError: none of the models can run here."""
+    for name, model in config.models.items():
+        if name not in failed:
+            try:
+                _check_here(model, machine)
+            except ConfigError as error:
+                failed[name] = error
+    if len(failed) == len(config.models):
+        raise next(iter(failed.values()))
+
+
+def _check_here(config: ClusterConfig, machine: Mapping[str, float]) -> None:
+    engine, on_gpu = config.engine, is_on_gpu(config, machine)
+    engine.check_device("cuda" if on_gpu else "cpu")
+    if engine.kv_disk_dir is not None:
+        check_folder(engine.kv_disk_dir)
+    if not on_gpu:
+        folder = fetch_text_files(engine.model)
+        check_memory_here(engine, read_model_spec(folder, model_impl=engine.model_impl))
+
+
+def _check(config: ClusterConfig) -> None:
     engine = config.engine
-    on_gpu = machine is not None and is_on_gpu(config, machine)
-    if machine is not None:
-        engine.check_device("cuda" if on_gpu else "cpu")
-        if engine.kv_disk_dir is not None:
-            check_folder(engine.kv_disk_dir)
     folder = fetch_text_files(engine.model)
     model = read_model_spec(folder, model_impl=engine.model_impl)
     check_settings(engine, model)
-    if machine is not None and not on_gpu:
-        check_memory_here(engine, model)
     Tokenizer.load(folder, chat_template=config.chat_template)
     if not is_hub_name(engine.model):
         open_checkpoint(engine.model)
@@ -188,13 +209,13 @@ def num_threads_for(models: Iterable[ModelConfig]) -> int:
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
-def is_on_gpu(config: ClusterConfig, resources: Mapping[str, float]) -> bool:
+def is_on_gpu(config: GroupModel, resources: Mapping[str, float]) -> bool:
     """Whether the model's groups run on GPUs, given Ray's ``resources``."""
     device = config.engine.device
     return device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0)
 
 
-def _logging(config: ClusterConfig) -> dict[str, Any]:
+def _logging(config: LogSettings) -> dict[str, Any]:
     """Serve's logging configuration: of its own lines, and the format of a replica's file."""
     encoding = "JSON" if config.log_format == "json" else "TEXT"
     return {"log_level": "WARNING", "enable_access_log": False, "encoding": encoding}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster.config import ClusterConfig, ModelConfig
+from quire.cluster.config import ModelConfig, SharedSettings, ShutdownSettings
 from quire.cluster.deploy import ray_private
 from quire.cluster.deploy.build import build_gateways, build_groups, checked, num_threads_for
 from quire.cluster.deploy.gateway_calls import ModelState, gateways_of
@@ -41,8 +41,7 @@ class Cluster:
     """A running cluster, as one of its gateways describes it."""
 
     name: str
-    config: ClusterConfig
-    """The gateways' settings; ``models`` has the current models, and this field does not."""
+    config: SharedSettings
     models: list[Listed]
 
 
@@ -175,7 +174,7 @@ def only_change(name: str) -> Iterator[None]:
         ray.kill(change)
 
 
-def drop_unlisted(name: str, models: Sequence[Listed], *, config: ClusterConfig) -> None:
+def drop_unlisted(name: str, models: Sequence[Listed], *, config: ShutdownSettings) -> None:
     """Stops the groups that are not in ``models``, the gateways' list: those of models that were
     removed or replaced, or whose start was interrupted."""
     from ray import serve

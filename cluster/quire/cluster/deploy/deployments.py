@@ -6,7 +6,6 @@ do not pass through Serve: groups and gateways have their own servers.
 
 import asyncio
 import contextlib
-import gc
 import logging
 import time
 import uuid
@@ -20,7 +19,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import ClusterConfig, GroupConfig, SharedSettings
 from quire.cluster.deploy.gateway_calls import ModelState
 from quire.cluster.deploy.gateway_server import GatewayServer
 from quire.cluster.deploy.line import drain_when_told
@@ -41,6 +40,7 @@ from quire.cluster.features.autoscale.report_demand import report_demand
 from quire.cluster.features.autoscale.serve import report
 from quire.cluster.features.explain.explanations import Answers
 from quire.cluster.features.watcher.watched import be_watched
+from quire.cluster.garbage import collect_seldom
 from quire.cluster.group.server import GroupServer
 from quire.cluster.links.group_link import GroupContact
 from quire.cluster.supervise import end_if_cancelled
@@ -72,7 +72,7 @@ _LEARN_AGAIN_S = 5.0
 class ReplicaGroup:
     """A Serve replica that runs one replica group."""
 
-    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
+    async def __init__(self, config: GroupConfig) -> None:  # type: ignore[misc]
         self._at_end = contextlib.AsyncExitStack()  # First: `__del__` follows a failed start too.
         log_beside_serve(config)
         keep_to_node_address()
@@ -87,7 +87,7 @@ class ReplicaGroup:
                 config, group_id=self._group_id, on_step=steps.begin
             )
         self._at_end.push_async_callback(self._server.stop, drain_timeout_s=config.drain_timeout_s)
-        _freeze_garbage()
+        collect_seldom()
 
     def record_replica_metadata(self) -> dict[str, str]:
         """The group's contact, which Serve's membership passes to every gateway."""
@@ -142,10 +142,13 @@ class ReplicaGroup:
 class Gateway:
     """A Serve replica that runs one gateway."""
 
-    async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]
-        """Serve awaits this, and then `reconfigure`. The models in ``config`` are ignored."""
+    async def __init__(self, config: SharedSettings) -> None:  # type: ignore[misc]
+        """Serve awaits this, and then `reconfigure`. It keeps the groups' settings too, for
+        `quire.cluster.deploy.change`, which asks it for them."""
         self._at_end = contextlib.AsyncExitStack()
         log_beside_serve(config)
+        if not config.access_log:
+            logging.getLogger("quire.access").setLevel(logging.WARNING)
         keep_to_node_address()
         self._config = config
         claims = claim_ports(config, owner=_owner)
@@ -201,7 +204,7 @@ class Gateway:
         self._at_end.push_async_callback(stop)
         self._at_end.callback(asyncio.create_task(self._look_after_parts()).cancel)
         self._at_end.callback(self._claims.close)  # Runs first of all.
-        _freeze_garbage()
+        collect_seldom()
 
     def check_health(self) -> None:
         """Called by Serve, which replaces the gateway when this raises."""
@@ -338,7 +341,7 @@ class Gateway:
         """The address of this gateway's node."""
         return str(ray.util.get_node_ip_address())
 
-    async def settings(self) -> tuple[ClusterConfig, dict[str, Any]]:
+    async def settings(self) -> tuple[SharedSettings, dict[str, Any]]:
         """The settings that this gateway was started with, and its current list of models."""
         return self._config, self._told
 
@@ -396,13 +399,6 @@ def _take_members(served: ServedModel, members: Sequence[Member]) -> None:
     # Serve passes on the metadata of each replica; a replica that could not report any has none.
     said = [GroupContact.of(member.metadata or {}) for member in members]
     served.set_groups([each for each in said if each is not None])
-
-
-def _freeze_garbage() -> None:
-    """Excludes everything loaded so far from garbage collection: a full collection would visit
-    275,000 objects, which stopped all streams for 0.1 s or more."""
-    gc.collect()
-    gc.freeze()
 
 
 def _owner() -> str:

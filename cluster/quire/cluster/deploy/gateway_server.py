@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Self
 
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import ClusterConfig, GatewaySettings, ListenSettings
 from quire.cluster.deploy.served_model import ServedModel, new_table, read_model
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
@@ -17,8 +17,9 @@ from quire.cluster.edge.openai_http import build_http_app, build_metrics_app
 from quire.cluster.features.adapters.catalog import AskOthers, nobody_knows
 from quire.cluster.features.guard.grpc_guard import GrpcGuard
 from quire.cluster.features.guard.leaving import listeners_at, stop_listening_at, wait_until_left
-from quire.cluster.features.guard.limits import GRPC_LEAVE_S, allowed_connections
+from quire.cluster.features.guard.limits import GRPC_LEAVE_S, ConnectionLimits, allowed_connections
 from quire.cluster.features.guard.listener import HttpListener, listening_socket
+from quire.cluster.features.installed import INSTALLED
 from quire.cluster.features.tracing.tracing import new_span_id, start_tracing
 from quire.cluster.gateway.models import Models
 from quire.cluster.links.group_link import GroupContact
@@ -26,6 +27,7 @@ from quire.cluster.telemetry.access_log import log_access
 from quire.cluster.tls import ServerTls
 from quire.router.table import RoutingTable
 from quire.worker.request.errors import ConfigError
+from quire.worker.request.settings import part
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ _METRICS_PORTS = 64
 class GatewayServer:
     """A gateway. `start` makes one that serves; it belongs to that event loop."""
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: GatewaySettings) -> None:
         """A new gateway has no models and does not listen. Raises ConfigError: a file cannot be
         used, or spans cannot be sent as configured."""
         self.keys = ApiKeys.load(config.api_keys_file) if config.api_keys_file else None
@@ -103,19 +105,24 @@ class GatewayServer:
     async def listen(self) -> None:
         """Begins to serve clients. Raises ConfigError: a port is in use."""
         config = self._config
-        limits = config.connections()
-        limits = replace(limits, max_connections=allowed_connections(limits.max_connections))
+        max_connections = allowed_connections(config.max_connections)
+        limits = part(ConnectionLimits, config, max_connections=max_connections)
         telemetry = self.models.telemetry
         self._grpc_guard = GrpcGuard(
             limits,
             cut=lambda reason: telemetry.cut_grpc_connections.labels(reason).inc(),
         )
         self._grpc = build_grpc_server(
-            self.models, keys=self.keys, limits=limits, guard=self._grpc_guard
+            self.models,
+            features=INSTALLED,
+            keys=self.keys,
+            limits=limits,
+            guard=self._grpc_guard,
         )
         self._http = HttpListener(
             build_http_app(
                 self.models,
+                features=INSTALLED,
                 keys=self.keys,
                 allow_origins=config.allow_origins,
                 ignore_unknown_fields=config.ignore_unknown_fields,
@@ -179,7 +186,7 @@ class GatewayServer:
         await wait_until_left(host, int(port), timeout_s=GRPC_LEAVE_S)
         await self._grpc.stop(drain_timeout_s)
 
-    async def _listen(self, config: ClusterConfig) -> None:
+    async def _listen(self, config: ListenSettings) -> None:
         with contextlib.ExitStack() as on_failure:
             http_socket = _listening_socket("http_port", config.host, config.http_port)
             on_failure.callback(http_socket.close)

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import ListenSettings
 from quire.cluster.deploy import ray_private
 from quire.cluster.deploy.kept_logs import addresses_here, kept, logs_named, note_address
 from quire.cluster.deploy.line import PATH, Line
@@ -364,7 +364,7 @@ def is_only_node() -> bool:
     return nodes == [ray.get_runtime_context().get_node_id()]
 
 
-def check_ports(config: ClusterConfig) -> None:
+def check_ports(config: ListenSettings) -> None:
     """Raises ConfigError: another process listens on a port of the gateways.
 
     Gateways share their ports through SO_REUSEPORT, which would also let two servers share one.

@@ -14,7 +14,7 @@ import logging
 import queue
 from logging.handlers import QueueHandler, QueueListener
 
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import LogSettings
 from quire.cluster.telemetry.timeline import in_call
 
 _MAX_LINES = 10_000
@@ -22,7 +22,7 @@ _MAX_LINES = 10_000
 _CLOSE_S = 5.0
 
 
-def log_beside_serve(config: ClusterConfig) -> None:
+def log_beside_serve(config: LogSettings) -> None:
     """Makes Quire's loggers write where Serve's logger does, with the level and format of
     ``config``. Call it once in a Serve replica."""
     ours = logging.getLogger("quire")
@@ -33,8 +33,6 @@ def log_beside_serve(config: ClusterConfig) -> None:
         writer = LogWriter(theirs)
         atexit.register(writer.close)
         ours.handlers = [writer]
-    if not config.access_log:
-        logging.getLogger("quire.access").setLevel(logging.WARNING)
 
 
 class LogWriter(QueueHandler):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import ClusterConfig, SharedSettings
 from quire.cluster.deploy.listed import Listed
 from quire.cluster.deploy.served_model import ServedModel, read_model
 from quire.cluster.gateway.models import Models
@@ -55,7 +55,7 @@ class ModelSet:
 
     def __init__(
         self,
-        config: ClusterConfig,
+        config: SharedSettings,
         models: Models,
         *,
         make_table: Callable[[ClusterConfig], RoutingTable],
@@ -87,6 +87,7 @@ class ModelSet:
             self._models.adapters.give_up(names)
             self._places = {each.name: self._places[each.name] for each in listed}
             self._models.arrange(list(self._places))
+            self._models.num_groups = sum(each.settings.min_groups for each in listed)
 
     @property
     def followed(self) -> list[tuple[Listed, ServedModel]]:

@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import ListenSettings
 from quire.worker.request.errors import ConfigError
 
 _TAKEN = Path("/proc/net/unix")
@@ -24,7 +24,7 @@ _CLAIM = re.compile(r" @quire-port/(\d+)/(\S+)/(\S+)/(\w+)/\d+$", re.MULTILINE)
 _ANY_HOST = {"0.0.0.0", "::", ""}
 
 
-def claim_ports(config: ClusterConfig, *, owner: Callable[[], str]) -> contextlib.ExitStack:
+def claim_ports(config: ListenSettings, *, owner: Callable[[], str]) -> contextlib.ExitStack:
     """Claims the gateway's ports, except port 0, until the returned stack is closed. ``owner``
     returns the claimant, as ``APPLICATION@CLUSTER``.
 

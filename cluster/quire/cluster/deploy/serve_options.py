@@ -16,7 +16,14 @@ import quire.cluster
 import quire.kernels
 import quire.router
 import quire.worker
-from quire.cluster.config import ClusterConfig, ModelConfig
+from quire.cluster.config import (
+    ClusterConfig,
+    GroupConfig,
+    NumGateways,
+    NumGroups,
+    SharedSettings,
+    UpgradeSettings,
+)
 from quire.cluster.features.autoscale.gateways import GatewayPolicy
 from quire.cluster.features.autoscale.serve import ServePolicy
 from quire.cluster.features.autoscale.settings import (
@@ -27,35 +34,25 @@ from quire.cluster.features.autoscale.settings import (
 )
 from quire.worker.model.hub import is_hub_name
 from quire.worker.request.errors import ConfigError
+from quire.worker.request.settings import part
 
-_OF_SERVE = ("autoscaling", "num_groups", "start_first")
-"""Settings of how Serve runs groups, which change nothing within a group."""
-_OF_GATEWAYS = (
-    *("aliases", "gateway_autoscaling", "lora_modules", "more_models", "num_gateways"),
-    *("allow_origins", "api_keys_file", "gateway_resource", "grpc_port", "host", "http_port"),
-    *("access_log", "ignore_unknown_fields", "metrics_port", "open_metrics", "max_connections"),
-    *("max_connections_per_address", "shut_out_s", "head_timeout_s", "body_timeout_s"),
-    *("idle_timeout_s", "group_wait_s", "max_group_deaths"),
-    *("chat_template", "reasoning_parser", "tool_call_parser", "routing", "max_inflight"),
-    *("max_queued_bytes", "max_queued_requests", "max_queue_wait_s"),
-)
-"""Settings that only gateways use."""
+OF_GROUPS = (GroupConfig, NumGroups, UpgradeSettings)
+"""The settings that may stand in the ``args`` of groups."""
 
 
-def group_config(config: ClusterConfig) -> ClusterConfig:
-    """The configuration of each group of the only model of ``config``: settings that groups do not
-    use have their defaults."""
-    plain = ClusterConfig(engine=config.engine)
-    others = {name: getattr(plain, name) for name in (*_OF_SERVE, *_OF_GATEWAYS)}
+def group_config(config: ClusterConfig) -> GroupConfig:
+    """What each group of the only model of ``config`` uses of the settings."""
     # `kv_transfer` depends on the number of groups unless it is set.
     engine = replace(config.engine, kv_transfer=config.transfers_kv)
-    return replace(config, **others, engine=engine)
+    return part(GroupConfig, config, engine=engine)
 
 
 def check_of_groups(names: Iterable[str]) -> None:
     """Raises ConfigError: ``names``, the ``args`` of groups, have settings that only gateways
     use."""
-    if others := [name for name in names if name in _OF_GATEWAYS]:
+    known = {each.name for kind in OF_GROUPS for each in fields(kind)}
+    all_names = {each.name for each in fields(ClusterConfig)}
+    if others := [name for name in names if name in all_names - known]:
         raise ConfigError(
             f"{', '.join(others)}: only gateways use {'this' if len(others) == 1 else 'these'}; "
             "leave out of the args of groups, of which any change replaces the groups"
@@ -69,7 +66,7 @@ def group_count(config: ClusterConfig) -> dict[str, Any]:
     return _scaled(settings, ServePolicy, settings.min_groups, settings.max_groups)
 
 
-def gateway_count(config: ClusterConfig) -> dict[str, Any]:
+def gateway_count(config: SharedSettings) -> dict[str, Any]:
     """Serve's options for the number of gateways: a number, or an autoscaling policy."""
     if (settings := config.gateway_autoscaling) is None:
         return {"num_replicas": config.num_gateways}
@@ -112,17 +109,12 @@ def group_version(config: ClusterConfig) -> str:
     return _digest(used, *_files(config.engine.model))
 
 
-def gateway_version(config: ClusterConfig) -> str:
+def gateway_version(config: SharedSettings) -> str:
     """The version of the gateways: a digest of the settings that are not a model's, and of this
     software."""
-    others = {"gateway_autoscaling", "more_models", "num_gateways"}
-    of_models = {field.name for field in fields(ModelConfig)} | others
-    settings = [
-        (field.name, getattr(config, field.name))
-        for field in fields(config)
-        if field.name not in of_models
-    ]
-    return _digest(settings)
+    counts = {field.name for field in fields(NumGateways)}
+    settings = part(SharedSettings, config)
+    return _digest([(name, value) for name, value in vars(settings).items() if name not in counts])
 
 
 def with_version(deployment: Any, version: str) -> Any:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from quire.cluster.config import ClusterConfig
-from quire.cluster.features.adapters.node import NodeAdapters
 from quire.cluster.gateway.config import GatewayConfig
 from quire.cluster.gateway.losses import CompletionConfig
 from quire.cluster.gateway.prepare import Abilities
@@ -19,6 +18,7 @@ from quire.router.table import RoutingTable
 from quire.worker.model.hub import fetch_text_files
 from quire.worker.model.sentence_folder import read_scoring, read_use
 from quire.worker.request.scoring import EmbeddingUse, Scoring
+from quire.worker.request.settings import part
 from quire.worker.text.tokenizer import Tokenizer
 
 
@@ -61,6 +61,9 @@ class ServedModel:
         config = read.config
         keeper = None
         if config.engine.enable_lora:
+            # It imports parts of an engine, which other gateways do without.
+            from quire.cluster.features.adapters.node import NodeAdapters
+
             keeper = NodeAdapters(config.engine, chat_template=config.chat_template)
         self._contacts: dict[str, GroupContact] = {}  # By address.
         groups = Groups(
@@ -97,9 +100,7 @@ class ServedModel:
 
 def _gateway_config(config: ClusterConfig) -> GatewayConfig:
     settings = config.autoscaling
-    completion = CompletionConfig(
-        group_wait_s=config.group_wait_s, max_group_deaths=config.max_group_deaths
-    )
+    completion = part(CompletionConfig, config)
     wakes_groups = settings is not None and not settings.min_groups
     if settings is not None and wakes_groups:
         # A request may have to wait for the first group to start.

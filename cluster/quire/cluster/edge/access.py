@@ -5,13 +5,13 @@ refuse it. A gRPC method that no service declares is an operator's.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
 
 from quire.cluster.errors import NotAnOperator, Unauthenticated
-from quire.cluster.features.tenants.keys_file import Caller
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,6 +20,27 @@ _NO_OPERATOR = (
     "the API key is no operator's: in the file of keys, its line is 'KEY *', or its tenant has "
     "'operator: true'"
 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """The owner of a request, by its API key."""
+
+    tenant: str = ""
+    """Has no "/" and reveals nothing of a key; empty if no keys are configured."""
+    key_name: str = ""
+    """The name of the tenant's key that was shown; empty if keys have no names."""
+    is_operator: bool = False
+    """Whether the caller sees the routing decisions on all tenants' requests."""
+
+    @property
+    def sees(self) -> str | None:
+        """The tenant whose decisions the caller sees; ``None`` means all tenants."""
+        return None if self.is_operator else self.tenant
+
+
+EVERYONE = Caller(is_operator=True)
+"""The caller of a gateway without keys."""
 
 
 class Access(Enum):

@@ -146,7 +146,7 @@ def overview_of(models: Models) -> pb.ListGroupsResponse:
         former = list(gateway.ttft_counts) or [0] * len(counts)
         gateway.ttft_bounds_s[:] = bounds
         gateway.ttft_counts[:] = map(sum, zip(former, counts, strict=True))
-    return pb.ListGroupsResponse(groups=groups, gateway=gateway)
+    return pb.ListGroupsResponse(groups=groups, gateway=gateway, num_groups=models.num_groups)
 
 
 def _known(models: Models) -> Iterator[tuple[Groups, GroupClient]]:

@@ -25,20 +25,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.cluster.edge.access import REFUSAL, Access, check_access
+from quire.cluster.edge.access import EVERYONE, REFUSAL, Access, Caller, check_access
 from quire.cluster.edge.error_kinds import kind_of
 from quire.cluster.edge.grpc_errors import Context, refuse
 from quire.cluster.edge.http_errors import error_response
 from quire.cluster.errors import NotAnOperator, Unauthenticated
-from quire.cluster.features.tenants.keys_file import (
-    EVERYONE,
-    Caller,
-    KeysFile,
-    KnownKey,
-    digest,
-    read_keys_file,
-)
+from quire.cluster.features.tenants.keys_file import KeysFile, KnownKey, digest, read_keys_file
 from quire.cluster.features.tenants.limits import TenantPolicy
+from quire.cluster.serving.bounds import Turns
 from quire.worker.request.errors import ConfigError, InvalidRequest
 
 _log = logging.getLogger(__name__)
@@ -143,7 +137,7 @@ class GrpcAuth(grpc.aio.ServerInterceptor):
 
     ``access``: who may make each call, by its path; other calls are for operators. ``keys``: the
     accepted keys; without them, every caller is `EVERYONE`. ``refused`` receives the peer of each
-    call without a key, as gRPC writes it.
+    call without a key, as gRPC writes it. ``turns``: the turns in which calls begin, but open ones.
     """
 
     def __init__(
@@ -153,8 +147,10 @@ class GrpcAuth(grpc.aio.ServerInterceptor):
         access: Mapping[str, Access] | None = None,
         why: str = REFUSAL,
         refused: Callable[[str], object] = lambda peer: None,
+        turns: Turns | None = None,
     ) -> None:
         self._keys = keys
+        self._turns = turns
         self._access = access or {}
         self._why = why
         self._refused = refused
@@ -175,6 +171,8 @@ class GrpcAuth(grpc.aio.ServerInterceptor):
             check_access(access, caller)
         except (Unauthenticated, NotAnOperator) as error:
             return self._refusal(error)
+        if self._turns is not None and caller is not None and access is not Access.OPEN:
+            await self._turns.take(caller.tenant)
         return handler
 
     def _caller(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:

@@ -26,7 +26,7 @@ from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.error_kinds import BodyTooLarge, BodyTooSlow, NotJson
 from quire.cluster.edge.served_fields import Body
 from quire.cluster.errors import Overloaded
-from quire.cluster.serving.bounds import Budget, Hold
+from quire.cluster.serving.bounds import Budget, Hold, Turns
 from quire.worker.request.errors import InvalidRequest
 
 B = TypeVar("B", bound=Body)
@@ -56,12 +56,15 @@ class BodyReader:
         self,
         budget: Budget,
         *,
+        turns: Turns | None = None,
         ignore_unknown_fields: bool = False,
         refused: Callable[[], object] = lambda: None,
     ) -> None:
-        """``ignore_unknown_fields``: whether unknown fields are ignored; otherwise they are
-        refused. ``refused`` is called before `Overloaded` is raised."""
+        """``turns``: those of all the gateway's calls. ``ignore_unknown_fields``: whether unknown
+        fields are ignored; otherwise they are refused. ``refused`` is called before `Overloaded` is
+        raised."""
         self._budget = budget
+        self._turns = turns or Turns()
         self._ignore_unknown_fields = ignore_unknown_fields
         self._refused = refused
         self._turn = Budget(1)
@@ -73,7 +76,9 @@ class BodyReader:
             NotJson, BodyTooLarge, BodyTooSlow, Overloaded: As `read_json`.
             InvalidRequest, ValidationError: The body does not fit ``body_type``.
         """
-        value, hold = await read_json(request, self._budget, turn=self._turn, refused=self._refused)
+        value, hold = await read_json(
+            request, self._budget, turns=self._turns, turn=self._turn, refused=self._refused
+        )
         try:
             async with self.in_turn(hold):
                 return self._validated(value, body_type), hold
@@ -101,6 +106,7 @@ async def read_json(
     request: Request,
     budget: Budget,
     *,
+    turns: Turns,
     turn: Budget,
     refused: Callable[[], object] = lambda: None,
 ) -> tuple[object, Hold]:
@@ -108,8 +114,8 @@ async def read_json(
 
     A body holds nothing before more than `SMALL_BODY_BYTES` of it have come, then its announced
     length, and once it is whole its own length. If bytes were counted as they come, bodies that are
-    half read could wait for each other. Large bodies are parsed one at a time, each in its
-    tenant's ``turn``. ``refused`` is called before `Overloaded` is raised.
+    half read could wait for each other. Each body is parsed in its tenant's ``turns``, large ones
+    also one at a time, in ``turn``. ``refused`` is called before `Overloaded` is raised.
 
     Raises:
         NotJson: The Content-Type is not JSON, or the encoding is not known.
@@ -135,6 +141,7 @@ async def read_json(
                     end.reschedule(asyncio.get_running_loop().time() + READ_TIMEOUT_S)
         hold.shrink(len(data))
         request.state.body_is_unread = False
+        await turns.take(hold.tenant)
         async with in_turn(turn, hold):
             return await _parse(data), hold
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""``POST`` of completions, chats, responses and messages: generated text, whole or as a stream.
+"""``POST`` of completions and chats, and of features' calls: generated text, whole or as a stream.
 
 The first chunk decides the status of a stream; a later failure is an ``error`` event in the stream.
 If a client disconnects, its requests are aborted.
@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
@@ -18,6 +18,7 @@ from quire.cluster.dialects.tools import ToolUse
 from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.call import ANSWER, MESSAGES, Call, Heading
 from quire.cluster.edge.http_errors import error_body, error_headers
 from quire.cluster.edge.openai_answer import Answer
 from quire.cluster.edge.openai_format import ChatFormat, CompletionFormat, Echo, Format
@@ -32,14 +33,11 @@ from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.streams import EventStream, Write, client_id, event, unless_disconnected
 from quire.cluster.edge.structured import told_of
 from quire.cluster.errors import DeadlineExceeded
-from quire.cluster.features.anthropic.format import MessagesFormat
-from quire.cluster.features.anthropic.schema import MessagesBody
-from quire.cluster.features.responses.format import ResponsesFormat
-from quire.cluster.features.responses.schema import ResponsesBody
 from quire.cluster.gateway.chunk import Chunk
 from quire.cluster.gateway.models import Models
 from quire.cluster.gateway.service import ModelService
 from quire.cluster.gateway.work import Take
+from quire.cluster.seams import TextCall
 from quire.cluster.serving.bounds import Hold
 from quire.cluster.telemetry import timeline
 from quire.cluster.telemetry.timing import server_timing
@@ -58,34 +56,94 @@ _MANY_STEPS = 2**15
 Run = Callable[[Take], Awaitable[None]]
 """Passes the chunks of an answer to the given function."""
 
-_KINDS: Mapping[str, tuple[type[GenerationBody], type[Format], str]] = {
-    "/v1/completions": (CompletionBody, CompletionFormat, "cmpl-"),
-    "/v1/chat/completions": (ChatBody, ChatFormat, "chatcmpl-"),
-    "/v1/responses": (ResponsesBody, ResponsesFormat, "resp_"),
-    "/v1/messages": (MessagesBody, MessagesFormat, "msg_"),
+_USAGE = {
+    "prompt_tokens": 11,
+    "completion_tokens": 10,
+    "total_tokens": 21,
+    "prompt_tokens_details": {"cached_tokens": 0},
 }
-"""By path: the body's type, the answer's format, and the prefix of its id."""
+_HEADER = {"created": 1767225600, "model": "NAME", "system_fingerprint": "fp_273a2d7d86d4"}
+COMPLETIONS = TextCall(
+    path="/v1/completions",
+    body=CompletionBody,
+    format=CompletionFormat,
+    id_prefix="cmpl-",
+    call=Call(
+        "Generates text after a prompt.",
+        Heading.TEXT,
+        CompletionBody,
+        streams=True,
+        example={"prompt": "The capital of France is", "max_tokens": 16},
+        answer={
+            "id": "cmpl-f145a9a3ca07981f1c557b04",
+            "object": "text_completion",
+            **_HEADER,
+            "choices": [
+                {
+                    "index": 0,
+                    "text": " Paris, the largest city of the country.",
+                    "logprobs": None,
+                    "finish_reason": "length",
+                    "stop_reason": None,
+                }
+            ],
+            "usage": _USAGE,
+        },
+    ),
+)
+CHAT = TextCall(
+    path="/v1/chat/completions",
+    body=ChatBody,
+    format=ChatFormat,
+    id_prefix="chatcmpl-",
+    call=Call(
+        "Generates the next message of a chat.",
+        Heading.TEXT,
+        ChatBody,
+        streams=True,
+        example={"messages": MESSAGES},
+        answer={
+            "id": "chatcmpl-6a9ec4eee08c290a2e410167",
+            "object": "chat.completion",
+            **_HEADER,
+            "choices": [
+                {
+                    "index": 0,
+                    "message": {"role": "assistant", "content": ANSWER, "refusal": None},
+                    "logprobs": None,
+                    "finish_reason": "stop",
+                    "stop_reason": None,
+                }
+            ],
+            "usage": _USAGE,
+        },
+    ),
+)
 
 
-def generation_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
-    """The calls that generate text."""
+def generation_routes(
+    models: Models, bodies: BodyReader, calls: Iterable[TextCall]
+) -> list[ApiRoute]:
+    """The routes of calls that generate text."""
     return [
         ApiRoute(
-            path, partial(_generate, models, bodies, *kind), methods=["POST"], access=Access.KEY
+            each.path,
+            partial(_generate, models, bodies, each),
+            methods=["POST"],
+            access=Access.KEY,
+            call=each.call,
         )
-        for path, kind in _KINDS.items()
+        for each in calls
     ]
 
 
 async def _generate(
     models: Models,
     bodies: BodyReader,
-    body_type: type[GenerationBody],
-    format_type: type[Format],
-    prefix: str,
+    call: TextCall,
     request: HttpRequest,
 ) -> Response:
-    body, hold = await bodies.read(request, body_type)
+    body, hold = await bodies.read(request, call.body)
     with hold:
         of_model = _OfModel(models.named(body.model))
         async with bodies.in_turn(hold):
@@ -94,14 +152,14 @@ async def _generate(
         return_token_ids, tool_use = bool(body.return_token_ids), body.tool_use
         tells_timing = request.headers.get(TIMING_HEADER) == "1"
         ignored = ", ".join(body.ignored)
-        forms, echo, new_format = body.forms, Echo.of(body), format_type.of(body)
+        forms, echo, new_format = body.forms, Echo.of(body), call.format.of(body)
         # Frees the prompts as soon as they are token ids, not with the answer.
         del body
         answer = of_model.answer(
             requests,
             hold,
             new_format,
-            prefix=prefix,
+            prefix=call.id_prefix,
             options=options,
             return_token_ids=return_token_ids,
             echo=echo,

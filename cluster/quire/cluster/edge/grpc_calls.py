@@ -1,7 +1,11 @@
-"""Helpers of all gRPC services that take requests: a call's id, headers, deadline and size."""
+"""gRPC services, and helpers of those that take requests: a call's id, headers, deadline, size."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
 
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 
 from quire.cluster.edge.grpc_errors import Context
@@ -14,6 +18,16 @@ from quire.worker.request.errors import InvalidRequest
 _SMALL_MESSAGE_BYTES = 2**16
 _MAX_ITEMS = 1024
 """Most entries of a list among the sampling parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpcService:
+    """A gRPC service with its implementation, whose methods declare who may call them."""
+
+    descriptor: ServiceDescriptor
+    servicer: object
+    add: Callable[[Any, grpc.aio.Server], None]
+    """The function that protoc made for it."""
 
 
 def client_id(context: Context) -> str:

@@ -5,9 +5,8 @@ Errors carry the status codes documented in ``inference.proto``, and the details
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from typing import Any
 
 import grpc
@@ -22,7 +21,7 @@ from quire.cluster.edge.access import Access, allows, rpc_access
 from quire.cluster.edge.admin_grpc import AdminService
 from quire.cluster.edge.auth import ApiKeys, GrpcAuth, grpc_caller
 from quire.cluster.edge.call_records import GrpcCalls
-from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
+from quire.cluster.edge.grpc_calls import GrpcService, check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, statuses
 from quire.cluster.edge.grpc_format import response_of
 from quire.cluster.edge.grpc_messages import GrpcMessages
@@ -32,6 +31,7 @@ from quire.cluster.features.guard.grpc_guard import MAX_MESSAGE_BYTES, Account, 
 from quire.cluster.features.guard.limits import GRPC_CONNECTION_AGE_S, ConnectionLimits
 from quire.cluster.gateway.models import Models
 from quire.cluster.gateway.service import ModelService
+from quire.cluster.seams import Feature
 from quire.cluster.wire import params_from_proto
 from quire.v1 import admin_pb2, admin_pb2_grpc, inference_pb2_grpc
 from quire.v1 import inference_pb2 as pb
@@ -192,53 +192,58 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 def build_grpc_server(
     models: Models,
     *,
+    features: Sequence[Feature],
     keys: ApiKeys | None = None,
     limits: ConnectionLimits | None = None,
     guard: GrpcGuard | None = None,
 ) -> grpc.aio.Server:
     """A server without ports. The caller adds them, starts it, and stops it with a grace period.
 
-    With the package smg-grpc-proto, it also serves `vllm.grpc.engine`.
+    ``features``: what adds further services.
 
     Its health is SERVING while at least one replica group takes requests. ``keys``: the API keys
     that clients of `Inference` must show; without them, every client is let in. ``limits``: limits
     on its connections. ``guard``: guards the port that the caller will add.
     """
     limits = limits or ConnectionLimits()
-    inference, admin = InferenceService(models), AdminService(models)
-    access = {
-        **{f"/{name}/{each.name}": Access.OPEN for name in _OPEN for each in _OPEN[name].methods},
-        **rpc_access(_INFERENCE, inference),
-        **rpc_access(_ADMIN, admin),
-    }
-    files = [pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR]
-    services = [SERVICE]
-    engine = None
-    if find_spec("smg_grpc_proto") is not None:
-        from quire.cluster.features.vllm_grpc import servicer as vllm_grpc
-
-        engine = vllm_grpc.VllmEngineService(models)
-        access |= rpc_access(vllm_grpc.VLLM_SERVICE, engine)
-        files.append(vllm_grpc.VLLM_FILE)
-        services.append(vllm_grpc.VLLM_SERVICE.full_name)
+    inference = GrpcService(
+        descriptor=_INFERENCE,
+        servicer=InferenceService(models),
+        add=inference_pb2_grpc.add_InferenceServicer_to_server,
+    )
+    admin = GrpcService(
+        descriptor=_ADMIN,
+        servicer=AdminService(models),
+        add=admin_pb2_grpc.add_AdminServicer_to_server,
+    )
+    added = [each.grpc_service(models) for each in features if each.grpc_service is not None]
+    further = [service for service in added if service is not None]
+    access = {f"/{name}/{each.name}": Access.OPEN for name in _OPEN for each in _OPEN[name].methods}
+    for service in (inference, admin, *further):
+        access |= rpc_access(service.descriptor, service.servicer)
     account_of: Callable[[str], Account] = guard.account if guard else lambda peer: Account()
     server = grpc.aio.server(
         interceptors=[
             GrpcCalls(begin=models.began, finish=models.finished, untold_services=_OPEN),
             # Before all that reads messages, so that clients without a key learn nothing else.
-            GrpcAuth(keys, access=access, refused=lambda peer: account_of(peer).not_let_in()),
+            GrpcAuth(
+                keys,
+                access=access,
+                refused=lambda peer: account_of(peer).not_let_in(),
+                turns=models.turns,
+            ),
             GrpcMessages(
                 account_of=account_of, open_services=_OPEN, timeout_s=limits.body_timeout_s
             ),
         ],
         options=_options(limits, models.max_inflight),
     )
-    inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
-    admin_pb2_grpc.add_AdminServicer_to_server(admin, server)
-    if engine is not None:
-        vllm_grpc.add_to_server(engine, server)
-    health_pb2_grpc.add_HealthServicer_to_server(_GatewayHealth(models, services), server)
-    add_reflection(files, server)
+    for service in (inference, admin, *further):
+        service.add(service.servicer, server)
+    healthy = [SERVICE, *(service.descriptor.full_name for service in further)]
+    health_pb2_grpc.add_HealthServicer_to_server(_GatewayHealth(models, healthy), server)
+    files = [pb.DESCRIPTOR, admin_pb2.DESCRIPTOR, health_pb2.DESCRIPTOR]
+    add_reflection([*files, *(service.descriptor.file for service in further)], server)
     return server
 
 

@@ -1,47 +1,32 @@
-"""The models that a gateway serves, by all their names, and their LoRA adapters.
+"""The models that a gateway serves, by all their names and those of their LoRA adapters.
 
-    GET  /v1/models                 all models with their tasks; /v1/models/NAME returns one
-    POST /v1/load_lora_adapter      loads an adapter under a name, replacing one of that name
-    POST /v1/unload_lora_adapter    removes a name
-
-The latter two are vLLM's. They need an operator's key if keys are configured.
+GET /v1/models   all models with their tasks; /v1/models/NAME returns one
 """
 
 import time
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from quire.cluster.edge.access import Access
-from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.call import Call, Heading
 from quire.cluster.edge.routes import ApiRoute
-from quire.cluster.edge.served_fields import Body
 from quire.cluster.gateway.models import Models
 from quire.cluster.gateway.service import ModelService
 
-LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+_MODEL = {
+    "id": "NAME",
+    "object": "model",
+    "created": 1767225600,
+    "owned_by": "quire",
+    "root": "NAME",
+    "max_model_len": 1024,
+    "task": "generate",
+    "state": "ready",
+}
 
 
-class LoadAdapterBody(Body):
-    """vLLM's ``/v1/load_lora_adapter``. ``base_model_name`` is needed if several models take
-    adapters."""
-
-    accepted = frozenset({"load_inplace"})
-
-    lora_name: str
-    lora_path: str
-    base_model_name: str | None = None
-
-
-class UnloadAdapterBody(Body):
-    """vLLM's ``/v1/unload_lora_adapter``."""
-
-    accepted = frozenset({"lora_int_id"})
-
-    lora_name: str
-
-
-def model_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
+def model_routes(models: Models) -> list[ApiRoute]:
     created = int(time.time())
 
     async def listed(request: Request) -> Response:
@@ -59,31 +44,26 @@ def model_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
             models.named(name)  # Raises if there is none.
         return JSONResponse(_described(name, models, created))
 
-    async def load(request: Request) -> Response:
-        body, hold = await bodies.read(request, LoadAdapterBody)
-        with hold:
-            _, incomplete = await models.adapters.load(
-                body.lora_name, body.lora_path, model=body.base_model_name or ""
-            )
-        return _done(f"LoRA adapter '{body.lora_name}' added successfully.", incomplete)
-
-    async def unload(request: Request) -> Response:
-        body, hold = await bodies.read(request, UnloadAdapterBody)
-        with hold:
-            incomplete = await models.adapters.unload(body.lora_name)
-        return _done(f"LoRA adapter '{body.lora_name}' removed successfully.", incomplete)
-
     return [
-        ApiRoute("/v1/models", listed, methods=["GET"], access=Access.KEY),
-        ApiRoute("/v1/models/{model:path}", one, methods=["GET"], access=Access.KEY),
-        ApiRoute(LOAD_PATH, load, methods=["POST"], access=Access.OPERATOR),
-        ApiRoute(UNLOAD_PATH, unload, methods=["POST"], access=Access.OPERATOR),
+        ApiRoute(
+            "/v1/models",
+            listed,
+            methods=["GET"],
+            access=Access.KEY,
+            call=Call(
+                "Lists the served models and adapters.",
+                Heading.SERVER,
+                answer={"object": "list", "data": [_MODEL]},
+            ),
+        ),
+        ApiRoute(
+            "/v1/models/{model:path}",
+            one,
+            methods=["GET"],
+            access=Access.KEY,
+            call=Call("Describes one served model; 404 if it is not served.", Heading.SERVER),
+        ),
     ]
-
-
-def _done(message: str, incomplete: str) -> Response:
-    later = f" {incomplete}, and will be told again." if incomplete else ""
-    return PlainTextResponse(f"Success: {message}{later}")
 
 
 def _described(name: str, models: Models, created: int) -> dict[str, object]:

@@ -14,52 +14,47 @@ from starlette.types import ASGIApp
 from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import ApiKeys, HttpAuth
 from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.call import Call, Heading
 from quire.cluster.edge.call_records import HttpCalls
-from quire.cluster.edge.generation_api import generation_routes
+from quire.cluster.edge.generation_api import CHAT, COMPLETIONS, generation_routes
 from quire.cluster.edge.models_api import model_routes
 from quire.cluster.edge.routes import ApiRoute, application
 from quire.cluster.edge.streams import RequestIds
 from quire.cluster.edge.text_api import text_routes
-from quire.cluster.features.embeddings.api import embedding_routes
-from quire.cluster.features.explain.api import routing_route
-from quire.cluster.features.live.api import ui_routes
-from quire.cluster.features.reference.document import reference_routes
-from quire.cluster.features.tenants.api import usage_route
-from quire.cluster.features.tenants.limits import LIMIT_HEADERS
 from quire.cluster.gateway.models import Models
+from quire.cluster.seams import Feature
 
 
 def build_http_app(
     models: Models,
     *,
+    features: Sequence[Feature],
     keys: ApiKeys | None = None,
     allow_origins: Sequence[str] = (),
     ignore_unknown_fields: bool = False,
 ) -> ASGIApp:
     """The application. Any ASGI server can serve it in the gateway's event loop.
 
-    ``keys``: the API keys; without them, every client is let in. ``allow_origins``: the origins
-    whose pages may call from browsers (CORS); "*" is all. ``ignore_unknown_fields``: whether
-    unknown fields of bodies are ignored; otherwise such a request is refused.
+    ``features``: what adds further calls. ``keys``: the API keys; without them, every client is let
+    in. ``allow_origins``: the origins whose pages may call from browsers (CORS); "*" is all.
+    ``ignore_unknown_fields``: whether unknown fields of bodies are ignored; otherwise such a
+    request is refused.
     """
     bodies = BodyReader(
         models.bodies,
+        turns=models.turns,
         ignore_unknown_fields=ignore_unknown_fields,
         refused=models.telemetry.refused.labels("bodies").inc,
     )
-    routes = [
-        *model_routes(models, bodies),
-        *generation_routes(models, bodies),
-        routing_route(models.explanations),
-        usage_route(models.usage),
-        *text_routes(models, bodies),
-        *embedding_routes(models, bodies),
-        *_own_routes(models),
+    routes = api_routes(models, bodies, features)
+    about = [
+        route
+        for each in features
+        if each.routes_about is not None
+        for route in each.routes_about(routes)
     ]
     app: ASGIApp = HttpAuth(
-        application([*routes, *reference_routes(routes), *ui_routes(models.live)]),
-        keys=keys,
-        headers=models.tenants.headers,
+        application([*routes, *about]), keys=keys, headers=models.tenants.headers
     )
     if allow_origins:  # Around the keys: a CORS preflight request shows no key.
         app = CORSMiddleware(
@@ -72,19 +67,42 @@ def build_http_app(
                 "X-Ignored-Fields",
                 "Retry-After",
                 "Server-Timing",
-                "traceresponse",
-                *LIMIT_HEADERS,
+                *(header for each in features for header in each.response_headers),
             ],
         )
     # Outermost, so that internal errors carry the request id too.
-    paths = [route.path for route in routes]
+    paths = [route.path for route in routes if route.call is not None]
     return HttpCalls(RequestIds(app), begin=models.began, finish=models.finished, paths=paths)
+
+
+def api_routes(models: Models, bodies: BodyReader, features: Sequence[Feature]) -> list[ApiRoute]:
+    """All routes but those about them, in the order in which the reference has their calls below a
+    heading."""
+    return [
+        *model_routes(models),
+        *generation_routes(
+            models,
+            bodies,
+            [CHAT, COMPLETIONS, *(call for each in features for call in each.text_calls)],
+        ),
+        *(
+            route
+            for each in features
+            if each.routes is not None
+            for route in each.routes(models, bodies)
+        ),
+        *text_routes(models, bodies),
+        *_own_routes(models),
+    ]
 
 
 def build_metrics_app(models: Models, *, keys: ApiKeys | None) -> ASGIApp:
     """The part of `build_http_app` that reports on the gateway itself. With ``keys``, metrics need
     an operator's key."""
     return HttpAuth(application(_own_routes(models)), keys=keys)
+
+
+_HEALTH = {"status": "ready", "ready_groups": 1}
 
 
 def _own_routes(models: Models) -> list[ApiRoute]:
@@ -103,7 +121,33 @@ def _own_routes(models: Models) -> list[ApiRoute]:
         return Response(metrics, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return [
-        ApiRoute("/health", health, methods=["GET"], access=Access.OPEN),
-        ApiRoute("/ping", health, methods=["GET"], access=Access.OPEN),
-        ApiRoute("/metrics", metrics, methods=["GET"], access=Access.OPERATOR),
+        ApiRoute(
+            "/health",
+            health,
+            methods=["GET"],
+            access=Access.OPEN,
+            call=Call(
+                "200 while a group can serve, else 503. Needs no key.",
+                Heading.SERVER,
+                answer=_HEALTH,
+            ),
+        ),
+        ApiRoute(
+            "/ping",
+            health,
+            methods=["GET"],
+            access=Access.OPEN,
+            call=Call("The same as /health.", Heading.SERVER, answer=_HEALTH),
+        ),
+        ApiRoute(
+            "/metrics",
+            metrics,
+            methods=["GET"],
+            access=Access.OPERATOR,
+            call=Call(
+                "Prometheus metrics. With API keys, needs an operator's key.",
+                Heading.SERVER,
+                media="text/plain",
+            ),
+        ),
     ]

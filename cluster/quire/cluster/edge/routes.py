@@ -16,11 +16,13 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Receive, Scope, Send
 
 from quire.cluster.edge.access import Access, check_access
+from quire.cluster.edge.call import Call
 from quire.cluster.edge.http_errors import error_handlers
 
 
 class ApiRoute(Route):
-    """A route for the callers that ``access`` allows, whatever the method."""
+    """A route for the callers that ``access`` allows, whatever the method. ``call`` describes it in
+    the reference; the routes of a page have none."""
 
     def __init__(
         self,
@@ -29,9 +31,11 @@ class ApiRoute(Route):
         *,
         methods: Collection[str],
         access: Access,
+        call: Call | None = None,
     ) -> None:
         super().__init__(path, endpoint, methods=methods)
         self.access = access
+        self.call = call
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         check_access(self.access, scope["state"]["caller"])

@@ -2,11 +2,10 @@
 
     POST /tokenize     a text or a chat (in the model's chat template) as token ids
     POST /detokenize   token ids as text
-    POST /v1/messages/count_tokens   number of tokens of a prompt of Anthropic's API
     GET  /version      ``{"version": …}`` of this software
     GET  /load         ``{"server_load": N}``: running completions in this gateway, of all tenants
 
-Names and shapes are vLLM's, except Anthropic's ``count_tokens``.
+Names and shapes are vLLM's.
 """
 
 from collections.abc import Iterator
@@ -19,10 +18,10 @@ from quire import __version__
 from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.call import QUESTION, Call, Heading
 from quire.cluster.edge.openai_schema import ChatFields, ChatTurns, TokenIds
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
-from quire.cluster.features.anthropic.schema import CountTokensBody
 from quire.cluster.gateway.models import Models
 from quire.cluster.gateway.prompts import off_loop
 from quire.cluster.gateway.service import ModelService
@@ -95,16 +94,6 @@ def text_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
                 text = await model.detokenize(body.tokens, skip_special_tokens=skips, tenant=tenant)
         return JSONResponse({"prompt": text})
 
-    async def count_tokens(request: Request) -> Response:
-        body, hold = await bodies.read(request, CountTokensBody)
-        with hold:
-            model = models.named(body.model)
-            with metered(request, model) as tenant:
-                await model.card()
-                model.dialect.check(body.tool_use)
-                token_ids = await model.tokenize(body.spans(), tenant=tenant)
-        return JSONResponse({"input_tokens": len(token_ids)})
-
     async def show_version(request: Request) -> Response:
         return JSONResponse({"version": __version__})
 
@@ -112,9 +101,54 @@ def text_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
         return JSONResponse({"server_load": models.num_inflight})
 
     return [
-        ApiRoute("/tokenize", tokenize, methods=["POST"], access=Access.KEY),
-        ApiRoute("/detokenize", detokenize, methods=["POST"], access=Access.KEY),
-        ApiRoute("/v1/messages/count_tokens", count_tokens, methods=["POST"], access=Access.KEY),
-        ApiRoute("/version", show_version, methods=["GET"], access=Access.KEY),
-        ApiRoute("/load", load, methods=["GET"], access=Access.OPERATOR),
+        ApiRoute(
+            "/tokenize",
+            tokenize,
+            methods=["POST"],
+            access=Access.KEY,
+            call=Call(
+                "Tokenizes a text or a chat.",
+                Heading.TOKENS,
+                TokenizeBody,
+                example={"prompt": QUESTION},
+                answer={
+                    "count": 3,
+                    "max_model_len": 1024,
+                    "tokens": [0, 287, 267],
+                    "token_strs": None,
+                },
+            ),
+        ),
+        ApiRoute(
+            "/detokenize",
+            detokenize,
+            methods=["POST"],
+            access=Access.KEY,
+            call=Call(
+                "Converts token ids to text.",
+                Heading.TOKENS,
+                DetokenizeBody,
+                example={"tokens": [1, 2, 3]},
+                answer={"prompt": "What is"},
+            ),
+        ),
+        ApiRoute(
+            "/version",
+            show_version,
+            methods=["GET"],
+            access=Access.KEY,
+            call=Call("The version of Quire.", Heading.SERVER, answer={"version": "0.1.0"}),
+        ),
+        ApiRoute(
+            "/load",
+            load,
+            methods=["GET"],
+            access=Access.OPERATOR,
+            call=Call(
+                "Completions in progress at this gateway, of all tenants. With API keys, needs an "
+                "operator's key.",
+                Heading.SERVER,
+                answer={"server_load": 0},
+            ),
+        ),
     ]

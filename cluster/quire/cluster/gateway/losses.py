@@ -21,25 +21,46 @@ from dataclasses import dataclass
 
 from quire.cluster.errors import Death, GroupDied, GroupLost, HandedOver
 from quire.cluster.links.deaths import Deaths
-from quire.worker.request.errors import ConfigError
+from quire.worker.request.settings import Branch
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompletionConfig:
+class FailoverSettings(Branch):
+    """What an operator may set of `CompletionConfig`."""
+
+    title = "failover and shutdown"
+
+    group_wait_s: float = 60.0
+    """How long requests and streams wait for a new group after all groups were lost. Set it longer
+    than a group takes to start. If autoscaling may stop the last group,
+    ``autoscaling.start_wait_s`` is used instead."""
+    max_group_deaths: int = 3
+    """A request is refused after this many groups in a row died while they ran it."""
+
+    def _check(self) -> None:
+        self._must_be_finite("group_wait_s")
+        self._must(
+            self.max_group_deaths >= 2,
+            "max_group_deaths",
+            "must be 2 or more, since 1 would refuse every request whose group dies",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionConfig(FailoverSettings):
     """How long a completion looks for a group, and how often completions may be resumed, each alone
     and all of a gateway together.
+
+    A completion with tokens waits for ``group_wait_s`` also for a full group, because its client
+    would lose those tokens.
 
     Raises:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
 
-    group_wait_s: float = 60.0
-    """How long a completion waits for a group when all groups are lost. A completion with tokens
-    also waits for a full group, because its client would lose those tokens."""
     max_attempts: int = 5
     """Attempts of a completion that may be lost before it fails; attempts on draining groups do not
     count."""
-    max_group_deaths: int = 3
     isolated_tokens: int = 8
     """Tokens after which an attempt clears its request. A group's death may lose the tokens of one
     step (of two, if steps are prepared ahead) and those in frames that a slow network held."""
@@ -54,13 +75,9 @@ class CompletionConfig:
     """Resumes that each second adds to the budget, for gateways with little traffic and long
     streams."""
 
-    def __post_init__(self) -> None:
-        for name, least in (("max_attempts", 1), ("max_group_deaths", 2), ("isolated_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be {least} or more")
-        for name in ("retry_burst", "retry_share", "retry_per_s"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")
+    def _check(self) -> None:
+        self._must_be_at_least(1, "max_attempts", "isolated_tokens")
+        self._must_be_at_least(0, "retry_burst", "retry_share", "retry_per_s")
 
 
 class Blame:

@@ -18,7 +18,7 @@ from quire.cluster.features.tenants.usage import UsageLedger
 from quire.cluster.features.tracing.call_spans import spans_of
 from quire.cluster.gateway.service import ModelService
 from quire.cluster.serving.admission_config import AdmissionConfig
-from quire.cluster.serving.bounds import Budget
+from quire.cluster.serving.bounds import Budget, Turns
 from quire.cluster.telemetry.metrics import GatewayTelemetry
 from quire.cluster.telemetry.timeline import Timeline
 from quire.worker.request.errors import InvalidRequest
@@ -51,6 +51,8 @@ class Models:
         self.aliases: dict[str, str] = {}
         self.troubles: dict[str, str] = {}
         """Why a model cannot be served, by its name. Such a model may have no service."""
+        self.num_groups = 0
+        """How many groups the models should have at least; 0 if that is not known."""
         self._leaving: list[ModelService] = []
         self.adapters = Adapters(self)
         self.tenants = Tenants(num_gateways=lambda: self._num_gateways)
@@ -59,6 +61,8 @@ class Models:
         self.live = Live(lambda: [_watched(each) for each in self._all])
         self.bodies = Budget(max_body_bytes)
         """The budget of bytes that transports may hold until `ModelService.prepare` returns."""
+        self.turns = Turns()
+        """The turns in which transports begin calls."""
         self.telemetry = GatewayTelemetry()
         self.telemetry.register(self.usage)
         self.telemetry.body_bytes.set_function(lambda: self.bodies.held)

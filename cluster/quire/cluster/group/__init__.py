@@ -1,1 +1,4 @@
-"""A replica group: its engine, its ranks wherever they run, and its service for gateways."""
+"""A replica group: the loop around its engine, and its service for gateways.
+
+It may import the worker, and `links` for addresses.
+"""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import GroupConfig, GroupModel
 from quire.cluster.features.adapters.group import GroupAdapters
 from quire.cluster.features.kv_exchange.borrowing import Borrower
 from quire.cluster.features.kv_exchange.peers import Peers
@@ -29,7 +29,7 @@ from quire.v1 import group_pb2 as pb
 from quire.worker.blocks.kv_format import KvFormat
 from quire.worker.engine.engine import Engine
 from quire.worker.model.facts import ModelFacts
-from quire.worker.parts.adapters.reading import reader
+from quire.worker.parts.adapters.reading import checker, reader
 from quire.worker.parts.adapters.store import AdapterStore
 from quire.worker.parts.tiers.tiers import num_tiers
 from quire.worker.request.engine_stats import EngineStats
@@ -64,7 +64,7 @@ class GroupServer:
 
     def __init__(
         self,
-        config: ClusterConfig,
+        config: GroupConfig,
         facts: ModelFacts,
         engine: Engine,
         *,
@@ -114,7 +114,7 @@ class GroupServer:
 
     @classmethod
     async def start(
-        cls, config: ClusterConfig, *, group_id: str, on_step: OnStep = lambda _: None
+        cls, config: GroupConfig, *, group_id: str, on_step: OnStep = lambda _: None
     ) -> Self:
         """Starts the ranks, runs one request, and listens on a free port. ``on_step`` is called
         with the name of each step of the start as it begins.
@@ -228,18 +228,18 @@ class GroupServer:
             await self._traces.close()
 
 
-def _adapters(config: ClusterConfig) -> GroupAdapters:
+def _adapters(config: GroupModel) -> GroupAdapters:
     read = reader(config.engine)
 
     async def check(digest: str) -> None:
         held = await asyncio.to_thread(read, digest)
         held.release()
 
-    return GroupAdapters(AdapterStore(), check)
+    return GroupAdapters(AdapterStore(check=checker(config.engine)), check)
 
 
 def _describe(
-    config: ClusterConfig, facts: ModelFacts, engine: Engine, *, group_id: str
+    config: GroupModel, facts: ModelFacts, engine: Engine, *, group_id: str
 ) -> pb.GroupDescription:
     return pb.GroupDescription(
         group_id=group_id,

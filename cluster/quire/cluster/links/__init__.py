@@ -1,1 +1,4 @@
-"""A gateway's connections to replica groups, and what it learns through them."""
+"""A gateway's connections to replica groups, and what it learns through them.
+
+It may import the router, and of the worker `request` and `blocks`.
+"""

@@ -67,11 +67,12 @@ def status_line(
     groups = after.groups
     rates = Rates.between(before.groups, groups, interval_s=interval_s)
     num_ready = sum(group.state == pb.Group.SERVING for group in groups)
+    num_groups = max(len(groups), after.num_groups)
     running = sum(group.num_running for group in groups)
     waiting = sum(group.num_waiting for group in groups) + after.gateway.num_queued
     hit = "-" if rates.hit_rate is None else f"{rates.hit_rate:.0%}"
     return (
-        f"{num_ready} of {len(groups)} groups, {running} running, {waiting} waiting, "
+        f"{num_ready} of {num_groups} groups, {running} running, {waiting} waiting, "
         f"prompts {rates.prompt_per_s:,.0f} tokens/s ({hit} cached), "
         f"output {rates.output_per_s:,.0f} tokens/s, KV {rates.kv_use:.0%}"
     )

@@ -95,6 +95,11 @@ class Loads:
         """Each group's rates in tokens per second, in the order of `Rates`."""
         return self._of_frames()[1]
 
+    @property
+    def step_parts(self) -> tuple[float, float] | None:
+        """``(fixed, per_sequence)`` seconds of a step that computes no prompt; None if unknown."""
+        return self._common.steps.parts
+
     def _of_frames(self) -> tuple[int, Column]:
         if self._from_frames is None:
             slots = np.where(np.isinf(self.max_num_seqs), 1.0, self.max_num_seqs)
@@ -170,7 +175,7 @@ class Loads:
 
 def _terms(rates: Rates) -> Column:
     """`Rate.terms` of each rate, in the shape (3 terms, 3 rates, 1)."""
-    prefill, full, short = rates
+    prefill, full, short, _ = rates
     return np.array((prefill.terms, full.terms, short.terms)).T[:, :, np.newaxis]
 
 

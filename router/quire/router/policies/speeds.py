@@ -29,6 +29,8 @@ MIN_PER_S = 1e-3
 MIN_OBSERVATIONS = 8
 """Observations that a `Line` needs before it gives a result."""
 _STEPS_KEPT = 30
+_DECODES_KEPT = 10_000
+"""Many: the number of sequences changes slowly, and the fit needs different ones."""
 
 
 class Rate:
@@ -64,10 +66,12 @@ class Rates(NamedTuple):
     """Output tokens while every slot is taken."""
     output_when_short: Rate
     """Output tokens while requests wait although slots are free."""
+    steps: "Line"
+    """Seconds of a step that computes no prompt, by its sequences."""
 
     @classmethod
     def new(cls) -> "Rates":
-        return cls(Rate(), Rate(), Rate())
+        return cls(Rate(), Rate(), Rate(), Line(window=_DECODES_KEPT))
 
 
 class Speeds:
@@ -108,6 +112,8 @@ class Speeds:
             self._gap_s = 0.0
         elif before.num_running and not num_prompt:
             self._decodes.add(1, time_s)
+            num_steps = (load.num_steps or 0) - (before.num_steps or 0)
+            self._common.steps.add(before.num_running, time_s / max(num_steps, 1))
             self._gap_s = time_s if is_fed else 0.0
         if before.num_running >= num_slots:
             self._add("output_when_full", num_output, time_s)

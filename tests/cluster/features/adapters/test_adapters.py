@@ -15,10 +15,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from safetensors.numpy import save_file
 
+from quire.cluster.edge.access import EVERYONE, Caller
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.features.adapters import catalog as serving_adapters
 from quire.cluster.features.adapters.catalog import Adapters, Word
-from quire.cluster.features.tenants.keys_file import EVERYONE, Caller
 from quire.cluster.gateway.models import Models
 from quire.router.prefix_index.directory import GroupId
 from quire.v1 import admin_pb2, admin_pb2_grpc, group_pb2

@@ -278,6 +278,9 @@ async def test_token_ids_texts_and_cut_texts(served: Served, client: httpx.Async
     for cut in ({"truncate_prompt_tokens": -1}, {"truncate": "END"}):
         answer = await client.post("/v1/embeddings", json=long | cut)
         assert answer.json()["data"] == whole.json()["data"]
+    refused = await client.post("/v1/embeddings", json=long | {"truncate": "START"})
+    assert refused.json()["error"]["param"] == "truncate"
+    assert "'NONE' or 'END'" in refused.json()["error"]["message"]
 
 
 async def test_documents_are_ranked_by_cosine(served: Served, client: httpx.AsyncClient) -> None:

@@ -78,6 +78,21 @@ async def test_connections_that_say_nothing_make_room_for_new_ones() -> None:
         assert set(server.cuts) == {"room"}
 
 
+async def test_an_address_with_many_connections_loses_one_for_another_address() -> None:
+    """Even if all of these send bodies slowly, and have sent something last."""
+    async with serving(max_connections=4) as server:
+        idle = await server.client(GET, sees=b"done\r\n0\r\n\r\n")
+        body = b"POST / HTTP/1.1\r\nContent-Length: 99999\r\n" + HEAD + b"\r\n"
+        slow = [await server.client(body, host="127.0.0.2") for _ in range(3)]
+        await server.until_open(4)
+        another = await server.client(GET, host="127.0.0.3", sees=b"done\r\n0\r\n\r\n")
+        assert await slow[0].rest() == b""
+        for client in (idle, another):
+            client.writer.write(GET)
+            await client.reader.readuntil(b"done")
+        assert server.cuts == ["room"]
+
+
 async def test_where_every_connection_has_a_request_one_more_is_refused() -> None:
     async with serving(max_connections=2) as server:
         streams = [await server.client(STREAM, sees=b"begun") for _ in range(2)]

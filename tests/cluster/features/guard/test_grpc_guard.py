@@ -31,8 +31,10 @@ from bench.http2_frames import (
 
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.edge.grpc_server import build_grpc_server
+from quire.cluster.features.guard import grpc_guard
 from quire.cluster.features.guard.grpc_guard import GrpcGuard
 from quire.cluster.features.guard.limits import ConnectionLimits
+from quire.cluster.features.installed import INSTALLED
 from quire.v1 import inference_pb2 as pb
 from quire.v1 import inference_pb2_grpc
 
@@ -126,6 +128,7 @@ def serving(start_cluster: Any) -> Any:
             guard = GrpcGuard(bounds, cut=cut)
             grpc_server = build_grpc_server(
                 cluster.models,
+                features=INSTALLED,
                 keys=ApiKeys.of_token("right") if keys else None,
                 limits=bounds,
                 guard=guard,
@@ -173,6 +176,22 @@ async def test_a_flood_without_a_key_is_ended_and_streams_go_on(
         async for response in responses:
             token_ids += response.token_ids
         assert token_ids == cluster.model.continuation(PROMPT, seed=3, max_tokens=300)
+
+
+def test_a_guard_without_connections_sleeps_until_the_kernel_accepts_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: list[int | None] = [7]
+    monkeypatch.setattr(grpc_guard, "num_accepted", lambda: counts[-1])
+    guard = GrpcGuard(ConnectionLimits())
+    looks_s = [0.01 * tick for tick in range(1000) if not guard._may_sleep(0.01 * tick)]
+    assert len([at_s for at_s in looks_s if at_s > 2]) <= 17
+    counts.append(8)
+    assert [guard._may_sleep(10 + 0.01 * tick) for tick in range(50)] == [False] * 50
+    assert guard._may_sleep(12) is False  # It looks from time to time.
+    assert guard._may_sleep(12.01)
+    counts.append(None)
+    assert [guard._may_sleep(20 + tick) for tick in range(9)] == [False] * 9
 
 
 async def test_a_flood_of_frames_is_ended_where_there_are_no_keys(serving: Any) -> None:
@@ -313,6 +332,17 @@ async def test_those_who_never_called_make_room_for_those_who_do(serving: Any) -
         assert [each async for each in stub.Generate(request(3), metadata=KEY)]
         assert server.cuts == {"room": 2}
         for client in silent:
+            client.close()
+
+
+async def test_an_address_with_many_silent_connections_loses_one_first(serving: Any) -> None:
+    async with serving(max_connections=3) as (_, server):
+        first = server.connect("127.0.0.2")
+        many = [server.connect("127.0.0.3") for _ in range(3)]
+        assert await asyncio.to_thread(server.is_ended, many[0])
+        assert first.recv(1)
+        assert server.cuts == {"room": 1}
+        for client in (first, *many):
             client.close()
 
 

@@ -15,6 +15,7 @@ from quire.cluster.features.guard.own_sockets import (
     descriptors,
     end,
     listening_port,
+    num_accepted,
     shut_out,
 )
 
@@ -45,6 +46,15 @@ def is_let_in(listener: socket.socket, host: str) -> bool:
         client.sendall(b"through the filter that the connection inherits")
         return bool(server.recv(100))
     return False
+
+
+def test_the_kernel_counts_accepted_connections() -> None:
+    before = num_accepted()
+    assert before is not None
+    with listening("127.0.0.1") as listener, connected(listener):
+        now = num_accepted()
+    assert now is not None
+    assert now > before
 
 
 def test_every_socket_has_a_cookie_of_its_own_and_other_files_have_none() -> None:

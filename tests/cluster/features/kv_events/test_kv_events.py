@@ -18,10 +18,10 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2 as common
 from tests.cluster.test_grpc_errors import details, refusal
 
+from quire.cluster.edge.access import Caller
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.features.kv_events import stream as kv_events
 from quire.cluster.features.kv_events.stream import KvEventsConfig
-from quire.cluster.features.tenants.keys_file import Caller
 from quire.cluster.features.vllm_grpc import servicer as vllm_grpc
 from quire.cluster.wire import events_from_proto
 from quire.v1 import group_pb2

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.cluster.edge.access import Caller
 from quire.cluster.edge.auth import ApiKeys
 from quire.cluster.errors import Overloaded
 from quire.cluster.features.live.live import MAX_CALLS, MAX_EVERY_S, MAX_VIEWERS, Live
 from quire.cluster.features.live.rows import MAX_ATTEMPTS
-from quire.cluster.features.tenants.keys_file import Caller
 from quire.cluster.telemetry.timeline import Attempt, Timeline
 
 pytestmark = pytest.mark.anyio

@@ -14,8 +14,8 @@ import pytest
 from quire import demo_model
 from quire.cluster.config import ClusterConfig, ModelConfig
 from quire.cluster.deploy.gateway_server import GatewayServer
+from quire.cluster.edge.access import Caller
 from quire.cluster.edge.auth import ApiKeys
-from quire.cluster.features.tenants.keys_file import Caller
 from quire.cluster.telemetry.timeline import Timeline
 from quire.worker.request.config import EngineConfig
 

@@ -5,8 +5,10 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
+from statistics import median
 from typing import Any
 
 import pytest
@@ -131,6 +133,47 @@ def test_tenants_that_ask_for_more_get_shares_as_their_weights(limit: str) -> No
     for tenant, weight in weights.items():
         share = done[tenant] / done.total()
         assert share == pytest.approx(weight / sum(weights.values()), rel=0.05)
+
+
+def answers_of_light_tenants(*, num_heavy: int, seconds: float = 30.0) -> tuple[int, float]:
+    """The number of answers of 19 tenants that send one request at a time, with pauses, and the
+    median of the times that these take, beside a tenant with ``num_heavy`` clients."""
+    world, hardware = World(), replace(HARDWARE["slots"], num_slots=128)
+    groups = [ModelGroup(world, f"g{number}", hardware) for number in range(2)]
+    took_s: list[float] = []
+
+    class Gateway(ModelGateway):
+        def token(self, client: Client, *, is_last: bool) -> None:
+            super().token(client, is_last=is_last)
+            if is_last:
+                ended(client)
+
+    gateway, rng = Gateway(world, groups, AdmissionConfig()), random.Random(1)
+
+    def ask(tenant: str) -> None:
+        ticket = Ticket(num_prompt_tokens=rng.randint(3, 200), max_tokens=32, tenant=tenant)
+        gateway.arrive(Client(ticket, 32, world.now_s))
+
+    def ended(client: Client) -> None:
+        tenant, is_heavy = client.ticket.tenant, client.ticket.tenant == GREEDY
+        if not is_heavy and client.arrival_s > seconds / 3:
+            took_s.append(world.now_s - client.arrival_s)
+        world.after(0.001 if is_heavy else rng.uniform(0.2, 0.6), partial(ask, tenant))
+
+    for tenant in [*(f"light{number}" for number in range(19)), *[GREEDY] * num_heavy]:
+        world.after(rng.random(), partial(ask, tenant))
+    world.run(until_s=seconds)
+    return len(took_s), median(took_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_heavy", [200, 1500])
+def test_light_tenants_hardly_notice_one_with_many_clients(num_heavy: int) -> None:
+    """Each sequence makes a step of 5 ms longer by half a millisecond."""
+    num_alone, alone_s = answers_of_light_tenants(num_heavy=0)
+    num, median_s = answers_of_light_tenants(num_heavy=num_heavy)
+    assert num >= 0.85 * num_alone
+    assert median_s < 1.6 * alone_s
 
 
 ticket_sizes = st.tuples(st.sampled_from("abc"), st.integers(1, 1000))

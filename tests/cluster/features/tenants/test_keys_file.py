@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from quire.cluster.cli.main import main
+from quire.cluster.edge.access import Caller
 from quire.cluster.edge.auth import ApiKeys
-from quire.cluster.features.tenants.keys_file import Caller
 from quire.cluster.features.tenants.limits import TenantPolicy
 from quire.worker.request.errors import ConfigError
 

@@ -3,23 +3,41 @@
 from math import ceil
 from typing import Any
 
-from tests.cluster.test_admission import admission, group, loads
+from tests.cluster.test_admission import admission, frame, group, loads
 
 from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.ticket import Stage, Ticket
+from quire.router.policies.loads import Loads
+from quire.router.policies.speeds import Rates, Speeds
 
 FREE = loads(*[group(num_running=0, max_num_seqs=40)] * 2)
 """Two groups, which could begin 80 requests."""
 
 
 def offered(
-    queue: Admission, tenant: str, number: int, *, now_s: float = 0.0, **more: Any
+    queue: Admission,
+    tenant: str,
+    number: int,
+    *,
+    now_s: float = 0.0,
+    to: Loads = FREE,
+    **more: Any,
 ) -> list[Ticket]:
     tickets = [Ticket(num_prompt_tokens=1, tenant=tenant, **more) for _ in range(number)]
     for each in tickets:
-        queue.offer(each, FREE, now_s=now_s)
-    queue.release(FREE, now_s=now_s)
+        queue.offer(each, to, now_s=now_s)
+    queue.release(to, now_s=now_s)
     return tickets
+
+
+def free(*, step_s: float, each_s: float) -> Loads:
+    """As `FREE`, and the gateway has seen steps of ``step_s`` and ``each_s`` for each sequence."""
+    common = Rates.new()
+    speeds, now_s = Speeds(common), 0.0
+    for step in range(100):
+        speeds.observe(frame(num_running=1 + step % 8, num_steps=step), at_s=now_s, is_awaited=True)
+        now_s += step_s + each_s * (1 + step % 8)
+    return Loads(FREE.states, common=common)
 
 
 def num_released(tickets: list[Ticket]) -> int:
@@ -46,6 +64,29 @@ def test_beside_others_it_takes_twice_its_share() -> None:
     assert num_released(offered(queue, "light0", 5)) == 5, "others do not wait behind it"
     finish(queue, greedy[:10])
     assert len(queue.release(FREE, now_s=0.2)) == 10
+
+
+def test_beside_others_it_takes_its_share_of_the_time_that_sequences_add_to_steps() -> None:
+    queue, slow = admission(), free(step_s=0.0055, each_s=0.001)
+    for number in range(4):
+        offered(queue, f"light{number}", 1, to=slow)
+    greedy = offered(queue, "greedy", 70, to=slow)
+    assert num_released(greedy) == (2 * 5.5 + 4) // 4
+    assert num_released(offered(queue, "light0", 5, to=slow)) == (2 * 5.5 + 3 + 3) // 4 - 1
+
+
+def test_where_sequences_add_nothing_to_steps_it_takes_twice_its_share_of_slots() -> None:
+    queue, fast = admission(), free(step_s=0.005, each_s=0.0)
+    for number in range(3):
+        offered(queue, f"light{number}", 1, to=fast)
+    assert num_released(offered(queue, "greedy", 70, to=fast)) == 2 * 80 / 4
+
+
+def test_tenants_that_ask_for_as_much_together_take_all_slots() -> None:
+    queue, slow = admission(), free(step_s=0.005, each_s=0.001)
+    tenants = [offered(queue, f"tenant{number}", 50, to=slow) for number in range(4)]
+    queue.release(slow, now_s=0.1)
+    assert sum(map(num_released, tenants)) >= 80
 
 
 def test_shares_are_by_weight() -> None:

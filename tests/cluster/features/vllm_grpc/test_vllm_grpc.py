@@ -19,8 +19,8 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from tests.cluster.test_grpc_errors import details, refusal
 
+from quire.cluster.edge.access import Caller
 from quire.cluster.edge.auth import ApiKeys
-from quire.cluster.features.tenants.keys_file import Caller
 from quire.v1 import inference_pb2 as pb
 from quire.worker.text.tokenizer import Tokenizer
 

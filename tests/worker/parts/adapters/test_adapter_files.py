@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import struct
 import time
 from collections.abc import Callable
@@ -372,17 +373,20 @@ def test_weights_with_a_long_header_are_refused_unparsed(tmp_path: Path) -> None
 
 
 def test_an_adapter_that_does_not_fit_the_model_is_not_kept(tmp_path: Path) -> None:
-    folder, store = write(tmp_path / "a"), AdapterStore(tmp_path / "store")
-
     def check(copy: Path) -> None:
         raise AdapterError(f"{copy / 'adapter_model.safetensors'}: not for this model")
 
+    folder, store = write(tmp_path / "a"), AdapterStore(tmp_path / "store", check=check)
     with pytest.raises(AdapterError, match=f"^{folder}/adapter_model.safetensors: not for"):
-        store.put(folder, check=check)
+        store.put(folder)
+    with store.receiving() as unfinished:
+        shutil.copytree(folder, unfinished, dirs_exist_ok=True)
+        with pytest.raises(AdapterError, match=r"^0123/adapter_model.safetensors: not for"):
+            store.keep(unfinished, expected="0123")
     assert list(store.root.iterdir()) == []
-    digest = store.put(folder)
+    digest = AdapterStore(tmp_path / "store").put(folder)
     with pytest.raises(AdapterError, match=f"^{folder}/adapter_model.safetensors: not for"):
-        store.put(folder, check=check)
+        store.put(folder)
     assert store.folder(digest) is not None  # Another model may use it.
 
 

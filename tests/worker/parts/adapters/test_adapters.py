@@ -143,6 +143,19 @@ def test_files_that_change_later_are_another_adapter(tmp_path: Path) -> None:
     assert [list(ended["old"].token_ids)] == before
 
 
+def test_an_adapter_of_another_model_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIRE_ADAPTER_DIR", str(tmp_path / "store"))
+    path = write_for_the_demo_model(tmp_path / "adapter", seed=1)
+    weights = path / "adapter_model.safetensors"
+    save_file({"x.lora_A.weight": torch.ones(8, 16)}, weights)
+    asked = LoRARequest("adapter", 1, str(path))
+    with _llm() as llm, pytest.raises(InvalidRequest, match=f"{weights}: tensor 'x.lora_A"):
+        llm.chat([_chats()[0]], PARAMS, lora_request=asked, use_tqdm=False)
+    assert [*(tmp_path / "store").iterdir()] == []
+
+
 def test_constraints_prompt_scores_and_penalties_work_with_adapters(
     adapters: list[LoRARequest | None],
 ) -> None:

@@ -10,7 +10,12 @@ from pathlib import Path
 from quire.worker.model.families.other import other
 from quire.worker.model.families.own_code import refuse_own_code
 from quire.worker.model.families.registry import FAMILIES
-from quire.worker.model.families.wrappers import architecture_of, text_part, with_defaults
+from quire.worker.model.families.wrappers import (
+    architecture_of,
+    text_part,
+    untested_wrapper,
+    with_defaults,
+)
 from quire.worker.model.pooling import Normalize, Pooling
 from quire.worker.model.sentence_folder import SentenceFolder, is_classifier, read_sentence_folder
 from quire.worker.model.sentence_settings import most_tokens
@@ -38,9 +43,22 @@ _SAMPLING = {
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _USUAL_LAYERS, _MOST_LAYERS = 128, 4096
 """Fewer are not compared with the tensors; more are refused if there are no weight files yet."""
+_EXPERTS = re.compile("([a-z]+_)*(num|n)_([a-z]+_)*experts(_[a-z_]+)?")
+_MOST_EXPERTS = 4096
+"""More than any model has. Some classes of transformers build a module for each."""
 _NUMBER = re.compile("[0-9]{1,8}")
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 WEIGHT_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth")
+
+
+def check_path(model: Path) -> None:
+    """Raises CheckpointError: ``model`` is neither a directory nor a GGUF file."""
+    if model.is_dir() or find_gguf(model) is not None:
+        return
+    raise CheckpointError(
+        f"{model}: {_what_instead(model)}; model must be a GGUF file or a checkpoint directory"
+        f"{_which_files(model)}, or ORG/NAME of the Hugging Face hub"
+    )
 
 
 def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
@@ -55,11 +73,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     """
     if (gguf := find_gguf(path)) is not None:
         return _of_gguf(gguf, model_impl)
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path}: {_what_instead(path)}; model must be a GGUF file or a checkpoint directory"
-            f"{_which_files(path)}, or ORG/NAME of the Hugging Face hub"
-        )
+    check_path(path)
     folder = read_sentence_folder(path)
     root, path = path, path if folder is None else folder.transformer
     file = path / "config.json"
@@ -70,6 +84,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     is_text_part, config = text is not None, text or whole
     written = config
     _check_layers(path, config)
+    _check_experts(config)
     architecture = architecture_of(config)
     decoder = f"{architecture.removesuffix('Model')}ForCausalLM"
     is_bare = decoder in FAMILIES and architecture != decoder
@@ -104,6 +119,7 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
         eos_token_ids=_eos_token_ids(path, config),
         stored=read_stored_weights(config),
         is_text_part=is_text_part,
+        untested=untested_wrapper(whole) if is_text_part else "",
         dtype=spec.dtype or _dtype_of_weights(path),
         has_head=has_head,
         tied=spec.tied or is_bare,
@@ -115,6 +131,8 @@ def read_model_spec(path: Path, *, model_impl: ModelImpl = "auto") -> ModelSpec:
     refuse_own_code(whole, spec)
     if family is not None:
         check_runnable(spec, file)
+        if spec.untested:
+            raise whole.broken(spec.untested)
     return spec
 
 
@@ -210,10 +228,10 @@ def check_settings(config: EngineConfig, spec: ModelSpec) -> None:
 
 def check_quantization(config: EngineConfig, spec: ModelSpec) -> None:
     """Raises ConfigError: weights that are stored in 4 bits would be quantised again."""
-    if config.quantization is not None and spec.stored is not None and spec.stored.bits == 4:
+    if config.quantization is not None and spec.stored is not None and spec.stored.has_4_bits:
         raise ConfigError(
             f"quantization={config.quantization!r}: the checkpoint's weights have "
-            f"{spec.stored.bits} bits already; leave it out"
+            "4 bits already; leave it out"
         )
 
 
@@ -275,6 +293,12 @@ def _check_layers(path: Path, config: Fields) -> None:
         most = there if tensors else _MOST_LAYERS
         if count > max(most, _USUAL_LAYERS):
             raise config.wrong(name, count, f"the number of layers in the weights, at most {most}")
+
+
+def _check_experts(config: Fields) -> None:
+    for name, count in config.raw.items():
+        if isinstance(count, int) and count > _MOST_EXPERTS and _EXPERTS.fullmatch(name):
+            raise config.wrong(name, count, f"at most {_MOST_EXPERTS}")
 
 
 def _tensors(path: Path) -> dict[str, TensorInfo]:

@@ -20,7 +20,7 @@ from quire.worker.weights.digest import weight_digests
 
 _NOT_IN_KV = (
     *("eos_token_ids", "tied", "dtype", "names"),
-    *("num_extra_layers", "is_text_part", "has_head", "pooling"),
+    *("num_extra_layers", "is_text_part", "untested", "has_head", "pooling"),
 )
 """Fields of the model that its KV does not depend on. The type of the KV is hashed separately."""
 

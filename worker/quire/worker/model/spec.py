@@ -202,6 +202,8 @@ class ModelSpec:
     """Layers in the checkpoint after the last one, for multi-token prediction; they are not run."""
     is_text_part: bool = False
     """Whether this is the text decoder of a larger, multimodal checkpoint."""
+    untested: str = ""
+    """Why such a text part is refused, if it can be computed; a dry run may give another reason."""
     stored: StoredWeights | None = None
     """How the checkpoint quantises linear layers; ``None`` if it does not."""
     through_transformers: str | None = None

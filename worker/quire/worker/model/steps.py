@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
+from safetensors import SafetensorError, deserialize
 
 from quire.worker.model.pooling import Activation, Cut, Dense, LayerNorm, Normalize, Step
 from quire.worker.request.arrays import Floats
@@ -89,16 +88,36 @@ def _tensors(file: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Floats
     if not file.is_file():
         raise CheckpointError(f"{file} is missing: only safetensors files are read")
     try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError, TypeError, KeyError) as error:
+        tensors = dict(deserialize(file.read_bytes()))  # type: ignore[no-untyped-call]
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    found = {name: tensor.shape for name, tensor in tensors.items()}
+    found = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
     if found != shapes:
         raise CheckpointError(
             f"{file}: has the tensors {_shown(found)}, and config.json beside it asks for "
             f"{_shown(shapes)}"
         )
-    return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        if tensor["dtype"] not in _DTYPES:
+            raise CheckpointError(
+                f"{file}: tensor {name!r} has type {tensor['dtype']}; it must be one of "
+                f"{', '.join(_DTYPES)}"
+            )
+    return {
+        name: _floats(tensor["dtype"], tensor["data"]).reshape(found[name])
+        for name, tensor in tensors.items()
+    }
+
+
+_DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+"""Types of weights, and NumPy's types of as many bytes. It has no BF16: the upper half of F32."""
+
+
+def _floats(dtype: str, data: bytes) -> Floats:
+    stored = np.frombuffer(data, _DTYPES[dtype])
+    if dtype == "BF16":
+        return (stored.astype(np.uint32) << 16).view(np.float32)
+    return stored.astype(np.float32)
 
 
 def _shown(shapes: dict[str, tuple[int, ...]]) -> str:

@@ -16,7 +16,7 @@ def check_runnable(spec: ModelSpec, source: object = "model") -> None:
 
 
 def _refusals(spec: ModelSpec) -> Iterator[str]:
-    if spec.stored and spec.stored.layout == "mxfp4" and not spec.names.experts_turned:
+    if spec.stored and spec.stored.has_mxfp4_experts and not spec.names.experts_turned:
         yield "quantization_config.quant_method='mxfp4' is supported of gpt-oss' experts only"
     first = spec.layers[0].attention
     for number, layer in enumerate(spec.layers):

@@ -1,16 +1,11 @@
 """Settings of an engine, checked before anything starts."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from numbers import Integral, Real
-from os import PathLike
 from pathlib import Path
-from types import NoneType
-from typing import Literal, get_args, get_type_hints
+from typing import Literal
 
 from quire.kernels.quantization import KvCacheDType, Quantization
-from quire.worker.request.errors import ConfigError
+from quire.worker.request.settings import Branch, setting
 
 BLOCK_SIZES = (4, 8, 16, 32, 64, 128)
 MAX_LORAS, MAX_LORA_RANK = 1024, 256
@@ -22,12 +17,6 @@ Device = Literal["auto", "cpu", "cuda"]
 ModelImpl = Literal["auto", "quire", "transformers"]
 SchedulingPolicy = Literal["fcfs", "shortest_prefill"]
 
-_KINDS_OF: Mapping[object, tuple[tuple[type, ...], str]] = {
-    bool: ((bool,), "True or False"),
-    int: ((Integral,), "a whole number"),
-    float: ((Real,), "a number"),
-    Path: ((str, PathLike), "a path"),
-}
 _KINDS = {"cpu": "CPUs", "cuda": "GPUs"}
 _ONLY_ON = (
     ("quantization", "int8", "cpu"),
@@ -38,12 +27,14 @@ _ONLY_ON = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Branch):
     """The settings of one replica group's engine.
 
     Raises:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
+
+    title = "engine"
 
     model: Path
     """A checkpoint directory in Hugging Face format (safetensors). In a `ClusterConfig` also
@@ -51,13 +42,13 @@ class EngineConfig:
     model_impl: ModelImpl = "auto"
     """Implementation of the model: "quire" uses Quire's description of its family, "transformers"
     the modules of that library; "auto" is "quire" for families that Quire describes."""
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = setting(1, short="-tp")
     """Ranks that share each layer; must divide the model's attention heads."""
     dtype: DType = "auto"
     """Type of weights, activations and KV; "auto" is the checkpoint's own."""
     quantization: Quantization | None = None
     """"int8" rounds weights and the inputs of linear layers to 8 bits while they are multiplied,
-    "w4" weights alone to 4 bits (CPU only); the checkpoint stays as it is."""
+    "w4" weights alone to 4 bits (CPU only); the checkpoint stays as it is. If absent, neither."""
     kv_cache_dtype: KvCacheDType = "auto"
     """"auto" keeps K and V as they are computed; "int8" (CPU) and "fp8" (float8_e4m3fn, GPU) in 8
     bits: half the memory of 16."""
@@ -71,22 +62,23 @@ class EngineConfig:
     requests in the batch. On CPUs they never do, except for models that run through transformers
     with operations that are known to depend on the batch: with this setting, such a model is
     refused."""
-    block_size: int = 16
+    block_size: int = setting(16, choices=BLOCK_SIZES)
     """Tokens of KV cache in a block: a power of two from 4 to 128."""
     gpu_memory_utilization: float | None = None
     """Share of the device's memory for weights, activations and KV together (GPU, default 0.9),
     or share of the free RAM for KV (CPU; default 0.4, but 4 GiB at most)."""
     kv_cache_memory_bytes: int | None = None
     """KV cache of the whole group in bytes, instead of a share."""
-    num_blocks: int | None = None
+    num_blocks: int | None = setting(None, flag=None)
     """Blocks in the KV cache, instead of a share or bytes; mainly for tests and experiments."""
     max_model_len: int | None = None
-    """Most tokens of prompt and output together; ``None`` is the limit of the checkpoint."""
+    """Most tokens of prompt and output together; if absent, the limit of the
+    checkpoint."""
     max_num_seqs: int = 128
     """Most sequences that run at the same time."""
     max_num_batched_tokens: int = 2048
     """Most tokens that one step computes, in decodes and prefill chunks together."""
-    max_num_waiting: int = 4096
+    max_num_waiting: int = setting(4096, flag=None)
     """Most requests that wait in the engine; one more is refused."""
     scheduling_policy: SchedulingPolicy = "shortest_prefill"
     """Order of prompts of the same priority: the least remaining work first, with an allowance for
@@ -100,20 +92,21 @@ class EngineConfig:
     kv_disk_size: float = 16.0
     """Most GiB that this engine uses in ``kv_disk_dir``."""
     kv_transfer: bool | None = None
-    """Fetch KV blocks from other groups, and lend blocks to them; ``None`` does so if a cluster may
-    run several groups of the model."""
+    """Fetch KV blocks from other groups, and lend blocks to them. If absent, on if a cluster may
+    run several groups of the model and each is on one node."""
     kv_events: bool = False
-    """Remember the tokens of cached blocks, so that gateways can report to other routers what is
-    cached; takes some 200 bytes of memory for each block of 16 tokens."""
+    """Remember the tokens of cached blocks, so that gateways can report to other routers, which
+    call SubscribeKvEvents, what is cached; takes some 200 bytes of memory for each block of 16
+    tokens."""
     seed: int = 0
     """Seed from which requests without their own seed get one."""
     num_threads: int | None = None
-    """CPU threads of each rank; ``None`` divides the machine's cores among the ranks."""
+    """CPU threads of each rank; if absent, the machine's cores are divided among the ranks."""
     async_scheduling: bool | None = None
-    """Prepare the next step while one runs; ``None`` does so on GPUs."""
+    """Prepare the next step while one runs. If absent, on for GPUs."""
     speculation: bool | None = None
-    """Speculative decoding without a draft model when few sequences run, which changes no token;
-    ``None`` does so on CPUs. Not with ``async_scheduling``."""
+    """Speculative decoding without a draft model when few sequences run, which changes no token.
+    If absent, on for CPUs. Not with ``async_scheduling``."""
     enable_lora: bool = False
     """Serve LoRA adapters of the model, for those requests that name one."""
     max_loras: int = 8
@@ -121,110 +114,54 @@ class EngineConfig:
     max_lora_rank: int = 64
     """Greatest rank of an adapter; 256 at most."""
     max_cpu_loras: int | None = None
-    """Adapters kept in memory; ``None`` is four times ``max_loras``."""
-    step_timeout_s: float = 60.0
+    """Adapters kept in memory; if absent, four times ``max_loras``."""
+    step_timeout_s: float = setting(60.0, flag=None)
     """If a step takes longer, a rank hangs, and the group fails."""
 
-    def __post_init__(self) -> None:
-        for name, (kinds, told) in _kinds().items():
-            value = getattr(self, name)
-            is_one = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-            _check(is_one, name, value, f"must be {told}")
+    def _check(self) -> None:
         object.__setattr__(self, "model", Path(self.model))
-        if self.kv_disk_dir is not None:
-            object.__setattr__(self, "kv_disk_dir", Path(self.kv_disk_dir))
-        _check(
+        if self.kv_disk_dir is not None:  # Ranks may run in other working directories.
+            object.__setattr__(self, "kv_disk_dir", Path(self.kv_disk_dir).absolute())
+        must = self._must
+        must(
             self.enable_prefix_caching or not self.kv_events,
             "kv_events",
-            self.kv_events,
             "needs enable_prefix_caching, since only cached blocks are told of; leave one out",
         )
         for name in ("kv_offloading_size", "kv_disk_size"):
-            value = getattr(self, name)
-            _check(0 <= value < 2**20, name, value, "must be 0 or more, in GiB")
-        _check(
-            self.block_size in BLOCK_SIZES,
-            "block_size",
-            self.block_size,
-            f"must be a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}",
-        )
-        _check(
-            self.tensor_parallel_size >= 1,
-            "tensor_parallel_size",
-            self.tensor_parallel_size,
-            "must be 1 or more",
-        )
-        _check(
-            self.model_impl in get_args(ModelImpl),
-            "model_impl",
-            self.model_impl,
-            f"one of {get_args(ModelImpl)}",
-        )
-        _check(self.dtype in get_args(DType), "dtype", self.dtype, f"one of {get_args(DType)}")
-        _check(self.device in get_args(Device), "device", self.device, f"one of {get_args(Device)}")
-        _check(
-            self.quantization is None or self.quantization in get_args(Quantization),
-            "quantization",
-            self.quantization,
-            f"one of {get_args(Quantization)}, or None",
-        )
-        _check(
-            self.kv_cache_dtype in get_args(KvCacheDType),
-            "kv_cache_dtype",
-            self.kv_cache_dtype,
-            f"one of {get_args(KvCacheDType)}",
-        )
+            must(0 <= getattr(self, name) < 2**20, name, "must be 0 or more, in GiB")
+        blocks = f"must be a power of two from {BLOCK_SIZES[0]} to {BLOCK_SIZES[-1]}"
+        must(self.block_size in BLOCK_SIZES, "block_size", blocks)
         self.check_device(self.device)
-        share = self.gpu_memory_utilization
-        _check(
-            share is None or 0 < share <= 1,
+        must(
+            self.gpu_memory_utilization is None or 0 < self.gpu_memory_utilization <= 1,
             "gpu_memory_utilization",
-            share,
             "must be above 0 and at most 1; for a figure in bytes use kv_cache_memory_bytes",
         )
-        _check(
-            self.scheduling_policy in get_args(SchedulingPolicy),
-            "scheduling_policy",
-            self.scheduling_policy,
-            f"one of {get_args(SchedulingPolicy)}",
+        self._must_be_at_least(
+            1,
+            *("tensor_parallel_size", "kv_cache_memory_bytes", "num_blocks", "max_model_len"),
+            *("num_threads", "max_num_seqs", "max_num_batched_tokens", "max_num_waiting"),
         )
-        for name in ("kv_cache_memory_bytes", "num_blocks", "max_model_len", "num_threads"):
-            value = getattr(self, name)
-            _check(value is None or value >= 1, name, value, "must be 1 or more")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting"):
-            _check(getattr(self, name) >= 1, name, getattr(self, name), "must be 1 or more")
-        _check(
+        must(
             self.max_num_batched_tokens >= self.max_num_seqs,
             "max_num_batched_tokens",
-            self.max_num_batched_tokens,
             f"must be at least max_num_seqs ({self.max_num_seqs}): each running sequence "
             "decodes one token a step",
         )
-        _check(
+        must(
             not (self.speculation and self.async_scheduling),
             "speculation",
-            self.speculation,
             "async_scheduling asks for steps before the tokens that guesses follow; leave one out",
         )
-        _check(
-            1 <= self.max_loras <= MAX_LORAS,
-            "max_loras",
-            self.max_loras,
-            f"must be from 1 to {MAX_LORAS}",
-        )
-        _check(
-            1 <= self.max_lora_rank <= MAX_LORA_RANK,
-            "max_lora_rank",
-            self.max_lora_rank,
-            f"must be from 1 to {MAX_LORA_RANK}",
-        )
-        _check(
+        for name, most in (("max_loras", MAX_LORAS), ("max_lora_rank", MAX_LORA_RANK)):
+            must(1 <= getattr(self, name) <= most, name, f"must be from 1 to {most}")
+        must(
             self.max_cpu_loras is None or self.max_cpu_loras >= self.max_loras,
             "max_cpu_loras",
-            self.max_cpu_loras,
             f"must be at least max_loras ({self.max_loras})",
         )
-        _check(self.step_timeout_s > 0, "step_timeout_s", self.step_timeout_s, "must be above 0")
+        must(self.step_timeout_s > 0, "step_timeout_s", "must be above 0")
 
     def check_device(self, device: str) -> None:
         """Checks what only one kind of device can do, now that it is known what "auto" is.
@@ -237,7 +174,7 @@ class EngineConfig:
             rule = (
                 f"only the kernels for {_KINDS[only]} have it; set device={only!r}, or leave it out"
             )
-            _check(device != other or getattr(self, name) != value, name, value, rule)
+            self._must(device != other or getattr(self, name) != value, name, rule)
 
     @property
     def host_kv_bytes(self) -> int:
@@ -254,25 +191,3 @@ class EngineConfig:
     def num_ahead(self, *, is_gpu: bool) -> int:
         """Steps to submit before the result of the one before them, on such a device."""
         return int(is_gpu if self.async_scheduling is None else self.async_scheduling)
-
-
-@cache
-def _kinds() -> dict[str, tuple[tuple[type, ...], str]]:
-    """What each field's value may be, but for those that have a few values, and that in words."""
-    found = {}
-    for name, hint in get_type_hints(EngineConfig).items():
-        members = [each for each in get_args(hint) or (hint,) if each is not NoneType]
-        if all(each in _KINDS_OF for each in members):
-            kinds = [kind for each in members for kind in _KINDS_OF[each][0]]
-            told = " or ".join(_KINDS_OF[each][1] for each in members)
-            is_optional = NoneType in get_args(hint)
-            found[name] = (
-                (*kinds, *([NoneType] if is_optional else [])),
-                f"{told}, or None" if is_optional else told,
-            )
-    return found
-
-
-def _check(ok: bool, name: str, value: object, rule: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name}={value!r}: {rule}")

@@ -18,8 +18,8 @@ from quire.kernels.ops import LinearLayer
 from quire.worker.request.errors import CheckpointError
 from quire.worker.weights.checkpoint import Checkpoint, TensorInfo
 from quire.worker.weights.gguf.container import SUFFIX
-from quire.worker.weights.stored import StoredWeights
-from quire.worker.weights.unpack import Bounds, UnpackError, decode_mxfp4, unpack
+from quire.worker.weights.stored import StoredFormat, StoredWeights
+from quire.worker.weights.unpack import MXFP4_GROUP, Bounds, UnpackError, decode_mxfp4, unpack
 from quire.worker.weights.unused import refuse_unused
 
 if TYPE_CHECKING:
@@ -152,8 +152,8 @@ class Weights:
         columns: Bounds | None = None,
     ) -> Tensor | GroupedWeight:
         """A linear layer's matrix, or the given rows and columns of it; quantised if stored so."""
-        stored = self.stored
-        if stored is None or not self.is_stored(module):
+        stored = self.format_of(module)
+        if stored is None:
             return self.read(f"{module}.weight", shape, rows=rows, columns=columns)
         taken: dict[str, tuple[TensorInfo, Tensor]] = {}
 
@@ -253,12 +253,12 @@ class Weights:
         ``[E, I, O]`` for all experts, or one in MXFP4. ``shape`` is ``[E, O, I]`` as elsewhere."""
         num, num_out, num_in = shape
         outer, (first, last) = slice(*(rows or (0, num_out))), columns or (0, num_in)
-        if self.stored is None:
+        if self.stored is None or not self.stored.has_mxfp4_experts:
             info, (part,) = self._slices(
                 name, (num, num_in, num_out), [(expert, slice(first, last), outer)]
             )
             return self._read_expert(info, name, part.T.contiguous())
-        group = self.stored.block[1]
+        group = MXFP4_GROUP
         groups = slice(first // group, math.ceil(last / group))
         stored = [("blocks", (num_in // group, group // 2)), ("scales", (num_in // group,))]
         found = [
@@ -349,10 +349,11 @@ class Weights:
         for read in unchecked:
             read.check()
 
-    def is_stored(self, module: str) -> bool:
-        """Whether a linear layer's matrix is quantised, by its decoder's name or its file's."""
-        names = (module, self.checkpoint.name_in_files(module))
-        return self.stored is not None and all(map(self.stored.has, names))
+    def format_of(self, module: str) -> StoredFormat | None:
+        """The format of a linear layer's matrix; ``None`` if it is not quantised."""
+        if self.stored is None:
+            return None
+        return self.stored.format_of(module, self.checkpoint.name_in_files(module))
 
     def raw(self, name: str) -> Tensor:
         """A whole tensor, unconverted from its file."""

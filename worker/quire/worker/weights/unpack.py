@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.grouped import LINE, ZERO, GroupedWeight
-from quire.worker.weights.stored import StoredWeights
+from quire.worker.weights.stored import StoredFormat
 
 # O, I a linear layer's output and input   G groups of inputs   P integers in 32 bits
 
@@ -26,14 +26,18 @@ class UnpackError(Exception):
     """Stored values are invalid; the message says which."""
 
 
+MXFP4_GROUP = 32
+"""Inputs that share a scale in MXFP4."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _OF_BYTE = torch.tensor([[_E2M1[byte & 15], _E2M1[byte >> 4]] for byte in range(256)])
 """For each byte, its two 4-bit values (E2M1), the first from the low half."""
+_OF_EXPONENT = torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), math.nan])
+"""The power of two that each byte stands for (E8M0). 255 is NaN."""
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def unpack(
-    stored: StoredWeights,
+    stored: StoredFormat,
     take: Take,
     shape: tuple[int, int],
     rows: Bounds,
@@ -62,7 +66,7 @@ def unpack(
     first_I = column_I[::step]
     if (
         stored.bits == 4
-        and stored.layout != "nvfp4"
+        and stored.layout != "float4"
         and step % LINE == 0
         and torch.equal(first_I.repeat_interleave(step), column_I)
     ):
@@ -84,13 +88,12 @@ def unpack(
 def decode_mxfp4(blocks_OGB: Tensor, scales_OG: Tensor) -> Tensor:
     """Decodes the OCP's MXFP4 to float32 ``[O, I]``. 32 inputs share a power of two as scale; two
     inputs share a byte, the first in its low half. A scale of 255 is NaN."""
-    of_scale = torch.tensor([*(2.0 ** (scale - 127) for scale in range(255)), math.nan])
     values_OGL = _OF_BYTE[blocks_OGB.int()].flatten(2)
-    return (values_OGL * of_scale[scales_OG.int()][..., None]).flatten(1)
+    return (values_OGL * _OF_EXPONENT[scales_OG.int()][..., None]).flatten(1)
 
 
 def _codes(
-    stored: StoredWeights, take: Take, shape: tuple[int, int], rows: Bounds, columns: Bounds
+    stored: StoredFormat, take: Take, shape: tuple[int, int], rows: Bounds, columns: Bounds
 ) -> Tensor:
     """The codes ``[O, I]``: uint8, or the stored values if they are not packed into 32 bits."""
     num_out, num_in = shape
@@ -110,9 +113,9 @@ def _codes(
         width = math.ceil(num_in / per_int)
         packed = take("weight_packed", "I32", (num_out, width), rows=rows, columns=covering)
         return _integers(packed, stored.bits)[:, inner]
-    if stored.layout == "nvfp4":
+    if stored.layout == "float4":
         covering, inner = _covering(columns, 2)
-        packed = take("weight", "U8", (num_out, num_in // 2), rows=rows, columns=covering)
+        packed = take(stored.codes, "U8", (num_out, num_in // 2), rows=rows, columns=covering)
         return _OF_BYTE[packed.int()].flatten(1)[:, inner]
     if stored.layout == "q4_0":
         return take("codes", "U8", shape, rows=rows, columns=columns)
@@ -121,7 +124,7 @@ def _codes(
 
 
 def _scales(
-    stored: StoredWeights, take: Take, shape: tuple[int, int], rows: Bounds, num_groups: int
+    stored: StoredFormat, take: Take, shape: tuple[int, int], rows: Bounds, num_groups: int
 ) -> Tensor:
     """The scales: float32 ``[O, G]``, checked to be finite."""
     if stored.layout in ("gptq", "awq"):
@@ -131,14 +134,22 @@ def _scales(
     accepted: list[tuple[int, ...]] = [(num_blocks, num_groups)]
     if num_groups == 1:
         accepted += [(num_blocks,), ()] if num_blocks == 1 else [(num_blocks,)]
-    scale = take(stored.scale, "float", *accepted).float().view(num_blocks, num_groups)
-    if stored.layout == "nvfp4":
-        scale = scale * take("weight_scale_2", "float", (), (1,)).float()
+    scale = take(stored.scale, "U8" if stored.are_powers else "float", *accepted)
+    scale = (_powers(scale) if stored.are_powers else scale.float()).view(num_blocks, num_groups)
+    if stored.global_scale is not None:
+        whole = take(stored.global_scale, "float", (), (1,)).float()
+        scale = scale / whole if stored.divides else scale * whole
     return scale[torch.arange(*rows) // block]
 
 
+def _powers(exponents: Tensor) -> Tensor:
+    if bool((exponents == 255).any()):
+        raise UnpackError("a scale is 255, which stands for NaN: get a sound copy")
+    return _OF_EXPONENT[exponents.int()]
+
+
 def _zeros(
-    stored: StoredWeights, take: Take, shape: tuple[int, int], rows: Bounds, num_groups: int
+    stored: StoredFormat, take: Take, shape: tuple[int, int], rows: Bounds, num_groups: int
 ) -> Tensor | None:
     """Zero points ``[O, G]`` in units of the codes; ``None`` if there are none."""
     if stored.symmetric:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.cluster.cli.columns import table, terminal_width
-from quire.cluster.cli.fields import absolute
+from quire.cluster.cli.flags import absolute
 from quire.cluster.cli.help import DefaultsFormatter, Parser, add_server_flags, server_of
 
 if TYPE_CHECKING:

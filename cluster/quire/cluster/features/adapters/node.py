@@ -18,10 +18,9 @@ class NodeAdapters:
     def __init__(self, engine: EngineConfig, *, chat_template: str | None = None) -> None:
         """``engine``: the settings of the model that the adapters are for. ``chat_template``: the
         template that is used instead of its own."""
-        self._store = AdapterStore()
+        self._store = AdapterStore(check=checker(engine))
         self._model = engine.model
         self._chat_template = chat_template
-        self._check = checker(engine)
 
     def keep(self, source: str) -> str:
         """Fetches the adapter at ``source``, a folder or a name on the hub, checks all of it and
@@ -37,7 +36,7 @@ class NodeAdapters:
             check_texts(folder, model, chat_template=self._chat_template)
         except CheckpointError as error:
             raise AdapterError(str(error)) from error
-        return self._store.put(folder, check=self._check)
+        return self._store.put(folder)
 
     def hold(self, digest: str) -> Held | None:
         """Protects an adapter's files from removal until the result is released or garbage

@@ -1,9 +1,8 @@
 """Settings of autoscaling, and how often groups report to Ray Serve."""
 
 from dataclasses import dataclass
-from math import inf
 
-from quire.worker.request.errors import ConfigError
+from quire.worker.request.settings import Branch, setting
 
 METRICS_INTERVAL_S = 1.0
 """Seconds between a group's reports."""
@@ -12,67 +11,59 @@ LOOK_BACK_S = 6.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoscalingSettings:
+class AutoscalingSettings(Branch):
     """When groups are started and stopped.
 
     Raises:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
 
+    title = "replica groups"
+
     min_groups: int = 1
     """The fewest groups. 0 stops the last group too; new requests then wait until one runs."""
     max_groups: int = 1
-    """The most groups that may run at a time."""
+    """The most groups that may run at a time. Its flag turns autoscaling on."""
     target_ttft_s: float = 2.0
     """How long prompts should wait for their turn at most."""
-    max_kv_use: float = 0.8
+    max_kv_use: float = setting(0.8, flag=None)
     """The share of KV blocks that running requests may hold, over all groups."""
-    max_busy: float = 0.85
+    max_busy: float = setting(0.85, flag=None)
     """The share of the groups' prefill speed that arriving prompts may take."""
-    recover_s: float = 10.0
+    recover_s: float = setting(10.0, flag=None)
     """How soon after a group's start a backlog beyond the target should be gone. A shorter time
     starts more groups."""
-    down_use: float = 0.7
+    down_use: float = setting(0.7, flag=None)
     """A group is superfluous when the others would stay within this share of every limit."""
-    down_delay_s: float = 120.0
+    down_delay_s: float = setting(120.0, flag=None)
     """A group must be superfluous for this time, without a break, before it is stopped."""
-    down_step_s: float = 15.0
+    down_step_s: float = setting(15.0, flag=None)
     """Seconds between stopping one group and the next."""
-    idle_delay_s: float = 600.0
+    idle_delay_s: float = setting(600.0, flag=None)
     """Seconds without any work before the last group is stopped."""
-    start_wait_s: float = 120.0
+    start_wait_s: float = setting(120.0, flag=None)
     """How long requests wait for the first group to start, if there may be none."""
 
-    def __post_init__(self) -> None:
-        if self.min_groups < 0:
-            raise ConfigError(f"min_groups={self.min_groups!r}: must be 0 or more")
-        if self.max_groups < max(self.min_groups, 1):
-            raise ConfigError(
-                f"max_groups={self.max_groups!r}: must be 1 or more, and not below "
-                f"min_groups={self.min_groups!r}"
-            )
+    def _check(self) -> None:
+        self._must_be_at_least(0, "min_groups")
+        self._must(
+            self.max_groups >= max(self.min_groups, 1),
+            "max_groups",
+            f"must be 1 or more, and not below min_groups={self.min_groups!r}",
+        )
         # Written so that NaN fails the comparison.
         for name in ("target_ttft_s", "recover_s", "start_wait_s"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0")
+            self._must(getattr(self, name) > 0, name, "must be above 0")
         for name in ("max_kv_use", "max_busy", "down_use"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)!r}: must be a share above 0 and up to 1"
-                )
-        for name in ("down_delay_s", "down_step_s"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 0 or more")
+            self._must(0 < getattr(self, name) <= 1, name, "must be a share above 0 and up to 1")
+        self._must_be_at_least(0, "down_delay_s", "down_step_s")
         # Reports that Serve still keeps would start the group again that was just stopped.
-        if not self.idle_delay_s >= LOOK_BACK_S + 2 * METRICS_INTERVAL_S:
-            raise ConfigError(
-                f"idle_delay_s={self.idle_delay_s!r}: must be "
-                f"{LOOK_BACK_S + 2 * METRICS_INTERVAL_S:g} or more"
-            )
+        least_s = LOOK_BACK_S + 2 * METRICS_INTERVAL_S
+        self._must(self.idle_delay_s >= least_s, "idle_delay_s", f"must be {least_s:g} or more")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayAutoscaling:
+class GatewayAutoscaling(Branch):
     """When gateways are started and stopped.
 
     Raises:
@@ -88,17 +79,11 @@ class GatewayAutoscaling:
     down_delay_s: float = 300.0
     """How long fewer gateways must have been enough before one stops."""
 
-    def __post_init__(self) -> None:
-        if self.min_gateways < 1:
-            raise ConfigError(f"min_gateways={self.min_gateways!r}: must be 1 or more")
-        if self.max_gateways < self.min_gateways:
-            raise ConfigError(
-                f"max_gateways={self.max_gateways!r}: must not be below "
-                f"min_gateways={self.min_gateways!r}"
-            )
-        if self.target_inflight < 1:
-            raise ConfigError(f"target_inflight={self.target_inflight!r}: must be 1 or more")
-        if not 0 <= self.down_delay_s < inf:
-            raise ConfigError(
-                f"down_delay_s={self.down_delay_s!r}: must be 0 or more seconds, and finite"
-            )
+    def _check(self) -> None:
+        self._must_be_at_least(1, "min_gateways", "target_inflight")
+        self._must(
+            self.max_gateways >= self.min_gateways,
+            "max_gateways",
+            f"must not be below min_gateways={self.min_gateways!r}",
+        )
+        self._must_be_finite("down_delay_s")

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import http_caller
 from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.call import QUESTION, Call, Heading
 from quire.cluster.edge.openai_schema import TokenIds
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
@@ -133,6 +134,47 @@ class ScoreBody(_AskBody):
         return list(zip(first * (len(second) // len(first)), second, strict=True))
 
 
+_SUM = {"prompt_tokens": 11, "total_tokens": 11}
+_EMBEDDINGS = Call(
+    "Embeddings of texts, for embedding models.",
+    Heading.SCORES,
+    EmbeddingsBody,
+    example={"input": QUESTION},
+    answer={
+        "object": "list",
+        "data": [{"object": "embedding", "index": 0, "embedding": [0.6, -0.8]}],
+        "model": "NAME",
+        "usage": _SUM,
+    },
+)
+_RERANK = Call(
+    "Orders documents by their similarity to a query.",
+    Heading.SCORES,
+    RerankBody,
+    example={"query": QUESTION, "documents": ["Paris.", "It rains."]},
+    answer={
+        "id": "rerank-0",
+        "model": "NAME",
+        "results": [{"index": 0, "relevance_score": 0.9, "document": {"text": "Paris."}}],
+        "usage": _SUM,
+    },
+)
+_SCORE = Call(
+    "Similarity of texts.",
+    Heading.SCORES,
+    ScoreBody,
+    example={"text_1": QUESTION, "text_2": ["Paris."]},
+    answer={
+        "id": "score-0",
+        "object": "list",
+        "created": 1767225600,
+        "model": "NAME",
+        "data": [{"index": 0, "object": "score", "score": 0.9}],
+        "usage": _SUM,
+    },
+)
+
+
 def embedding_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
     async def embeddings(request: Request) -> Response:
         body, hold = await bodies.read(request, EmbeddingsBody)
@@ -215,14 +257,13 @@ def embedding_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
             }
         )
 
-    handlers = {
-        embeddings: ("/v1/embeddings",),
-        rerank: ("/v1/rerank", "/v2/rerank", "/rerank"),
-        score_pairs: ("/v1/score", "/score"),
-    }
     return [
-        ApiRoute(path, handler, methods=["POST"], access=Access.KEY)
-        for handler, paths in handlers.items()
+        ApiRoute(path, handler, methods=["POST"], access=Access.KEY, call=call)
+        for handler, paths, call in (
+            (embeddings, ("/v1/embeddings",), _EMBEDDINGS),
+            (rerank, ("/v1/rerank", "/v2/rerank", "/rerank"), _RERANK),
+            (score_pairs, ("/v1/score", "/score"), _SCORE),
+        )
         for path in paths
     ]
 

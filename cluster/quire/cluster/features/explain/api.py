@@ -19,23 +19,41 @@ from starlette.responses import JSONResponse, Response
 
 from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import http_caller
+from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.call import Call, Heading
 from quire.cluster.edge.routes import ApiRoute
-from quire.cluster.features.explain.explanations import MAX_LIMIT, Explanations
+from quire.cluster.features.explain.explanations import MAX_LIMIT
+from quire.cluster.gateway.models import Models
 from quire.v1 import inference_pb2 as pb
 from quire.worker.request.errors import InvalidRequest
 
-PATH = "/v1/routing/decisions"
 _PARAMETERS = ("request_id", "limit")
 
 
-def routing_route(explanations: Explanations) -> ApiRoute:
+def routing_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
     async def decisions(request: Request) -> Response:
         question = _parse(request.query_params)
-        answer = await explanations.answer(question, tenant=http_caller(request).sees)
+        answer = await models.explanations.answer(question, tenant=http_caller(request).sees)
         # In a thread: thousands of candidates take a second, which would stall all streams.
         return await asyncio.to_thread(_response, answer)
 
-    return ApiRoute(PATH, decisions, methods=["GET"], access=Access.KEY)
+    return [
+        ApiRoute(
+            "/v1/routing/decisions",
+            decisions,
+            methods=["GET"],
+            access=Access.KEY,
+            call=Call(
+                "Explains routing decisions.",
+                Heading.SERVER,
+                query={
+                    "request_id": "The id of an answer, or the client's own X-Request-Id.",
+                    "limit": "How many of the latest decisions, newest first; 20 by default.",
+                },
+                answer={"object": "list", "data": []},
+            ),
+        )
+    ]
 
 
 def _response(answer: pb.ExplainRoutingResponse) -> Response:

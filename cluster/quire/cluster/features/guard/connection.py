@@ -13,6 +13,7 @@ import asyncio
 import secrets
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from itertools import chain
 from typing import Any
 
 import httptools
@@ -64,25 +65,37 @@ class OpenConnections:
         self.is_leaving = False
         """Whether each answer tells the client that it is the last of its connection."""
         self._waiting: dict[HttpConnection, None] = {}  # Longest waiting first.
+        self._sending: dict[HttpConnection, None] = {}  # Those in a request's body, oldest first.
 
     def admit(self, connection: "HttpConnection") -> bool:
-        """Admits a new connection and returns whether it may stay. If there is no room, the
-        connection that has waited longest is closed for it."""
+        """Admits a new connection and returns whether it may stay. If there is no room, another
+        one is closed for it, see `_to_close`."""
         most = self.limits.max_connections_per_address
         if most is not None and self._num_of[connection.host] >= most:
             self.cut("address")
             return False
         if len(self.open) >= self.limits.max_connections:
-            longest = next(iter(self._waiting), None)
-            if longest is None:
+            other = self._to_close(connection.host)
+            if other is None:
                 self.cut("full")
                 return False
             self.cut("room")
-            longest.abort()
+            other.abort()
         self.open.add(connection)
         self._num_of[connection.host] += 1
         self._waiting[connection] = None
         return True
+
+    def _to_close(self, host: str) -> "HttpConnection | None":
+        """The connection that makes room for one from ``host``. If an address has more, it is the
+        one of that address that has waited longest, or the oldest whose request is not whole: slow
+        uploads from one address do not shut out others. Else it is the longest waiting of all."""
+        most = max(self._num_of, key=self._num_of.__getitem__)
+        if self._num_of[most] > self._num_of[host] + 1:
+            for each in chain(self._waiting, self._sending):
+                if each.host == most:
+                    return each
+        return next(iter(self._waiting), None)
 
     @property
     def may_refuse(self) -> bool:
@@ -98,6 +111,7 @@ class OpenConnections:
         if not self._num_of[connection.host]:
             del self._num_of[connection.host]
         self._waiting.pop(connection, None)
+        self._sending.pop(connection, None)
 
     def begin_leaving(self) -> None:
         """Closes each connection behind its next answer, or after some time without a request."""
@@ -110,12 +124,16 @@ class OpenConnections:
         while self.open and asyncio.get_running_loop().time() < end_s:
             await asyncio.sleep(_LOOK_EVERY_S)
 
-    def set_waiting(self, connection: "HttpConnection", is_waiting: bool) -> None:
-        """Has no effect on a connection that waits already or has left."""
-        if not is_waiting:
-            self._waiting.pop(connection, None)
-        elif connection in self.open:
-            self._waiting.setdefault(connection, None)
+    def set_state(
+        self, connection: "HttpConnection", *, is_waiting: bool = False, is_sending: bool = False
+    ) -> None:
+        """Notes whether a connection waits for a request, or its client is sending a body. Has no
+        effect on one that has left."""
+        for applies, those in ((is_waiting, self._waiting), (is_sending, self._sending)):
+            if not applies:
+                those.pop(connection, None)
+            elif connection in self.open:
+                those.setdefault(connection, None)
 
 
 class HttpConnection(HttpToolsProtocol):
@@ -278,10 +296,14 @@ class HttpConnection(HttpToolsProtocol):
     def _settle(self) -> None:
         """Updates whether the connection waits, and starts the deadline of its state."""
         if self._is_refused or self.transport.is_closing():
-            self._connections.set_waiting(self, True)
+            self._connections.set_state(self, is_waiting=True)
             return
         is_answering = self.cycle is not None and not self.cycle.response_complete
-        self._connections.set_waiting(self, not (self._is_in_body or is_answering))
+        self._connections.set_state(
+            self,
+            is_waiting=not (self._is_in_body or is_answering),
+            is_sending=self._is_in_body,
+        )
         if self._is_in_body:
             self._owe("body")
         elif is_answering or self.timeout_keep_alive_task is not None:

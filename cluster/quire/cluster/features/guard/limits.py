@@ -6,9 +6,8 @@ They are separate from the code that enforces them, for modules that only read t
 import logging
 import resource
 from dataclasses import dataclass
-from math import inf
 
-from quire.worker.request.errors import ConfigError
+from quire.worker.request.settings import Branch
 
 _log = logging.getLogger(__name__)
 
@@ -27,44 +26,45 @@ groups, logs, connections that are being refused, and Ray."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConnectionLimits:
+class ConnectionLimits(Branch):
     """Limits on the connections of one server.
 
     Raises:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
 
-    max_connections: int = 4096
-    """Most open connections. Another one takes the place of the connection that has waited longest
-    for a request; if all have a request, it is refused."""
-    max_connections_per_address: int | None = None
-    """Most connections from one address, separately over HTTP and gRPC; another one is closed.
-    ``None``: no separate limit, since all clients may come through one load balancer."""
-    shut_out_s: float = 60.0
-    """How long an address that floods gRPC repeatedly gets no new connection, in seconds. 0: its
-    flooding connections are ended, but it is not shut out."""
-    head_timeout_s: float = 10.0
-    """Seconds from the first byte of a connection or request to the end of the headers. A new
-    connection's TLS handshake counts."""
-    body_timeout_s: float = 60.0
-    """Seconds from the end of the headers to the end of the request's body."""
-    idle_timeout_s: float = 75.0
-    """How long a connection is kept between requests, in seconds. It is longer than clients and
-    load balancers keep theirs, commonly up to 60 s: the side that sends requests should close."""
+    title = "network"
 
-    def __post_init__(self) -> None:
-        if self.max_connections < 1:
-            raise ConfigError(f"max_connections={self.max_connections!r}: must be 1 or more")
-        if self.max_connections_per_address is not None and self.max_connections_per_address < 1:
-            raise ConfigError(
-                f"max_connections_per_address={self.max_connections_per_address!r}: must be 1 or "
-                "more, or not set"
-            )
-        if not 0 <= self.shut_out_s < inf:
-            raise ConfigError(f"shut_out_s={self.shut_out_s!r}: must be 0 or more, and finite")
-        for name in ("head_timeout_s", "body_timeout_s", "idle_timeout_s"):
-            if not 0 < getattr(self, name) < inf:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be above 0, and finite")
+    max_connections: int = 4096
+    """Client connections that a gateway keeps open, over HTTP and over gRPC each; fewer if a
+    process may not have four times as many files open. HTTP connections without a request, and gRPC
+    connections without an admitted call, are closed to make room for new ones."""
+    max_connections_per_address: int | None = None
+    """Connections from one address. There is no limit by default: behind a load balancer, all
+    clients may have its address."""
+    shut_out_s: float = 60.0
+    """How long an address that floods the gRPC port repeatedly is blocked; 0 only closes the
+    connections that flood."""
+    head_timeout_s: float = 10.0
+    """Limit from the start of a connection to the end of its first request's headers, and from the
+    first byte of each further request to the end of its headers; over gRPC, to the end of the
+    handshake."""
+    body_timeout_s: float = 60.0
+    """Limit from the end of the headers to that of the body; over gRPC, of the call's message."""
+    idle_timeout_s: float = 75.0
+    """How long a connection without requests is kept. The default is longer than clients and load
+    balancers keep theirs, commonly up to 60 s: the side that sends requests should close."""
+
+    def _check(self) -> None:
+        self._must_be_at_least(1, "max_connections")
+        most = self.max_connections_per_address
+        self._must(
+            most is None or most >= 1,
+            "max_connections_per_address",
+            "must be 1 or more, or not set",
+        )
+        self._must_be_finite("shut_out_s")
+        self._must_be_finite("head_timeout_s", "body_timeout_s", "idle_timeout_s", above_zero=True)
 
 
 def allowed_connections(wanted: int) -> int:

@@ -8,12 +8,14 @@ than all of the calls.
 
 import contextlib
 import ctypes
+import os
 import re
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import byref
 from dataclasses import dataclass
+from functools import cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import NewType
@@ -28,6 +30,7 @@ _TCP_INFO = struct.Struct("=120xQQ")
 """``struct tcp_info`` up to tcpi_bytes_received, which Linux has since 4.1."""
 _ADDRESS_BYTES = 28
 _DISCARDED_BYTES = 2**24
+_COUNTS_BYTES = 2**14
 _AT_ONCE = struct.pack("=ii", 1, 0)
 
 _libc = ctypes.PyDLL(None)
@@ -47,6 +50,23 @@ def descriptors() -> range:
     size = re.search(r"^FDSize:\s*(\d+)$", status, re.MULTILINE)
     assert size is not None
     return range(int(size[1]))
+
+
+def num_accepted() -> int | None:
+    """TCP connections that anybody in this network namespace ever accepted; ``None`` if the kernel
+    does not say. Takes some 15 us, however many sockets are open."""
+    try:
+        rows = os.pread(_kernels_counts(), _COUNTS_BYTES, 0).split(b"\nTcp: ", 2)
+        names, numbers = (row.partition(b"\n")[0].split() for row in rows[1:])
+        return int(numbers[names.index(b"PassiveOpens")])
+    except (OSError, ValueError):
+        return None
+
+
+@cache
+def _kernels_counts() -> int:
+    """A descriptor of the kernel's counters for this process's network namespace."""
+    return os.open("/proc/self/net/snmp", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def cookie_of(fd: int) -> Cookie | None:

@@ -18,9 +18,11 @@ from starlette.responses import RedirectResponse, Response
 
 from quire.cluster.edge.access import Access, check_access
 from quire.cluster.edge.auth import operates_http
+from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.streams import EventStream
-from quire.cluster.features.live.live import MAX_EVERY_S, Live
+from quire.cluster.features.live.live import MAX_EVERY_S
+from quire.cluster.gateway.models import Models
 from quire.worker.request.errors import InvalidRequest
 
 _FOLDER = files("quire.cluster.features.live").joinpath("ui")
@@ -39,9 +41,11 @@ _SAFETY: Mapping[str, str] = {
 }
 
 
-def ui_routes(live: Live) -> list[ApiRoute]:
+def ui_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
     """The routes of the page, its files and its events, and of ``/``, which redirects browsers to
     it."""
+
+    live = models.live
 
     async def page(request: Request) -> Response:
         return _answer(pages["index.html"], "index.html", cache="no-cache")

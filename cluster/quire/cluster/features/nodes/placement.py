@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from quire.cluster.config import ClusterConfig
+from quire.cluster.config import GroupModel
 from quire.cluster.group.native_code import compile_native_code
 from quire.worker.engine.messages import Executor
 from quire.worker.model.facts import ModelFacts, model_facts
@@ -24,7 +24,7 @@ from quire.worker.request.errors import ConfigError
 OnStep = Callable[[str], object]
 
 
-def placement_options(config: ClusterConfig, *, on_gpu: bool) -> dict[str, Any]:
+def placement_options(config: GroupModel, *, on_gpu: bool) -> dict[str, Any]:
     """The options for Ray of the groups' deployment.
 
     Raises:
@@ -56,13 +56,13 @@ def placement_options(config: ClusterConfig, *, on_gpu: bool) -> dict[str, Any]:
     }
 
 
-def transfers_kv(config: ClusterConfig, facts: ModelFacts) -> bool:
+def transfers_kv(config: GroupModel, facts: ModelFacts) -> bool:
     """Whether the groups of this model fetch blocks from each other."""
     return config.transfers_kv and not facts.is_encoder
 
 
 def start_ranks(
-    config: ClusterConfig, on_step: OnStep = lambda _: None
+    config: GroupModel, on_step: OnStep = lambda _: None
 ) -> tuple[Executor, ModelFacts]:
     """Starts the ranks of one group, from its replica. ``on_step`` is called with the name of each
     step as it begins.
@@ -90,7 +90,7 @@ def start_ranks(
             raise
 
 
-def _start_executor(config: ClusterConfig, engine: EngineConfig) -> Executor:
+def _start_executor(config: GroupModel, engine: EngineConfig) -> Executor:
     """Starts the ranks. ``engine`` has the model's directory on this node; other nodes have their
     own."""
     if config.nodes_per_group == 1:

@@ -5,21 +5,20 @@ is served.
 """
 
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
 
 from quire import __version__
 from quire.cluster.edge.access import Access
+from quire.cluster.edge.call import Call, Heading, Json
 from quire.cluster.edge.error_kinds import STATUSES
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.edge.served_fields import Body
-from quire.cluster.features.reference.calls import CALLS, Call, Json
 from quire.cluster.features.reference.field_texts import described
 from quire.cluster.features.reference.page import BASE, HEADERS, page_of
 
@@ -43,8 +42,8 @@ _NULL = type(None)
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", _NULL: "null"}
 
 
-def reference_routes(routes: Iterable[Route]) -> list[ApiRoute]:
-    """Two routes that describe ``routes`` and themselves."""
+def reference_routes(routes: Iterable[ApiRoute]) -> list[ApiRoute]:
+    """Two routes that describe themselves and those of ``routes`` that have a call."""
 
     async def openapi(request: Request) -> Response:
         return JSONResponse(reference)
@@ -54,24 +53,38 @@ def reference_routes(routes: Iterable[Route]) -> list[ApiRoute]:
         return HTMLResponse(page.replace(BASE, here), headers=HEADERS)
 
     own = [
-        ApiRoute("/openapi.json", openapi, methods=["GET"], access=Access.OPEN),
-        ApiRoute("/docs", docs, methods=["GET"], access=Access.OPEN),
+        ApiRoute(
+            "/openapi.json",
+            openapi,
+            methods=["GET"],
+            access=Access.OPEN,
+            call=Call("The OpenAPI document.", Heading.SERVER),
+        ),
+        ApiRoute(
+            "/docs",
+            docs,
+            methods=["GET"],
+            access=Access.OPEN,
+            call=Call("This reference, as a page.", Heading.SERVER, media="text/html"),
+        ),
     ]
     reference = reference_of([*routes, *own])
     page = page_of(reference)
     return own
 
 
-def reference_of(routes: Iterable[Route]) -> Json:
-    """The OpenAPI document of ``routes``, in the order of `CALLS`."""
-    references, schemas = _body_schemas()
-    places = list(CALLS)
+def reference_of(routes: Iterable[ApiRoute]) -> Json:
+    """The OpenAPI document of those of ``routes`` that have a call, by heading."""
+    described = [(route, route.call) for route in routes if route.call is not None]
+    headings = list(Heading)
+    described.sort(key=lambda each: headings.index(each[1].heading))
+    bodies = (call.body for _, call in described if call.body is not None)
+    references, schemas = _body_schemas(tuple(dict.fromkeys(bodies)))
     paths: Json = {}
-    for route in sorted(routes, key=lambda each: places.index(each.path)):
-        call = CALLS[route.path]
+    for route, call in described:
         (method,) = (route.methods or set()) - {"HEAD"}
         operation: Json = {
-            "tags": [call.group],
+            "tags": [call.heading.value],
             "summary": call.summary,
             "responses": {"200": _answer(call), **_errors(call)},
         }
@@ -104,11 +117,10 @@ def reference_of(routes: Iterable[Route]) -> Json:
 
 
 @cache
-def _body_schemas() -> tuple[dict[type[Body], Json], Json]:
+def _body_schemas(bodies: Sequence[type[Body]]) -> tuple[dict[type[Body], Json], Json]:
     """For each body a reference to its schema; and all schemas by name."""
-    bodies = [call.body for call in CALLS.values() if call.body is not None]
     names, schemas = models_json_schema(
-        [(body, "validation") for body in dict.fromkeys(bodies)],
+        [(body, "validation") for body in bodies],
         ref_template="#/components/schemas/{model}",
     )
     references = {body: names[body, "validation"] for body in bodies}

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from quire.cluster.features.reference.attribute_docs import attributes_of
 from quire.worker.request.sampling_params import PARAMETERS, SamplingParams
+from quire.worker.request.settings import attributes_of
 
 _JSON_SCHEMA = "The output is JSON that fits this schema."
 _REGEX = "The whole output matches this regular expression."

@@ -14,19 +14,45 @@ from starlette.responses import JSONResponse, Response
 
 from quire.cluster.edge.access import Access
 from quire.cluster.edge.auth import http_caller
+from quire.cluster.edge.body import BodyReader
+from quire.cluster.edge.call import Call, Heading
 from quire.cluster.edge.routes import ApiRoute
 from quire.cluster.errors import NotAnOperator
-from quire.cluster.features.tenants.usage import UsageLedger
+from quire.cluster.gateway.models import Models
 from quire.worker.request.errors import InvalidRequest
 
-PATH = "/v1/usage"
+_USED = {"requests": 2, "prompt_tokens": 40, "cached_tokens": 16, "output_tokens": 8}
 
 
-def usage_route(usage: UsageLedger) -> ApiRoute:
+def usage_routes(models: Models, bodies: BodyReader) -> list[ApiRoute]:
     async def answer(request: Request) -> Response:
-        return await asyncio.to_thread(JSONResponse, await usage.answer(_tenant(request)))
+        return await asyncio.to_thread(JSONResponse, await models.usage.answer(_tenant(request)))
 
-    return ApiRoute(PATH, answer, methods=["GET"], access=Access.KEY)
+    return [
+        ApiRoute(
+            "/v1/usage",
+            answer,
+            methods=["GET"],
+            access=Access.KEY,
+            call=Call(
+                "Usage of the API key's tenant, by key.",
+                Heading.SERVER,
+                query={"tenant": "With an operator's key: one tenant; if absent, all."},
+                answer={
+                    "object": "list",
+                    "since": 1_790_000_000,
+                    "data": [
+                        {
+                            "tenant": "acme",
+                            "key": "ci",
+                            **_USED,
+                            "minutes": [{"start": 1_790_000_040, **_USED}],
+                        }
+                    ],
+                },
+            ),
+        )
+    ]
 
 
 def _tenant(request: Request) -> str | None:

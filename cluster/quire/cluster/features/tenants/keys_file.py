@@ -27,6 +27,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
+from quire.cluster.edge.access import Caller
 from quire.cluster.features.tenants.limits import TenantPolicy
 from quire.cluster.unique_keys import repeated_key
 from quire.worker.request.errors import ConfigError
@@ -40,27 +41,6 @@ _OWN_TENANT_CHARS = 32
 _KEY_BYTES = 32
 
 Name = Annotated[str, StringConstraints(pattern=rf"^{_NAME}\z")]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Caller:
-    """The owner of a request, by its API key."""
-
-    tenant: str = ""
-    """Has no "/" and reveals nothing of a key; empty if no keys are configured."""
-    key_name: str = ""
-    """The name of the tenant's key that was shown; empty if keys have no names."""
-    is_operator: bool = False
-    """Whether the caller sees the routing decisions on all tenants' requests."""
-
-    @property
-    def sees(self) -> str | None:
-        """The tenant whose decisions the caller sees; ``None`` means all tenants."""
-        return None if self.is_operator else self.tenant
-
-
-EVERYONE = Caller(is_operator=True)
-"""The caller of a gateway without keys."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -180,7 +180,7 @@ class Tenants:
         account.tokens.level -= num_prompt_tokens
         try:
             yield account
-        except Overloaded:
+        except Overloaded:  # Only raised before a group has the request: it made no output.
             account.requests.level += 1
             account.tokens.level += num_prompt_tokens
             raise

@@ -6,6 +6,10 @@ of these others. So while several tenants are active, each may have twice its we
 slots in progress: with less, groups fall idle between two of its requests, bursts of light tenants
 wait, and shares of few slots are not as the weights (`test_fair_shares`). What the others do not
 use beyond that stays free. A tenant alone may take all slots.
+
+Slots can outnumber what the hardware computes at once: on CPUs, each sequence makes a step longer.
+So, while several tenants have requests in progress, one tenant's sequences take no more than its
+weighted share of the time of a step, as far as that time depends on the number of sequences.
 """
 
 from dataclasses import dataclass
@@ -70,9 +74,22 @@ class SlotShares:
         slots = float(loads.max_num_seqs.sum()) / loads.most_gateways
         if share == 1 or slots == inf:
             return True
+        most = min(ceil(_SLACK * share * slots), self._share_of_step(tenant, loads))
         # A few in any case: a small burst of a light tenant harms nobody.
-        most = max(ceil(_SLACK * share * slots), len(loads) + 1)
-        return tenant.num_running + ticket.num_requests <= most
+        return tenant.num_running + ticket.num_requests <= max(most, len(loads) + 1)
+
+    def _share_of_step(self, tenant: _Tenant, loads: Loads) -> float:
+        """How many completions of ``tenant`` take its share of the time of a step. The time that a
+        step takes in any case counts for none."""
+        others = [
+            each for each in self._tenants.values() if each.num_running and each is not tenant
+        ]
+        if loads.step_parts is None or not others:
+            return inf
+        fixed_s, each_s = loads.step_parts
+        num_fixed = fixed_s / each_s * len(loads) / loads.most_gateways if each_s else inf
+        num_others = sum(each.num_running for each in others)
+        return tenant.weight / sum(each.weight for each in others) * (num_fixed + num_others)
 
     def _sum_of_weights(self) -> float:
         """The weights of the active tenants; forgets the others."""

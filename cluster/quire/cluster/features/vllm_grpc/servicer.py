@@ -21,14 +21,13 @@ from smg_grpc_proto import vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 
 from quire import __version__
-from quire.cluster.edge.access import Access, allows
+from quire.cluster.edge.access import Access, Caller, allows
 from quire.cluster.edge.auth import grpc_caller, operates_grpc
 from quire.cluster.edge.grpc_calls import check_lists, client_id, held, remaining_s
 from quire.cluster.edge.grpc_errors import Context, refuse, statuses
 from quire.cluster.edge.streams import sane_client_id
 from quire.cluster.features.embeddings.embed import Ask, embed
 from quire.cluster.features.kv_events.stream import KvEventsConfig, Outlet, Ranks, Subscription
-from quire.cluster.features.tenants.keys_file import Caller
 from quire.cluster.features.vllm_grpc.format import Answers, aliases_of, prompt_of, sampling_of
 from quire.cluster.gateway.chunk import Chunk
 from quire.cluster.gateway.models import Models

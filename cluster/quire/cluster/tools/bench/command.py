@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cluster.cli.engine import MODEL_HELP, add_engine_flags, engine_config
+from quire.cluster.cli.engine import add_engine_flags, engine_config
+from quire.cluster.cli.flags import MODEL_HELP
 from quire.cluster.cli.help import DefaultsFormatter, Parser
 from quire.cluster.tools.bench.serving.flags import add_bench_serve_parser
 from quire.worker.request.config import BLOCK_SIZES, EngineConfig
@@ -70,7 +71,7 @@ def _add_kind(
         type=Path,
         help=MODEL_HELP,
     )
-    add_engine_flags(parser, tensor_parallel_size=1)
+    add_engine_flags(parser)
     return parser
 
 

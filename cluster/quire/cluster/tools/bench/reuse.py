@@ -48,6 +48,9 @@ _TAIL_TOKENS = 8
 _MORE_TOKENS = _TAIL_TOKENS + (_ASKED.max_tokens or 0)
 """Tokens of each request after the prefix, output included."""
 _SETTLE_S = 0.3
+_NUM_OTHERS = 4
+"""Prompts that evict all of one. The cache holds two, and evicts each from its end on: the first
+blocks are often there until the fourth comes."""
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
 """An answer's token ids and their log-probabilities."""
@@ -189,7 +192,7 @@ async def _ask(
 
 
 async def _evict(group: "GroupServer", others: Iterator[TokenIds]) -> None:
-    for _ in range(3):
+    for _ in range(_NUM_OTHERS):
         await _ask(group, next(others))
 
 
@@ -202,7 +205,11 @@ def _found(first: Any, field: str, length: int, config: ReuseConfig) -> None:
     size = config.engine.block_size
     num_tokens = 0 if first.fetched is None else getattr(first.fetched, field)
     if num_tokens < length // size * size - size:
-        _say(f"only {num_tokens} of {length} tokens came from there: {first.fetched}")
+        elsewhere = 0 if first.fetched is None else first.fetched.num_tokens
+        _say(
+            f"only {num_tokens} of {length} tokens came from there; "
+            f"{first.num_cached_tokens - elsewhere} were still in the KV cache: {first.fetched}"
+        )
 
 
 def _say(line: str) -> None:

@@ -15,8 +15,16 @@ def add_flags(parser: Parser) -> None:
         "Starts a cluster on this machine with two replica groups of two ranks, asks "
         "questions that share a system prompt, shows what each cost, and stops it."
     )
-    add_cluster_flags(parser, num_groups=2, tensor_parallel_size=2)
-    parser.set_defaults(run=_run, grpc_port=0, http_port=0)
+    add_cluster_flags(
+        parser,
+        defaults={
+            "num_groups": 2,
+            "engine": {"tensor_parallel_size": 2},
+            "grpc_port": 0,
+            "http_port": 0,
+        },
+    )
+    parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -10,19 +10,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from quire.cluster.cli.cluster import add_cluster_flags, cluster_config
-from quire.cluster.cli.fields import add_fields, given_fields
+from quire.cluster.cli.flags import add_settings, given_settings
 from quire.cluster.cli.help import Parser, whole
 from quire.cluster.cli.vllm_flags import translated
 from quire.cluster.tools.run_batch.file import Limits, check_file, part_of
 from quire.worker.request.errors import ConfigError
 
 _TELL_EVERY_S = 1.0
-_LIMITS = {
-    "max_line_mib": "longest line of a request, in MiB",
-    "max_answer_mib": "longest answer, in MiB; one that is longer fails",
-    "timeout_s": "seconds in which a request must be answered, retries included; one that is not "
-    "fails",
-}
 
 
 def add_flags(parser: Parser) -> None:
@@ -53,11 +47,11 @@ def add_flags(parser: Parser) -> None:
         action="store_true",
         help="only send requests without a successful answer in an earlier, perhaps aborted, run",
     )
-    add_fields(parser.add_argument_group("limits"), Limits, _LIMITS)
-    add_cluster_flags(parser, num_groups=1, tensor_parallel_size=1)
+    add_settings(parser, Limits)
+    add_cluster_flags(parser, defaults={"grpc_port": 0, "http_port": 0})
     add("--api-key", help="API key for --server; if absent, the variable QUIRE_API_KEY")
     parser.spellings = translated
-    parser.set_defaults(run=_run, grpc_port=0, http_port=0, api_keys=None)
+    parser.set_defaults(run=_run, api_keys=None)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -65,7 +59,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if server is None and arguments.api_key:
         raise ConfigError("--api-key: is of --server; a cluster that is started here wants none")
     _check_output(arguments)
-    limits = Limits(**given_fields(Limits, arguments))
+    limits = Limits(**given_settings(arguments, Limits))
     asked = check_file(arguments.input_file, limits)
     if server is not None:
         api_key = arguments.api_key or os.environ.get("QUIRE_API_KEY")

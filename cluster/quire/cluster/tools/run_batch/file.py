@@ -9,12 +9,12 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quire.cluster.unique_keys import read_json
 from quire.worker.request.errors import ConfigError
+from quire.worker.request.settings import Branch
 
 MIB = 2**20
 URLS = (
@@ -30,27 +30,27 @@ _NESTING = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]')
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(Branch):
     """Bounds on each line of a file.
 
     Raises:
         ConfigError: A value cannot work; the message names it and what would be right.
     """
 
+    title = "limits"
+
     max_line_mib: int = 32
-    """The length of a request's line, in MiB."""
+    """The longest line of a request, in MiB."""
     max_answer_mib: int = 64
-    """The length of a request's answer, in MiB. One answer per request in progress is in memory."""
+    """The longest answer, in MiB; one that is longer fails. One answer per request in progress is
+    in memory."""
     timeout_s: float = 3600.0
     """The seconds in which a request must be answered, including all attempts and the waits
-    between them."""
+    between them; one that is not fails."""
 
-    def __post_init__(self) -> None:
-        for name in ("max_line_mib", "max_answer_mib"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r}: must be 1 or more")
-        if not 0 < self.timeout_s < inf:
-            raise ConfigError(f"timeout_s={self.timeout_s!r}: must be above 0, and finite")
+    def _check(self) -> None:
+        self._must_be_at_least(1, "max_line_mib", "max_answer_mib")
+        self._must_be_finite("timeout_s", above_zero=True)
 
 
 class Item(NamedTuple):

@@ -32,7 +32,10 @@ def mistral(config: Fields) -> ModelSpec:
     """Mistral: a ``sliding_window`` of null means none, and a missing field means 4096."""
     kinds = set(config.names("layer_types"))
     if len(kinds) > 1:
-        raise config.broken(f"layer_types={sorted(kinds)} in one model are not supported")
+        raise config.broken(
+            f"layer_types has {' and '.join(sorted(kinds))}: in MistralForCausalLM all layers are "
+            "of one kind; MinistralForCausalLM may have both"
+        )
     return llama(config, window=_window(config, _MISTRAL_WINDOW))
 
 

@@ -10,7 +10,7 @@ from quire.worker.model.families.decoder import (
     windows_by_type,
     with_windows,
 )
-from quire.worker.model.families.granite import granite
+from quire.worker.model.families.granite import granite, with_sinks_and_windows
 from quire.worker.model.families.qwen import qwen2, qwen3
 from quire.worker.model.families.rotary import rope, rope_section
 from quire.worker.model.spec import Experts, Mlp, ModelSpec, Norm, TensorNames
@@ -98,6 +98,21 @@ def granite_moe(config: Fields) -> ModelSpec:
     )
     layers = tuple(replace(layer, mlp=mixed) for layer in dense.layers)
     return replace(dense, layers=layers, names=names)
+
+
+def granite_moe_swa(config: Fields) -> ModelSpec:
+    if config.raw.get("shared_intermediate_size"):
+        raise config.refused(
+            "shared_intermediate_size", config.raw["shared_intermediate_size"], "; 0 is"
+        )
+    up = "gate_up_proj"
+    names = TensorNames(
+        router="block_sparse_moe.router",
+        experts="block_sparse_moe.experts.",
+        expert_gate=up,
+        expert_up=up,
+    )
+    return replace(with_sinks_and_windows(config, granite_moe(config)), names=names)
 
 
 def gpt_oss(config: Fields) -> ModelSpec:

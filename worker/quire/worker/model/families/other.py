@@ -5,14 +5,11 @@ A model that cannot work is refused here, before its weights are downloaded, if 
 shows it. `quire.worker.model.through.dry_run` checks the rest.
 """
 
-import functools
-import importlib.util
 import json
-from pathlib import Path
 
 from quire.worker.model.families.decoder import dtype_name, extra_layers
 from quire.worker.model.families.rotary import max_positions
-from quire.worker.model.families.wrappers import architecture_of
+from quire.worker.model.families.wrappers import architecture_of, may_have
 from quire.worker.model.pooling import Pooling
 from quire.worker.model.sentence_folder import CLASSIFIER
 from quire.worker.model.spec import ModelSpec, Norm
@@ -118,23 +115,6 @@ def unknown(architecture: str) -> str:
         f"architecture {architecture!r} is not supported: neither Quire nor the installed "
         "transformers has it, and code that comes with a checkpoint (trust_remote_code) is not run"
     )
-
-
-def may_have(name: str) -> bool:
-    """Whether transformers may have a model of this name. Its list is read as text: an import takes
-    seconds, and torch. `quire.worker.model.through.classes` has the last word."""
-    listed = _models_of_transformers()
-    return not listed or f'"{name}"' in listed
-
-
-@functools.cache
-def _models_of_transformers() -> str:
-    """The source of transformers' list of models; empty if it is not where it is expected."""
-    found = importlib.util.find_spec("transformers")
-    if found is None or found.origin is None:
-        return ""
-    file = Path(found.origin).parent / "models" / "auto" / "modeling_auto.py"
-    return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
 def refuse_states(config: Fields) -> None:

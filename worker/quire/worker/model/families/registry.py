@@ -5,12 +5,13 @@ from collections.abc import Callable
 from quire.worker.model.families.cohere import cohere, cohere2
 from quire.worker.model.families.gemma import gemma2, gemma3
 from quire.worker.model.families.glm import glm, glm4
-from quire.worker.model.families.granite import granite, granite_hybrid
+from quire.worker.model.families.granite import granite, granite_hybrid, granite_swa
 from quire.worker.model.families.llama import llama, ministral, ministral3, mistral, smollm3
 from quire.worker.model.families.moe import (
     glm4_moe,
     gpt_oss,
     granite_moe,
+    granite_moe_swa,
     mixtral,
     olmoe,
     qwen2_moe,
@@ -36,6 +37,8 @@ FAMILIES: dict[str, Callable[[Fields], ModelSpec]] = {
     "GraniteForCausalLM": granite,
     "GraniteMoeForCausalLM": granite_moe,
     "GraniteMoeHybridForCausalLM": granite_hybrid,
+    "GraniteMoeSWAForCausalLM": granite_moe_swa,
+    "GraniteSWAForCausalLM": granite_swa,
     "LlamaForCausalLM": llama,
     "MiMoForCausalLM": qwen2,
     "Ministral3ForCausalLM": ministral3,

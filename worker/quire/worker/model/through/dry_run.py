@@ -25,7 +25,7 @@ from quire.worker.model.through.classes import (
     packed_part,
     transformers_config,
 )
-from quire.worker.model.through.modules import Plan, install_for_dry_run
+from quire.worker.model.through.modules import Plan, install_for_dry_run, replaced_part
 from quire.worker.model.through.products import NotALayer
 from quire.worker.request.errors import CheckpointError
 from quire.worker.weights.checkpoint import open_checkpoint
@@ -164,6 +164,8 @@ def dry_run(
             f"{path}: {name} computes {op!r} in {where[0] or 'the model'}, whose bits may depend "
             "on the batch; deterministic=False (--no-deterministic) allows that"
         )
+    if spec.untested:
+        raise CheckpointError(f"{path}: {spec.untested}")
     found.plan.by_rows = sorted({where for op in _REPLACED & ops.keys() for where in ops[op]})
     return found
 
@@ -180,6 +182,8 @@ def _reason(error: Exception) -> str:
             "its layers attend by code of their own, for example with relative positions, and do "
             "not call transformers' attention interface, through which Quire attends"
         )
+    if isinstance(error, AttributeError) and (part := replaced_part(error.obj)):
+        return f"transformers' code for it reads {error.name!r} of {part}, which Quire replaces"
     if isinstance(error, RuntimeError) and "meta" in said:
         return f"transformers' code for it decides by values of tensors, before they exist: {said}"
     return f"a dry run of transformers' code raised {type(error).__name__}: {said}"
@@ -202,7 +206,7 @@ def _check_size(path: Path, spec: ModelSpec, model: nn.Module) -> None:
         tensors = open_checkpoint(path).tensors.values()
     except CheckpointError:  # Raised again when the weights are read.
         return
-    packed = 1 if spec.stored is None else 32 // spec.stored.bits
+    packed = 1 if spec.stored is None else 32 // spec.stored.least_bits
     in_files = packed * sum(math.prod(info.shape) for info in tensors)
     described = sum(each.numel() for each in model.parameters())
     if described > 2 * in_files:  # A tied head may count twice.

@@ -145,6 +145,17 @@ class _OnMeta(nn.Module):
         )
 
 
+def replaced_part(part: object) -> str:
+    """What ``part`` replaces in a dry run; empty if it is transformers' own."""
+    known: dict[type, str] = {
+        _OnMeta: "its rotary embeddings",
+        nn.Identity: "a norm",
+        PackedWeight: "a matrix",
+    }
+    is_ours = type(part).__module__.startswith("quire.")
+    return known.get(type(part), "a module" if is_ours else "")
+
+
 class _RowFunctions(TorchFunctionMode):
     """Replaces functions whose bits depend on a value's place in the tensor."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from quire.kernels.grouped import decoded
 from quire.worker.request.errors import CheckpointError
 from quire.worker.weights.loader import Weights
-from quire.worker.weights.stored import StoredWeights
+from quire.worker.weights.stored import StoredFormat
 
 
 class _Lazy:
@@ -24,8 +24,11 @@ class _Lazy:
 
 def state_of(weights: Weights) -> dict[str, Any]:
     """The weights by their names in a text decoder."""
-    modules = set(_stored_modules(weights))
-    state: dict[str, Any] = {f"{each}.weight": _Lazy(_matrix(weights, each)) for each in modules}
+    modules = dict(_stored_modules(weights))
+    state: dict[str, Any] = {
+        f"{module}.weight": _Lazy(_matrix(weights, module, stored))
+        for module, stored in modules.items()
+    }
     for name in weights.checkpoint.tensors:
         module, _, suffix = name.rpartition(".")
         if module not in modules or suffix == "bias":
@@ -33,30 +36,30 @@ def state_of(weights: Weights) -> dict[str, Any]:
     return state
 
 
-def _stored_modules(weights: Weights) -> Iterator[str]:
-    if weights.stored is not None:
-        for name in weights.checkpoint.tensors:
-            module, _, suffix = name.rpartition(".")
-            if suffix == weights.stored.scale and weights.is_stored(module):
-                yield module
+def _stored_modules(weights: Weights) -> Iterator[tuple[str, StoredFormat]]:
+    """The modules that are quantised matrices, each with its format."""
+    for name in weights.checkpoint.tensors:
+        module, _, suffix = name.rpartition(".")
+        stored = weights.format_of(module)
+        if stored is not None and suffix == stored.scale:
+            yield module, stored
 
 
-def _matrix(weights: Weights, module: str) -> Callable[[], Tensor]:
+def _matrix(weights: Weights, module: str, stored: StoredFormat) -> Callable[[], Tensor]:
     def read() -> Tensor:
-        assert weights.stored is not None
-        matrix = decoded(weights.read_matrix(module, _shape(weights, weights.stored, module)))
+        matrix = decoded(weights.read_matrix(module, _shape(weights, stored, module)))
         weights.check()
         return matrix
 
     return read
 
 
-def _shape(weights: Weights, stored: StoredWeights, module: str) -> tuple[int, int]:
+def _shape(weights: Weights, stored: StoredFormat, module: str) -> tuple[int, int]:
     """A matrix's shape: outputs and inputs."""
     if stored.layout == "packed":
         num_out, num_in = weights.raw(f"{module}.weight_shape").tolist()
         return num_out, num_in
-    kind = "qweight" if stored.layout in ("gptq", "awq") else "weight"
+    kind = "qweight" if stored.layout in ("gptq", "awq") else stored.codes
     info, per_int = weights.checkpoint.find(f"{module}.{kind}"), 32 // stored.bits
     if len(info.shape) != 2:
         raise CheckpointError(f"{info.file}: tensor {info.name!r} has shape {list(info.shape)}")
@@ -66,6 +69,6 @@ def _shape(weights: Weights, stored: StoredWeights, module: str) -> tuple[int, i
             return columns, rows * per_int
         case "awq":
             return columns * per_int, rows
-        case "nvfp4":
+        case "float4":
             return rows, columns * 2
     return rows, columns

@@ -70,9 +70,18 @@ class AdapterStore:
     ``root`` is set by ``QUIRE_ADAPTER_DIR``; the default is a folder in the user's cache folder.
     """
 
-    def __init__(self, root: Path | None = None, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        root: Path | None = None,
+        *,
+        max_bytes: int = MAX_BYTES,
+        check: Callable[[Path], object] = lambda folder: None,
+    ) -> None:
+        """``check`` gets the folder of each adapter that is put here, before it is kept, and raises
+        AdapterError to refuse it."""
         self._root = root
         self._max_bytes = max_bytes
+        self._check = check
 
     @property
     def root(self) -> Path:
@@ -87,16 +96,9 @@ class AdapterStore:
             ) from error
         return self._root
 
-    def put(
-        self,
-        folder: Path,
-        *,
-        expected: str | None = None,
-        check: Callable[[Path], object] = lambda folder: None,
-    ) -> str:
-        """Copies the adapter in ``folder``; returns its digest. ``check`` gets the folder of the
-        copy, or that of the same adapter in the store, and raises AdapterError to refuse it. After
-        an error the store is as it was.
+    def put(self, folder: Path, *, expected: str | None = None) -> str:
+        """Copies the adapter in ``folder``; returns its digest. After an error the store is as it
+        was.
 
         Raises:
             AdapterError: A file is missing or cannot be stored, the adapter is of an unsupported
@@ -107,14 +109,14 @@ class AdapterStore:
         digest = digest_of(folder, max_bytes=self._max_bytes)
         if expected in (None, digest) and (held := self.hold(digest)) is not None:
             with contextlib.closing(held), _named_as_in(folder, held.folder):
-                check(held.folder)
+                self._check(held.folder)
             return digest
         with self.receiving() as unfinished:
             for name in FILE_NAMES:
                 _copy(folder / name, unfinished / name, max_bytes=self._max_bytes)
             with _named_as_in(folder, unfinished):
-                check(unfinished)
-            return self.keep(unfinished, expected=expected)
+                self._check(unfinished)
+            return self._keep(unfinished, expected=expected)
 
     @contextlib.contextmanager
     def receiving(self) -> Iterator[Path]:
@@ -128,12 +130,18 @@ class AdapterStore:
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def keep(self, unfinished: Path, *, expected: str | None = None) -> str:
-        """Moves the files in a folder of `receiving` into the store; returns their digest.
+        """Moves the files in a folder of `receiving` into the store; returns their digest. After an
+        error the store is as it was.
 
         Raises:
             AdapterError: As `put`.
         """
-        read_config(unfinished)
+        with _named_as_in(Path(expected or "adapter"), unfinished):
+            read_config(unfinished)
+            self._check(unfinished)
+        return self._keep(unfinished, expected=expected)
+
+    def _keep(self, unfinished: Path, *, expected: str | None) -> str:
         digest = digest_of(unfinished)
         if expected is not None and digest != expected:
             raise AdapterError(f"the adapter's files have the digest {digest}, not {expected}")

@@ -2,7 +2,10 @@
 lacks. When the engine is closed, also saves the blocks that it still has.
 
 A block's bytes are read from host memory if it is kept there, else copied through a free slot.
-Without a free slot, a block is not saved: a later request recomputes it, but nothing waits.
+Without a free slot, a block is not saved: a later request recomputes it, but nothing waits. A chain
+that does not fit is saved from its beginning, since a block is useless without those before it. Its
+end, which is evicted first, is lost: if ends took slots before, a chain that is evicted as a whole
+could lose its beginning, and so all of it.
 """
 
 import threading
@@ -20,8 +23,9 @@ from quire.worker.parts.tiers.checksum import checksum_of
 from quire.worker.parts.tiers.disk import DiskStore, Put
 from quire.worker.parts.tiers.host import Shelf
 
-_SLOT_SHARE = 0.25
-"""Share of the free slots, and of all slots, that blocks being saved may use."""
+_SLOT_SHARE = 0.5
+"""Share of the free slots, and of all slots, that blocks being saved may use. A step often evicts
+the ends of two chains, and both need slots."""
 CLOSE_S = 5.0
 """How long blocks are written when the engine is closed."""
 _LOOK_S = 0.002

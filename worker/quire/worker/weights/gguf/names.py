@@ -12,7 +12,7 @@ from typing import Any, Literal
 from quire.worker.request.errors import CheckpointError
 from quire.worker.weights.checkpoint import TensorInfo
 from quire.worker.weights.gguf.container import Header, StoredTensor
-from quire.worker.weights.stored import StoredWeights
+from quire.worker.weights.stored import StoredFormat, StoredWeights
 
 _WHOLE = {
     "token_embd": "model.embed_tokens",
@@ -95,13 +95,8 @@ def stored_in_blocks(header: Header) -> StoredWeights | None:
     ]
     if not modules:
         return None
-    return StoredWeights(
-        layout="q4_0",
-        bits=4,
-        block=(1, GROUP),
-        scale=_SCALES.removeprefix("."),
-        modules=tuple(sorted(modules)),
-    )
+    stored = StoredFormat(layout="q4_0", bits=4, block=(1, GROUP), scale=_SCALES.removeprefix("."))
+    return StoredWeights(formats=tuple((module, stored) for module in sorted(modules)))
 
 
 def placed(header: Header, config: Mapping[str, Any]) -> dict[str, PlacedTensor]:
