@@ -19,7 +19,7 @@ from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.trace import SpanKind, TraceState, get_current_span
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from quire.cluster.features.tracing.sdk_spans import OnlyItself, QueuedSpan
+from quire.cluster.features.tracing.sdk_spans import QueuedSpan, readable
 from quire.cluster.features.tracing.tracing import Role, Span, new_span_id
 from quire.cluster.telemetry.timeline import MAX_TRACE_STATE, Timeline
 
@@ -48,9 +48,11 @@ class SpanExport:
         # Used only to read the environment's sampler; it creates no spans.
         provider = TracerProvider(shutdown_on_exit=False)
         self._sampler, self._new_ids = provider.sampler, provider.id_generator
-        resource = OnlyItself(resource.merge(Resource(ours)).attributes)
-        exporter = _exporter(endpoint, protocol, resource)
-        self._sender = _Sender(exporter, where=endpoint or "the collector")
+        self._sender = _Sender(
+            _exporter(endpoint, protocol),
+            resource=resource.merge(Resource(ours)),
+            where=endpoint or "the collector",
+        )
         self._processor = BatchSpanProcessor(
             self._sender, max_queue_size=MAX_QUEUED, max_export_batch_size=_MAX_BATCH
         )
@@ -118,19 +120,21 @@ def _shortened(state: TraceState) -> str:
 
 
 class _Sender(SpanExporter):
-    """Wraps another exporter and counts the outcomes of spans. Called from a thread."""
+    """Sends `QueuedSpan`s with an exporter of OpenTelemetry's, and counts their outcomes. Called
+    from a thread."""
 
-    def __init__(self, exporter: SpanExporter, *, where: str) -> None:
+    def __init__(self, exporter: SpanExporter, *, resource: Resource, where: str) -> None:
         self.num_taken = 0
         self.count: Callable[[str, int], object] = lambda outcome, num: None
         self._exporter = exporter
+        self._resource = resource
         self._where = where
         self._is_failing = False
         self._reasons = _Reasons()
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.num_taken += len(spans)
-        result = self._exporter.export(spans)
+        result = self._exporter.export(readable(spans, self._resource))
         is_failing = result is not SpanExportResult.SUCCESS
         self.count("failed" if is_failing else "sent", len(spans))
         if is_failing and not self._is_failing:
@@ -167,15 +171,17 @@ class _Reasons(logging.Handler):
         super().close()
 
 
-def _exporter(endpoint: str | None, protocol: str, resource: Resource) -> SpanExporter:
+def _exporter(endpoint: str | None, protocol: str) -> SpanExporter:
     if protocol == "grpc":
-        from quire.cluster.features.tracing.otlp_grpc import GrpcExporter
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         # "grpc" is what vLLM's guides write; "https" asks for TLS.
         is_plain = True if endpoint and endpoint.startswith("grpc:") else None
-        return GrpcExporter(endpoint, is_plain=is_plain, resource=resource)
-    from quire.cluster.features.tracing.otlp_http import HttpExporter
+        return OTLPSpanExporter(endpoint=endpoint, insecure=is_plain)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import (
+        OTLPSpanExporter as HttpSpanExporter,
+    )
 
     if endpoint and not urlsplit(endpoint).path.strip("/"):
         endpoint = f"{endpoint.rstrip('/')}/v1/traces"
-    return HttpExporter(endpoint, resource=resource)
+    return HttpSpanExporter(endpoint=endpoint)
