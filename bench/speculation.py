@@ -30,8 +30,8 @@ from bench.report import command
 
 from quire import demo_model
 from quire.llm import LLM, SamplingParams
-from quire.worker.engine.messages import StepInput, StepOutput
 from quire.worker.request.structured import json_constraint
+from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]

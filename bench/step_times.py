@@ -18,7 +18,7 @@ import numpy as np
 from quire.cluster.cli.engine import add_engine_flags, engine_config
 from quire.worker.bench.report import check_writable, format_table, write_json
 from quire.worker.blocks.hashing import TokenIds
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.model.hub import fetch_checkpoint, model_name
 from quire.worker.rank.executor import make_executor
 from quire.worker.request.config import EngineConfig
@@ -119,7 +119,7 @@ def time_steps(steps: Steps, config: EngineConfig) -> list[Row]:
     def tokens(number: int) -> TokenIds:
         return rng.integers(facts.vocab_size, size=number, dtype=np.uint32)
 
-    def add(engine: Engine, prompt: TokenIds, *, max_tokens: int) -> None:
+    def add(engine: GroupEngine, prompt: TokenIds, *, max_tokens: int) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
         engine.add_request(
             Prepared(
@@ -128,7 +128,7 @@ def time_steps(steps: Steps, config: EngineConfig) -> list[Row]:
         )
 
     def decodes(batch: int) -> list[int]:
-        engine = Engine(config, facts, executor)
+        engine = GroupEngine(config, facts, executor)
         shared = tokens(steps.shared_context)
         for _ in range(batch):
             prompt = np.concatenate((shared, tokens(steps.context - len(shared))))
@@ -140,7 +140,7 @@ def time_steps(steps: Steps, config: EngineConfig) -> list[Row]:
         return _finished(engine, times_ns)
 
     def prefills() -> list[int]:
-        engine = Engine(config, facts, executor)
+        engine = GroupEngine(config, facts, executor)
         times_ns = []
         for _ in range(_WARM_UP_STEPS + -(-steps.num_steps // _DECODES_PER_CHUNK)):
             add(engine, tokens(steps.chunk), max_tokens=1)
@@ -158,13 +158,13 @@ def time_steps(steps: Steps, config: EngineConfig) -> list[Row]:
         executor.close()
 
 
-def _timed(engine: Engine) -> int:
+def _timed(engine: GroupEngine) -> int:
     begin_ns = time.perf_counter_ns()
     engine.step()
     return time.perf_counter_ns() - begin_ns
 
 
-def _finished(engine: Engine, times_ns: list[int]) -> list[int]:
+def _finished(engine: GroupEngine, times_ns: list[int]) -> list[int]:
     """Those that count. Ends the engine's steps: those submitted are not the next engine's."""
     while engine.has_work:
         engine.step()

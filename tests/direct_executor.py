@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from quire.worker.blocks.kv_format import Bytes, KvFormat
-from quire.worker.engine.messages import StepInput, StepOutput
-from quire.worker.engine.sampling_batch import Adjustments
+from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.step.sampling_batch import Adjustments
 
 # N blocks of the cache   L tokens of a block   W words that are the "KV" of a token
 # X blocks in host memory   C bytes of a block

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from quire.worker.engine.messages import StepInput
-from quire.worker.engine.sampling_batch import Adjustments, Edits, SamplingBatch
+from quire.worker.step.messages import StepInput
+from quire.worker.step.sampling_batch import Adjustments, Edits, SamplingBatch
 
 
 def samples(step: StepInput) -> Iterator[tuple[int, int, int]]:

@@ -12,11 +12,11 @@ from tests.modules import MODULES, ROOT, TREES, closure, imported_at_start, impo
 
 NAMED_IN = {
     # feature: (its words, files of cluster and router, files of worker and kernels)
-    "adapters": (r"\badapter|lora|LoRA|Lora", 39, 45),
+    "adapters": (r"\badapter|lora|LoRA|Lora", 39, 38),
     "kv_exchange": (
         r"[Ll]end|[Bb]orrow|kv_transfer|[Pp]ull|\bloan|PeerSource|\bsource\b.*group|[Ff]etched",
         38,
-        24,
+        23,
     ),
     "tracing": (r"traceparent|(?<!body\.)(?<!def )[Ss]pan[s_A-Z]|tracestate|otlp|TracesTo", 17, 2),
     "tenants": (r"\btenant", 43, 14),
@@ -44,23 +44,17 @@ CALLBACKS = 116
 """Parameters of functions of cluster and router that are functions."""
 
 FEATURE = re.compile(r"\.(?:features|parts)\.(\w+)")
-LISTS_FEATURES = {"quire.cluster.features.installed"}
+LISTS_FEATURES = {"quire.cluster.features.installed", "quire.worker.group_engine"}
 """The modules that may import every feature: each is the list of those that are installed."""
 ENTRY_POINTS = {"quire.cluster.deploy.gateway_server"}
-"""The modules that may import a list of features."""
+"""The modules that may import the list of the cluster's features."""
 CORE_IMPORTS_FEATURES = {
     "adapters": (
         "deploy.build deploy.deployments deploy.gateway_server deploy.served_model "
         "edge.admin_grpc gateway.models gateway.prepare group.server group.service "
-        "group.session links.groups quire.llm quire.worker.engine.engine "
-        "quire.worker.engine.entrance quire.worker.engine.outcomes "
-        "quire.worker.engine.scheduler quire.worker.rank.runner"
+        "group.session links.groups quire.llm quire.worker.rank.runner"
     ),
     "autoscale": "config deploy.deployments deploy.serve_options links.groups",
-    "constraints": (
-        "quire.worker.engine.engine quire.worker.engine.entrance quire.worker.engine.outcomes"
-    ),
-    "drafts": "quire.worker.engine.scheduler quire.worker.engine.sequence",
     "embeddings": "edge.grpc_server features.vllm_grpc.servicer",
     "explain": "deploy.deployments edge.grpc_format gateway.models",
     "guard": "config deploy.build deploy.gateway_server edge.grpc_messages edge.grpc_server",
@@ -72,9 +66,7 @@ CORE_IMPORTS_FEATURES = {
     "tenants": "deploy.kept_keys edge.auth gateway.models gateway.prepare serving.admission",
     "tiers": (
         "deploy.build features.kv_exchange.borrowing features.kv_exchange.lending "
-        "group.engine_loop group.server quire.worker.engine.engine "
-        "quire.worker.engine.entrance quire.worker.engine.outcomes "
-        "quire.worker.engine.scheduler quire.worker.engine.tables"
+        "group.engine_loop group.server"
     ),
     "tracing": (
         "config deploy.build deploy.gateway_server edge.call_records gateway.models "
@@ -120,7 +112,8 @@ def test_the_core_imports_no_feature() -> None:
 
 
 def test_only_entry_points_import_the_list_of_features() -> None:
-    found = {name for name, imported in imported_ever().items() if imported & LISTS_FEATURES}
+    installed = "quire.cluster.features.installed"
+    found = {name for name, imported in imported_ever().items() if installed in imported}
     assert found == ENTRY_POINTS
 
 
@@ -154,7 +147,7 @@ def test_few_modules_know_ray_and_protobuf() -> None:
 
 def test_a_gateway_imports_little() -> None:
     found = closure([GATEWAY], imported_at_start())
-    engine = re.compile(r"quire\.worker\.(engine|model|weights|parts|rank)\b")
+    engine = re.compile(r"quire\.worker\.(engine|model|weights|parts|rank|step|cache)\b")
     assert len(found) == GATEWAY_IMPORTS
     assert len([name for name in found if engine.match(name)]) == ENGINE_IN_GATEWAY
 

@@ -26,7 +26,7 @@ from quire.cluster.deploy.listed import listed_in
 from quire.cluster.deploy.local import ray_session
 from quire.cluster.deploy.names import application_of, part_of
 from quire.cluster.settings import config_from
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.rank.lockstep import LockstepExecutor
 from quire.worker.request.request import Prepared
 
@@ -56,7 +56,7 @@ class ReplicaGroup(deployments.ReplicaGroup):
         path.with_suffix(".new").rename(path)  # Nobody reads half a file.
 
 
-def _make_mortal(engine: Engine) -> None:
+def _make_mortal(engine: GroupEngine) -> None:
     add_request = engine.add_request
 
     def add_or_die(request: Prepared) -> None:

@@ -29,7 +29,7 @@ from bench.eviction.replay import (
 from bench.eviction.two_tiers import replay_in_two_tiers
 from bench.report import command
 
-from quire.worker.engine.eviction import LowestUtility, PolicyFactory
+from quire.worker.cache.eviction import LowestUtility, PolicyFactory
 from quire.worker.request.errors import NoFreeBlocks
 
 POLICIES: dict[str, PolicyFactory] = {

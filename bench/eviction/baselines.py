@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from quire.simulate.pool import Lru as Lru
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.eviction import EvictionPolicy
+from quire.worker.cache.eviction import EvictionPolicy
 
 _NEVER = 1 << 60
 

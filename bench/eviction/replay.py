@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.block_pool import BlockPool
-from quire.worker.engine.eviction import PolicyFactory
+from quire.worker.cache.block_pool import BlockPool
+from quire.worker.cache.eviction import PolicyFactory
 
 TRACE_BLOCK_SIZE = 512
 """Tokens in a block of the Mooncake traces, and of the workloads here."""

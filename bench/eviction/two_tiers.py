@@ -4,8 +4,8 @@ from bench.eviction.replay import TRACE_BLOCK_SIZE, Prompt, Savings, prefill_ms
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.block_pool import BlockId, BlockPool
-from quire.worker.parts.tiers.host import Shelf
+from quire.worker.cache.block_pool import BlockId, BlockPool
+from quire.worker.parts.tiers.host_tier import HostTier
 
 
 def replay_in_two_tiers(
@@ -23,13 +23,13 @@ def replay_in_two_tiers(
     """
     log = EventLog(epoch=0, num_tiers=2)
     pool = BlockPool(num_blocks=num_blocks, block_size=block_size, log=log)
-    shelf = Shelf(num_slots=num_kept, max_kept=num_kept, log=log)
+    host_tier = HostTier(num_slots=num_kept, max_kept=num_kept, log=log)
 
     def spill(block_id: BlockId, name: BlockHash, parent: BlockHash | None) -> None:
-        slot = shelf.keep(name, parent, num_hits=pool.num_hits(block_id))
+        slot = host_tier.keep(name, parent, num_hits=pool.num_hits(block_id))
         if slot is not None:
-            shelf.filled(slot, b"")
-            shelf.unpin(slot)
+            host_tier.filled(slot, b"")
+            host_tier.unpin(slot)
 
     pool.spill = spill
     num_tokens = num_hit_tokens = 0
@@ -37,17 +37,17 @@ def replay_in_two_tiers(
     for prompt in prompts:
         wanted = prompt.hashes[: (prompt.num_tokens - 1) // block_size]
         held = pool.match(wanted)
-        slots = shelf.match(wanted[len(held) :])
+        slots = host_tier.match(wanted[len(held) :])
         pool.acquire(held)
         for slot in slots:
-            shelf.pin(slot)
+            host_tier.pin(slot)
         loaded = pool.allocate(len(slots))
         names = wanted[len(held) : len(held) + len(slots)]
-        hits = [shelf.num_hits(slot) + 1 for slot in slots]
+        hits = [host_tier.num_hits(slot) + 1 for slot in slots]
         pool.register(loaded, names, parent=held[-1] if held else None, num_hits=hits)
-        shelf.loaded(slots)
+        host_tier.loaded(slots)
         for slot in slots:
-            shelf.unpin(slot)
+            host_tier.unpin(slot)
         held += loaded
         own = pool.allocate(-(-prompt.num_tokens // block_size) - len(held))
         names = prompt.hashes[len(held) :]

@@ -8,8 +8,8 @@ from bench.gpu.timings import Timer
 from torch import Tensor
 
 from quire.kernels.backend import backend_for
-from quire.worker.engine.messages import StepInput
 from quire.worker.rank.runner import ModelRunner
+from quire.worker.step.messages import StepInput
 
 ROWS = (1, 2, 3, 4, 7, 8, 16, 17, 32, 33, 64, 100, 128, 200, 256, 512, 1024, 2048)
 REPEATS = 100

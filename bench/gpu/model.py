@@ -19,9 +19,7 @@ from bench.gpu.timings import Timer
 from torch import Tensor
 
 from quire.worker.blocks.hashing import as_token_ids
-from quire.worker.engine.engine import Engine
-from quire.worker.engine.messages import StepInput
-from quire.worker.engine.sampling_batch import SamplingBatch
+from quire.worker.group_engine import GroupEngine
 from quire.worker.model import load
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.facts import ModelFacts
@@ -31,6 +29,8 @@ from quire.worker.rank.runner import ModelRunner
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.request import Prepared
 from quire.worker.request.sampling_params import SamplingParams
+from quire.worker.step.messages import StepInput
+from quire.worker.step.sampling_batch import SamplingBatch
 from quire.worker.weights.checkpoint import TensorInfo
 from quire.worker.weights.loader import Weights
 
@@ -299,7 +299,7 @@ def _workload(
         eos_token_ids=(),
         kv_dtype="random",
     )
-    engine = Engine(config, facts, executor)
+    engine = GroupEngine(config, facts, executor)
     for rows in sorted({1, min(32, requests), requests}):
         rng = np.random.default_rng(rows)
         params: Any = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from bench.kv.groups import travel_of
+from bench.kv.groups import transfers_of
 
 from quire.cluster.group.server import GroupServer
 from quire.worker.blocks.hashing import BlockHash
@@ -24,7 +24,7 @@ Harm = Callable[[Path, Path, np.random.Generator], None]
 
 
 def store_of(group: GroupServer) -> disk.DiskStore:
-    store = travel_of(group)._disk
+    store = transfers_of(group)._disk
     assert store is not None, "it keeps nothing on disk"
     return store
 

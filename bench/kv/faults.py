@@ -44,7 +44,7 @@ from bench.kv.groups import (
     peers_of,
     random_prompt,
     running,
-    travel_of,
+    transfers_of,
 )
 from bench.kv.lenders import Lenders, stop
 from bench.kv.resting import Flips, before_cache, before_disk, before_sending, in_threads
@@ -56,7 +56,7 @@ from quire.cluster.config import ClusterConfig
 from quire.cluster.group.server import GroupServer
 from quire.worker.blocks.hashing import BlockHashes, TokenIds
 from quire.worker.blocks.kv_format import PeerSource
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.tiers import arriving
 from quire.worker.request.outputs import Fetched
 
@@ -221,7 +221,7 @@ class _Bench:
             borrower = peers_of(group)._borrower
             borrower._shunned_s = 0.0  # Otherwise most requests would fetch from no group.
             borrower._stall_s = _STALL_S
-            block_bytes = travel_of(group).format.block_bytes
+            block_bytes = transfers_of(group).format.block_bytes
             self._wire = self._wire or wire_faults(block_bytes=block_bytes, rng=self._rng)
             num_last = num_requests // 10
             await self._ask_all(num_requests - num_last)
@@ -256,7 +256,7 @@ class _Bench:
 
     async def _wait_until_saved(self) -> None:
         """Waits until no block is being written to disk."""
-        saver, until_s = travel_of(self._group)._saver, time.monotonic() + _SAVED_S
+        saver, until_s = transfers_of(self._group)._saver, time.monotonic() + _SAVED_S
         while saver is not None and saver.num_coming and time.monotonic() < until_s:
             await asyncio.sleep(0.01)
 
@@ -466,8 +466,8 @@ class _Bench:
         return await ask(self._twin, token_ids, cache_salt=str(self._num_computed))
 
 
-def _on_disk(names: BlockHashes, group: GroupServer, engine: Engine) -> tuple[int, int]:
+def _on_disk(names: BlockHashes, group: GroupServer, engine: GroupEngine) -> tuple[int, int]:
     """Which of a chain's blocks would be read from disk."""
     num_here = len(engine._pool.match(names))
-    num_here += len(travel_of(group).on_shelf(names[num_here:]))
+    num_here += len(transfers_of(group).match(names[num_here:]))
     return num_here, num_here + store_of(group).match(names[num_here:])

@@ -28,8 +28,8 @@ from quire.cluster.links.group_link import GroupContact
 from quire.worker.bench.sweep import token_bytes
 from quire.worker.blocks.hashing import BlockHashes, TokenIds
 from quire.worker.blocks.kv_format import PeerSource
-from quire.worker.engine.engine import Engine
-from quire.worker.parts.tiers.tiers import Travel
+from quire.worker.group_engine import GroupEngine
+from quire.worker.parts.tiers.transfers import Transfers
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.outputs import Fetched
 from quire.worker.request.request import Prepared
@@ -120,14 +120,14 @@ async def answers(group: GroupServer, prompts: Sequence[TokenIds]) -> list[Answe
     return [said.answer for said in await asyncio.gather(*[ask(group, each) for each in prompts])]
 
 
-def engine_of(group: GroupServer) -> Engine:
+def engine_of(group: GroupServer) -> GroupEngine:
     return group._engine
 
 
-def travel_of(group: GroupServer) -> Travel:
-    travel = group._engine._travel
-    assert travel is not None, "its blocks do not leave its cache"
-    return travel
+def transfers_of(group: GroupServer) -> Transfers:
+    transfers = group._engine.transfers
+    assert transfers is not None, "its blocks do not leave its cache"
+    return transfers
 
 
 def peers_of(group: GroupServer) -> Peers:
@@ -135,7 +135,7 @@ def peers_of(group: GroupServer) -> Peers:
     return group._peers
 
 
-async def in_engine(group: GroupServer, function: Callable[[Engine], T]) -> T:
+async def in_engine(group: GroupServer, function: Callable[[GroupEngine], T]) -> T:
     """Runs ``function`` in the engine's thread, between two steps."""
     return await group._engine_loop.call(function)
 

@@ -7,13 +7,13 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-from bench.kv.groups import travel_of
+from bench.kv.groups import transfers_of
 
 from quire.cluster.group.server import GroupServer
-from quire.worker.engine.copies import Slot
+from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers import checker
 from quire.worker.parts.tiers.loan import Lent, Loan
-from quire.worker.parts.tiers.tiers import Travel
+from quire.worker.parts.tiers.transfers import Transfers
 
 _lend = Loan.lend
 
@@ -21,9 +21,9 @@ _lend = Loan.lend
 class Flips:
     """How many bits were flipped."""
 
-    def __init__(self, travel: Travel, rng: np.random.Generator) -> None:
+    def __init__(self, transfers: Transfers, rng: np.random.Generator) -> None:
         self.num = 0
-        self._travel = travel
+        self._transfers = transfers
         self._rng = rng
 
     def flip(self, slots: list[Slot]) -> None:
@@ -31,15 +31,15 @@ class Flips:
         if not slots or self.num:
             return
         self.num += 1
-        block_C = self._travel.host_blocks_XC[slots[int(self._rng.integers(len(slots)))]]
+        block_C = self._transfers.host_blocks_XC[slots[int(self._rng.integers(len(slots)))]]
         block_C[int(self._rng.integers(len(block_C)))] ^= 1 << int(self._rng.integers(8))
 
 
 @contextlib.contextmanager
 def before_disk(group: GroupServer, rng: np.random.Generator) -> Iterator[Flips]:
     """A block that waits to be written to disk changes."""
-    travel = travel_of(group)
-    saver, flips = travel._saver, Flips(travel, rng)
+    transfers = transfers_of(group)
+    saver, flips = transfers._saver, Flips(transfers, rng)
     assert saver is not None, "it keeps nothing on disk"
     begin = saver._begin
 
@@ -55,8 +55,8 @@ def before_disk(group: GroupServer, rng: np.random.Generator) -> Iterator[Flips]
 @contextlib.contextmanager
 def before_cache(group: GroupServer, rng: np.random.Generator) -> Iterator[Flips]:
     """A block that was received, or read from disk, changes before the KV cache has it."""
-    travel = travel_of(group)
-    pulls, flips = travel.pulls, Flips(travel, rng)
+    transfers = transfers_of(group)
+    pulls, flips = transfers.pulls, Flips(transfers, rng)
     advance = pulls.advance
 
     def change() -> None:
@@ -69,7 +69,7 @@ def before_cache(group: GroupServer, rng: np.random.Generator) -> Iterator[Flips
         advance()
 
     def _here() -> Any:
-        return travel._pool._block_of
+        return transfers._pool._block_of
 
     with mock.patch.object(pulls, "advance", change):
         yield flips

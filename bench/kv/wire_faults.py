@@ -10,13 +10,13 @@ from functools import partial
 from itertools import count, cycle, repeat
 
 import numpy as np
-from bench.kv.groups import in_engine, names_of, peers_of, travel_of
+from bench.kv.groups import in_engine, names_of, peers_of, transfers_of
 from tests.flaky_proxy import Fault, FlakyProxy
 
 from quire.cluster.features.kv_exchange.frames import HEADER_BYTES, end_frame
 from quire.cluster.group.server import GroupServer
 from quire.worker.blocks.hashing import TokenIds
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 
 _MOST_CONNECTIONS = 100
 """Bound of one proxy, which keeps them all open."""
@@ -53,14 +53,16 @@ async def behave(group: GroupServer, fault: Fault | None) -> None:
 async def flip_kept(group: GroupServer, prompt: TokenIds, number: int) -> bool:
     """Flips a bit of a block of the prompt that the group keeps in host memory and whose checksum
     it knows; whether there was one. ``number`` chooses."""
-    travel, names = travel_of(group), names_of(group, prompt)
+    transfers, names = transfers_of(group), names_of(group, prompt)
 
-    def flip(engine: Engine) -> bool:
+    def flip(engine: GroupEngine) -> bool:
         num_here = len(engine._pool.match(names))
-        slots = [slot for slot in travel.on_shelf(names[num_here:]) if travel.shelf.checksum(slot)]
+        slots = [
+            slot for slot in transfers.match(names[num_here:]) if transfers.host_tier.checksum(slot)
+        ]
         if not slots:
             return False
-        block_C = travel.host_blocks_XC[slots[number % len(slots)]]
+        block_C = transfers.host_blocks_XC[slots[number % len(slots)]]
         block_C[number % len(block_C)] ^= 1 << number % 8
         return True
 

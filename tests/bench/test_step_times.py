@@ -7,10 +7,10 @@ import pytest
 from bench import step_times
 
 from quire.simulate.fit import fit_cost
-from quire.worker.engine.messages import StepInput
 from quire.worker.rank.executor import InProcessExecutor
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import ConfigError
+from quire.worker.step.messages import StepInput
 
 
 @pytest.mark.slow

@@ -53,8 +53,7 @@ from quire.cluster.wire import format_to_proto
 from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2, inference_pb2_grpc
-from quire.worker.engine.engine import Engine
-from quire.worker.engine.messages import StepInput, StepOutput
+from quire.worker.group_engine import GroupEngine
 from quire.worker.model.facts import ModelFacts
 from quire.worker.parts.adapters.peft import read_config
 from quire.worker.parts.adapters.reading import Read
@@ -62,6 +61,7 @@ from quire.worker.parts.adapters.store import AdapterStore, Held
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import InvalidRequest, RankFailure
 from quire.worker.request.outputs import TokenLogprobs
+from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.text.tokenizer import Tokenizer
 
 BLOCK_SIZE = 4
@@ -251,7 +251,7 @@ class Group:
 
     name: str
     executor: HashExecutor
-    engine: Engine
+    engine: GroupEngine
     engine_loop: EngineLoop
     service: GroupService
     server: grpc.aio.Server
@@ -383,7 +383,7 @@ def start_group(model: HashModel) -> StartGroup:
         if store is not None:
             reads = {"read_adapter": held_in(store)}
             kept = {"adapters": GroupAdapters(store, checked_in(store))}
-        engine = Engine(
+        engine = GroupEngine(
             config,
             facts,
             executor,

@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from quire.kernels.native import library as native
 from quire.llm import LLM, LoRARequest
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.families import other
 from quire.worker.rank.executor import make_executor
@@ -114,19 +114,19 @@ def expected(model: Any, prompt: list[int], pooling: str) -> npt.NDArray[np.floa
 
 
 @contextmanager
-def engine_of(model: Path, **options: Any) -> Iterator[Engine]:
+def engine_of(model: Path, **options: Any) -> Iterator[GroupEngine]:
     settings: dict[str, Any] = {
         **{"model": model, "device": "cpu", "num_blocks": 64, "num_threads": 1, "max_num_seqs": 8},
         "max_num_batched_tokens": 160,
     }
     config = EngineConfig(**settings | options)
     executor, facts = make_executor(config)
-    engine = Engine(config, facts, executor)
+    engine = GroupEngine(config, facts, executor)
     yield engine
     engine.close()
 
 
-def embed(engine: Engine, prompts: list[list[int]]) -> npt.NDArray[np.float32]:
+def embed(engine: GroupEngine, prompts: list[list[int]]) -> npt.NDArray[np.float32]:
     for number, prompt in enumerate(prompts):
         engine.add_request(request(str(number), prompt, task="embed", temperature=0, max_tokens=1))
     found = {}
@@ -248,7 +248,7 @@ def test_texts_and_embeddings_run_side_by_side(tmp_path: Path) -> None:
     np.testing.assert_array_equal(vectors[0], vectors[1])
 
 
-def embed_beside(engine: Engine, tokens: list[int]) -> npt.NDArray[np.float32]:
+def embed_beside(engine: GroupEngine, tokens: list[int]) -> npt.NDArray[np.float32]:
     engine.add_request(request("vector", PROMPTS[1], task="embed", temperature=0, max_tokens=1))
     vector: npt.NDArray[np.float32] | None = None
     while engine.has_work:

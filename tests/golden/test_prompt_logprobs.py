@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from quire.llm import LLM, RequestOutput, SamplingParams
-from quire.worker.engine.messages import MAX_SCORED_TOKENS
 from quire.worker.request.errors import InvalidRequest
+from quire.worker.step.messages import MAX_SCORED_TOKENS
 
 SCORES = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)
 LENGTHS = (1, 2, 16, 33, 70, 71, 130)

@@ -9,11 +9,12 @@ import numpy as np
 
 from quire.cluster.features.nodes.remote_rank import RemoteRankTask
 from quire.cluster.features.nodes.remote_ranks import RemoteRanks
-from quire.worker.engine.messages import Executor, StepInput
-from quire.worker.engine.sampling_batch import SamplingBatch
-from quire.worker.model.facts import ModelFacts, model_facts
+from quire.worker.model.facts import ModelFacts
+from quire.worker.model.read_facts import model_facts
 from quire.worker.rank.lockstep import LockstepExecutor
 from quire.worker.request.config import EngineConfig
+from quire.worker.step.messages import Executor, StepInput
+from quire.worker.step.sampling_batch import SamplingBatch
 
 RANK = """
 import pickle, sys

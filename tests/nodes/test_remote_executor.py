@@ -26,11 +26,11 @@ from quire.cluster.features.nodes.remote_rank import RemoteRankTask
 from quire.cluster.features.nodes.remote_ranks import ProcessStarter, RemoteRanks
 from quire.kernels.native import library as native
 from quire.llm import LLM, SamplingParams
-from quire.worker.engine.messages import StepInput
 from quire.worker.rank import lockstep
 from quire.worker.rank.lockstep import LockstepExecutor
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import ConfigError, RankFailure
+from quire.worker.step.messages import StepInput
 
 pytestmark = pytest.mark.slow
 

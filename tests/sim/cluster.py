@@ -1,6 +1,6 @@
 """A simulated cluster of real parts: groups, gateways, and an operator that replaces lost ones.
 
-Real are `Engine` with scheduler, block pool and events, `EngineLoop`, `GroupService`,
+Real are `GroupEngine` with scheduler, block pool and events, `EngineLoop`, `GroupService`,
 `GroupClient`, `Groups`, `RoutingTable`, `ModelService` and the `Inference` service. Simulated are
 the model, the network and Ray Serve. The latter's place is taken by *operations*: it notices after
 a delay that a process is dead or an engine has failed, starts another, and sends gateways the new
@@ -32,7 +32,7 @@ from quire.cluster.model_card import Expectation
 from quire.router.config import RoutingConfig
 from quire.router.table import RoutingTable
 from quire.v1 import group_pb2
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.model.facts import ModelFacts
 from quire.worker.request.config import EngineConfig
 
@@ -89,7 +89,7 @@ class SimGroup:
             max_num_batched_tokens=plan.max_num_batched_tokens,
             max_num_waiting=plan.max_num_waiting,
         )
-        self.engine = Engine(
+        self.engine = GroupEngine(
             config, facts, self.executor, clock=cluster.loop.time, epoch=self.epoch
         )
         self.engine_loop = SimEngineLoop(

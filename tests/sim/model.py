@@ -18,9 +18,9 @@ from tests.direct_executor import DirectExecutor
 from tests.steps import samples
 
 from quire.cluster.group.engine_loop import EngineLoop
-from quire.worker.engine.engine import Engine
-from quire.worker.engine.messages import StepInput, StepOutput
+from quire.worker.group_engine import GroupEngine
 from quire.worker.request.errors import RankFailure
+from quire.worker.step.messages import StepInput, StepOutput
 from quire.worker.text.tokenizer import Tokenizer
 
 EOS = 256
@@ -127,7 +127,7 @@ class _Inbox(queue.SimpleQueue[Callable[[], object] | None]):
 class SimEngineLoop(EngineLoop):
     """An `EngineLoop` with a task in place of its thread and simulated durations of steps."""
 
-    def __init__(self, engine: Engine, *, cost: StepCost, max_step_tokens: int) -> None:
+    def __init__(self, engine: GroupEngine, *, cost: StepCost, max_step_tokens: int) -> None:
         self.can_step = asyncio.Event()
         """While cleared, the engine hangs in the next step that it begins."""
         self.can_step.set()

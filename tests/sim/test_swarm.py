@@ -30,7 +30,7 @@ from quire.cluster.links.group_stream import GroupStream
 from quire.cluster.serving.admission import Admission
 from quire.cluster.serving.ticket import Stage, Ticket
 from quire.router.table import RoutingTable
-from quire.worker.engine.block_pool import BlockPool
+from quire.worker.cache.block_pool import BlockPool
 from quire.worker.request.request import Prepared
 
 ROOT = Path(__file__).resolve().parents[2]

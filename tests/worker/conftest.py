@@ -17,8 +17,7 @@ from tests.direct_executor import DirectExecutor
 from tests.steps import banned_ids, samples
 from tests.worker import drivers
 
-from quire.worker.engine.engine import Engine
-from quire.worker.engine.messages import StepInput, StepOutput
+from quire.worker.group_engine import GroupEngine
 from quire.worker.model.facts import ModelFacts
 from quire.worker.parts.adapters.reading import Read
 from quire.worker.parts.tiers.pull import Fetch
@@ -26,6 +25,7 @@ from quire.worker.request.arrays import Longs
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import RankFailure
 from quire.worker.request.outputs import TokenLogprobs
+from quire.worker.step.messages import StepInput, StepOutput
 
 config_of, driver, driver_of = drivers.config_of, drivers.driver, drivers.driver_of
 oracle, row, runner_of = drivers.oracle, drivers.row, drivers.runner_of
@@ -137,7 +137,7 @@ class PagedExecutor(DirectExecutor):
 
 
 @pytest.fixture
-def make_engine() -> Callable[..., tuple[Engine, PagedExecutor]]:
+def make_engine() -> Callable[..., tuple[GroupEngine, PagedExecutor]]:
     """Builds an engine of ``num_blocks`` small blocks; options are those of `EngineConfig`."""
 
     def make(
@@ -150,7 +150,7 @@ def make_engine() -> Callable[..., tuple[Engine, PagedExecutor]]:
         fetch: Fetch | None = None,
         clock: Callable[[], float] = time.monotonic,
         **options: object,
-    ) -> tuple[Engine, PagedExecutor]:
+    ) -> tuple[GroupEngine, PagedExecutor]:
         executor = PagedExecutor(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -171,7 +171,7 @@ def make_engine() -> Callable[..., tuple[Engine, PagedExecutor]]:
             eos_token_ids=(EOS,),
             kv_dtype="float32",
         )
-        engine = Engine(
+        engine = GroupEngine(
             config, facts, executor, read_adapter=read_adapter, fetch=fetch, clock=clock
         )
         return engine, executor

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tests.steps import adjusting
 
-from quire.worker.engine.messages import Executor, StepInput
-from quire.worker.engine.sampling_batch import Edits, SamplingBatch
 from quire.worker.rank.host_memory import map_host_blocks
 from quire.worker.request.config import EngineConfig
+from quire.worker.step.messages import Executor, StepInput
+from quire.worker.step.sampling_batch import Edits, SamplingBatch
 
 
 @dataclass(frozen=True)

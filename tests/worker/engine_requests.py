@@ -9,11 +9,11 @@ from typing import Any
 from tests.prepared import prepared
 
 from quire.worker.blocks.hashing import as_token_ids
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.request.outputs import TokenDelta
 from quire.worker.request.request import Prepared
 
-MakeEngine = Callable[..., tuple[Engine, Any]]
+MakeEngine = Callable[..., tuple[GroupEngine, Any]]
 Generate = Callable[..., tuple[list[int], str]]
 Tokens = dict[str, list[int]]
 
@@ -36,7 +36,7 @@ def request(
     )
 
 
-def run(engine: Engine, *requests: Prepared) -> dict[str, TokenDelta]:
+def run(engine: GroupEngine, *requests: Prepared) -> dict[str, TokenDelta]:
     """Runs ``requests`` to their ends; returns each one's last output, with all of its tokens."""
     for one in requests:
         engine.add_request(one)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from quire.kernels.quantization import KvCacheDType, Quantization
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.model.hub import fetch_adapter, fetch_checkpoint, with_revision
 from quire.worker.model.sentence_folder import read_scoring, read_use
 from quire.worker.parts.adapters.reading import checker
@@ -196,7 +196,7 @@ class LLM:
         self._scoring = read_scoring(self.config.model)
         self._use = read_use(self.config.model)
         executor, facts = make_executor(self.config)
-        self._engine = Engine(self.config, facts, executor)
+        self._engine = GroupEngine(self.config, facts, executor)
         self._adapters = AdapterStore(check=checker(self.config))
         self._num_prompts = 0
         self._templates: TemplateProcess | None = None
@@ -204,7 +204,7 @@ class LLM:
         self._finalizer = weakref.finalize(self, self._engine.close)
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> GroupEngine:
         """The engine that runs this model. It has statistics and block events."""
         return self._engine
 

@@ -4,14 +4,15 @@
 argument, and imports none.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quire.cluster.edge.body import BodyReader
     from quire.cluster.edge.call import Call
     from quire.cluster.edge.grpc_calls import GrpcService
+    from quire.cluster.edge.http_errors import ErrorForm
     from quire.cluster.edge.openai_format import Format
     from quire.cluster.edge.openai_schema import GenerationBody
     from quire.cluster.edge.routes import ApiRoute
@@ -28,6 +29,8 @@ class TextCall:
     """Makes the answer, whole or as a stream."""
     id_prefix: str
     """How the answer's id begins."""
+    prompt_field: str = "prompt"
+    """The body's field to which errors of the prompt refer."""
     call: "Call"
 
 
@@ -44,3 +47,5 @@ class Feature:
     """``None`` where it cannot be served."""
     response_headers: Sequence[str] = ()
     """Headers of answers, which pages of other origins may read."""
+    error_forms: "Mapping[str, ErrorForm]" = field(default_factory=dict)
+    """How errors look where they are not OpenAI's, by path; all paths below it are meant too."""

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.block_pool import BlockId, BlockPool
-from quire.worker.engine.eviction import EvictionQueue, PolicyFactory
+from quire.worker.cache.block_pool import BlockId, BlockPool
+from quire.worker.cache.eviction import EvictionQueue, PolicyFactory
 
 Chain = tuple[BlockHash, ...]
 

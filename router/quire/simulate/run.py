@@ -24,7 +24,7 @@ from quire.simulate.result import Result
 from quire.simulate.trace import Trace
 from quire.simulate.travel import Fetching, HostLog, TravelConfig
 from quire.worker.blocks.events import EventLog
-from quire.worker.engine.eviction import LowestUtility
+from quire.worker.cache.eviction import LowestUtility
 from quire.worker.request.errors import ConfigError
 
 Eviction = Literal["plain-lru", "utility"]

@@ -25,10 +25,10 @@ from quire.kernels.shared_prefix import SharedArrays, find_shared
 from quire.kernels.triton.backend import TritonBackend
 from quire.kernels.triton.launch import SPLIT_TOKENS
 from quire.llm import LLM, SamplingParams
-from quire.worker.engine.messages import StepInput
 from quire.worker.model import load
 from quire.worker.rank import runner as model_runner
 from quire.worker.rank.graphs import Bucket, DecodeGraphs, make_buckets
+from quire.worker.step.messages import StepInput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 PROMPTS = [list(range(5, 5 + length)) for length in (1, 9, 30)]

@@ -21,8 +21,8 @@ pytest.importorskip("triton", reason="the kernels need triton to be interpreted"
 from quire.kernels.reference import sampling as reference_sampling
 from quire.kernels.triton.launch import SAMPLE_BLOCK
 from quire.kernels.triton.sample import sample
-from quire.worker.engine.sampling_batch import SamplingBatch
 from quire.worker.rank.sampling import draw
+from quire.worker.step.sampling_batch import SamplingBatch
 
 
 def parameters(num_rows: int, *, seed: int = 0) -> dict[str, Tensor]:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.worker.engine_requests import Generate, MakeEngine, range_prompt, request, run
 
-from quire.worker.engine.messages import StepInput
 from quire.worker.request.progress import Progress
+from quire.worker.step.messages import StepInput
 
 # Prefix caching
 

@@ -8,12 +8,12 @@ from typing import Any
 from tests.prepared import prepared
 from tests.steps import banned_ids
 
-from quire.worker.engine.engine import Engine
-from quire.worker.engine.messages import StepInput
+from quire.worker.group_engine import GroupEngine
 from quire.worker.request.outputs import TokenDelta
 from quire.worker.request.request import Prepared
+from quire.worker.step.messages import StepInput
 
-MakeEngine = Callable[..., tuple[Engine, Any]]
+MakeEngine = Callable[..., tuple[GroupEngine, Any]]
 Generate = Callable[..., tuple[list[int], str]]
 PROMPT = [2, 3, 4, 5, 6, 7]
 
@@ -29,7 +29,7 @@ def late_tokens(executor: Any) -> list[int]:
     return [len(step.late_tokens_L) for step in executor.steps]
 
 
-def run(engine: Engine) -> dict[str, list[int]]:
+def run(engine: GroupEngine) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     while engine.has_work:
         for output in engine.step():

@@ -23,15 +23,15 @@ from tests.prepared import prepared
 from quire.worker.blocks.events import BlockContent, BlockEvent, BlocksRemoved, BlocksStored
 from quire.worker.blocks.hashing import BlockHash, TokenIds, as_token_ids, hash_blocks, root_hash
 from quire.worker.blocks.kv_format import PeerSource
-from quire.worker.engine.engine import Engine
-from quire.worker.engine.messages import StepInput
+from quire.worker.group_engine import GroupEngine
 from quire.worker.request.errors import InvalidRequest
 from quire.worker.request.outputs import TokenDelta
 from quire.worker.request.sampling_params import SamplingParams
+from quire.worker.step.messages import StepInput
 
 VOCAB_SIZE = 50
 EOS = 1
-MakeEngine = Callable[..., tuple[Engine, Any]]
+MakeEngine = Callable[..., tuple[GroupEngine, Any]]
 Generate = Callable[..., tuple[list[int], str]]
 
 

@@ -250,6 +250,6 @@ def test_a_checked_request_is_checked_again_only_where_it_is_too_long(
     engine, _ = make_engine()
     with pytest.raises(InvalidRequest, match="max_tokens=1000000"):
         engine.add_request(replace(request("a", [1], max_tokens=1_000_000), is_checked=True))
-    monkeypatch.setattr("quire.worker.engine.check.check_request", None)
+    monkeypatch.setattr("quire.worker.request.check.check_request", None)
     checked = replace(request("b", [1, 2], max_tokens=2), is_checked=True)
     assert len(run(engine, checked)["b"].token_ids) == 2

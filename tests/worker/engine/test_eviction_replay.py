@@ -10,10 +10,10 @@ import pytest
 from tests.prepared import prepared
 
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.engine import Engine
-from quire.worker.engine.eviction import LowestUtility, PolicyFactory
+from quire.worker.cache.eviction import LowestUtility, PolicyFactory
+from quire.worker.group_engine import GroupEngine
 
-MakeEngine = Callable[..., tuple[Engine, Any]]
+MakeEngine = Callable[..., tuple[GroupEngine, Any]]
 
 TRACE = Path(__file__).parents[4] / "shared/data/traces/mooncake_conversation_trace.jsonl"
 needs_trace = pytest.mark.skipif(not TRACE.exists(), reason=f"{TRACE} is not here")

@@ -14,7 +14,7 @@ from tests.worker.engine_requests import request
 from transformers import LlamaForCausalLM
 
 from quire.kernels.native import library as native
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.rank.executor import make_executor
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import InvalidRequest
@@ -30,7 +30,7 @@ OTHERS = [
 
 
 @contextmanager
-def engine_of(model: Path, **options: Any) -> Iterator[Engine]:
+def engine_of(model: Path, **options: Any) -> Iterator[GroupEngine]:
     config = EngineConfig(
         model=model,
         device="cpu",
@@ -41,13 +41,13 @@ def engine_of(model: Path, **options: Any) -> Iterator[Engine]:
         **options,
     )
     executor, facts = make_executor(config)
-    engine = Engine(config, facts, executor)
+    engine = GroupEngine(config, facts, executor)
     yield engine
     engine.close()
 
 
 def run(
-    engine: Engine, *requests: Prepared
+    engine: GroupEngine, *requests: Prepared
 ) -> tuple[dict[str, list[int]], dict[str, list[npt.NDArray[np.float32]]]]:
     """Runs requests; returns the tokens of each and the hidden states received with them."""
     tokens: dict[str, list[int]] = {each.request_id: [] for each in requests}

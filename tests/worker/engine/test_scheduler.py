@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from tests.prepared import prepared
 
-from quire.worker.engine.engine import Engine
 from quire.worker.engine.waiting import AGING
+from quire.worker.group_engine import GroupEngine
 from quire.worker.request.errors import ConfigError
 from quire.worker.request.request import Prepared
 
-MakeEngine = Callable[..., tuple[Engine, Any]]
+MakeEngine = Callable[..., tuple[GroupEngine, Any]]
 Generate = Callable[..., tuple[list[int], str]]
 
 POLICIES = ["fcfs", "shortest_prefill"]
@@ -30,7 +30,7 @@ def request(
     return prepared(request_id, tokens, max_tokens=max_tokens, ignore_eos=True, priority=priority)
 
 
-def run(engine: Engine) -> dict[str, list[int]]:
+def run(engine: GroupEngine) -> dict[str, list[int]]:
     """Runs all requests; returns the tokens of each, ordered by first tokens."""
     outputs: dict[str, list[int]] = {}
     while engine.has_work:

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from tests.prepared import prepared
 
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 
-MakeEngine = Callable[..., tuple[Engine, Any]]
+MakeEngine = Callable[..., tuple[GroupEngine, Any]]
 Generate = Callable[..., tuple[list[int], str]]
 
 SHARED, OWN, OUTPUT, COUNT = 768, 48, 3, 6

@@ -3,7 +3,7 @@ import pytest
 from tests.prepared import prepared
 
 from quire.worker.blocks.events import EventLog
-from quire.worker.engine.block_pool import BlockPool
+from quire.worker.cache.block_pool import BlockPool
 from quire.worker.engine.scheduler import Scheduler
 from quire.worker.engine.sequence import Sequence
 from quire.worker.engine.step_input import StepInputs

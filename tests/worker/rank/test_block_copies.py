@@ -16,14 +16,14 @@ import torch
 from tests.worker.engine_requests import request, run
 
 from quire.worker.blocks.kv_format import KvFormat
-from quire.worker.engine.engine import Engine
-from quire.worker.engine.messages import Executor, StepInput, StepOutput
-from quire.worker.engine.sampling_batch import SamplingBatch
+from quire.worker.group_engine import GroupEngine
 from quire.worker.rank.copies import BlockCopies, CacheLayout
 from quire.worker.rank.executor import make_executor
 from quire.worker.rank.host_memory import MIN_SLOTS, num_host_blocks
 from quire.worker.rank.lockstep import LockstepExecutor
 from quire.worker.request.errors import ConfigError
+from quire.worker.step.messages import Executor, StepInput, StepOutput
+from quire.worker.step.sampling_batch import SamplingBatch
 from quire.worker.weights.loader import Shard
 
 PROMPT = np.random.default_rng(3).integers(3, 320, 37).tolist()
@@ -41,7 +41,7 @@ def test_a_copy_of_a_cached_block_gives_the_same_tokens(
 ) -> None:
     config = config_of(tiny_llama, tensor_parallel_size=num_ranks)
     executor, facts = make_executor(config)
-    engine, submit, spare = Engine(config, facts, executor), executor.submit, 127
+    engine, submit, spare = GroupEngine(config, facts, executor), executor.submit, 127
     try:
         expected = run(engine, request("first", PROMPT, max_tokens=8, temperature=0))["first"]
         for source, is_same in ((0, True), (1, False)):

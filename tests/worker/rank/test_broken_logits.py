@@ -13,8 +13,7 @@ from tests.prepared import prepared
 from tests.steps import banning
 
 from quire.llm import LLM, SamplingParams
-from quire.worker.engine.engine import Engine
-from quire.worker.engine.messages import StepOutput
+from quire.worker.group_engine import GroupEngine
 from quire.worker.rank.codec import StepSlots
 from quire.worker.rank.executor import make_executor
 from quire.worker.rank.sampling.device import DeviceSampler
@@ -22,6 +21,7 @@ from quire.worker.rank.sampling.draw import sample
 from quire.worker.rank.sampling.head import head_rows, sample_beside
 from quire.worker.request.errors import BrokenLogits
 from quire.worker.request.outputs import TokenDelta
+from quire.worker.step.messages import StepOutput
 
 POISON = 7
 
@@ -43,7 +43,7 @@ def fragile(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(engine: Engine, prompts: dict[str, list[int]], **params: Any) -> Deltas:
+def run(engine: GroupEngine, prompts: dict[str, list[int]], **params: Any) -> Deltas:
     sampling = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, "seed": 3, **params})
     found: Deltas = {name: [] for name in prompts}
     for name, token_ids in prompts.items():
@@ -72,7 +72,7 @@ def test_a_request_of_nan_logits_ends_by_name_and_others_go_on(
     others = {f"r{n}": [20 + n, 30, 40] for n in range(num_others)}
     config = config_of(fragile, **settings)
     executor, facts = make_executor(config)
-    engine = Engine(config, facts, executor)
+    engine = GroupEngine(config, facts, executor)
     try:
         alone = run(engine, others, **params)
         engine.reset_prefix_cache()

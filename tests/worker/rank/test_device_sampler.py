@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from quire.worker.engine.sampling_batch import Edits
 from quire.worker.rank.sampling.device import DeviceSampler
 from quire.worker.rank.sampling.draw import sample
 from quire.worker.rank.staging import ALIGNMENT, Array, pack, packed_bytes, stage, unpack
+from quire.worker.step.sampling_batch import Edits
 
 SAMPLER = DeviceSampler(torch.device("cpu"))
 

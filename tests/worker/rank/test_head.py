@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.steps import adjusting, banning
 
-from quire.worker.engine.sampling_batch import Edits, SamplingBatch
 from quire.worker.rank.collectives import TensorParallel
 from quire.worker.rank.sampling.draw import sample
 from quire.worker.rank.sampling.head import HeadRows, edits_of, head_rows, sample_beside
 from quire.worker.request.arrays import Ints, Longs
+from quire.worker.step.sampling_batch import Edits, SamplingBatch
 
 LOGITS = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
 BEST = int(LOGITS[4].argmax())

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.worker.engine.messages import StepOutput
 from quire.worker.rank.codec import StepSlots, unpack
 from quire.worker.rank.messages import Failed
 from quire.worker.rank.rank import Answers
+from quire.worker.step.messages import StepOutput
 
 
 @dataclass

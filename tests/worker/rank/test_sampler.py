@@ -13,9 +13,9 @@ from tests.steps import banning
 
 from quire.kernels.native import sampling
 from quire.kernels.reference import sampling as reference_sampling
-from quire.worker.engine.sampling_batch import Edits
 from quire.worker.rank.sampling import draw
 from quire.worker.rank.sampling.draw import sample, uniforms
+from quire.worker.step.sampling_batch import Edits
 
 
 def twin_keeps(

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.worker.engine.messages import StepInput, StepOutput
-from quire.worker.engine.sampling_batch import SAMPLE_TYPES, Adjustments, Edits, SamplingBatch
 from quire.worker.rank.codec import StepSlots, all_slots_bytes, pack, slot_bytes, unpack
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.outputs import TokenLogprobs
+from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.step.sampling_batch import SAMPLE_TYPES, Adjustments, Edits, SamplingBatch
 
 CONFIG = EngineConfig(model=Path("none"), max_num_seqs=5, max_num_batched_tokens=33, block_size=4)
 MAX_MODEL_LEN = 50

@@ -16,12 +16,12 @@ from quire.kernels.native.library import library
 from quire.kernels.ops import Embed, GatedLinear, Linear, LinearLayer, Logits, Program
 from quire.kernels.torch.cpu import CpuBackend
 from quire.kernels.torch.linear import PlainGatedLinear, PlainLinear
-from quire.worker.engine.messages import StepInput
 from quire.worker.model.config import read_model_spec
 from quire.worker.model.program import make_program
 from quire.worker.rank.collectives import TensorParallel
 from quire.worker.rank.runner import ModelRunner
 from quire.worker.request.config import EngineConfig
+from quire.worker.step.messages import StepInput
 from quire.worker.weights.checkpoint import open_checkpoint
 from quire.worker.weights.loader import Shard, Weights
 

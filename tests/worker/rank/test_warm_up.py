@@ -42,7 +42,6 @@ from quire.kernels.triton.backend import TritonBackend
 from quire.kernels.triton.launch import PREFILL_SPLIT_TOKENS, SPLIT_TOKENS
 from quire.llm import LLM, LoRARequest, SamplingParams
 from quire.worker.blocks.kv_format import Bytes
-from quire.worker.engine.messages import StepInput
 from quire.worker.model import load
 from quire.worker.rank import collectives as tensor_parallel
 from quire.worker.rank import runner as model_runner
@@ -51,6 +50,7 @@ from quire.worker.rank.graphs import make_buckets
 from quire.worker.rank.sampling.device import DeviceSampler
 from quire.worker.rank.staging import pack, packed_bytes, unpack
 from quire.worker.rank.symmetric import FixedOrder
+from quire.worker.step.messages import StepInput
 
 CAPABILITY = 80
 VOCAB_SIZE = 320

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.worker.blocks.hashing import root_hash
 from quire.worker.model.config import check_parallel, read_model_spec
-from quire.worker.model.facts import model_facts
+from quire.worker.model.read_facts import model_facts
 from quire.worker.rank.executor import make_executor
 from quire.worker.request.errors import CheckpointError, ConfigError
 from quire.worker.weights.checkpoint import open_checkpoint

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from quire.worker.model.config import check_parallel, read_model_spec
-from quire.worker.model.facts import model_facts
 from quire.worker.model.families.rotary import max_positions, rope
+from quire.worker.model.read_facts import model_facts
 from quire.worker.model.rope import rotary_table
 from quire.worker.rank.executor import make_executor
 from quire.worker.request.config import EngineConfig

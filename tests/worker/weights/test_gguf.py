@@ -17,8 +17,8 @@ from tests.gguf_files import write_tiny
 
 from quire.kernels.grouped import GroupedWeight
 from quire.worker.model.config import read_model_spec
-from quire.worker.model.facts import model_facts
 from quire.worker.model.hub import is_hub_name, model_name, with_revision
+from quire.worker.model.read_facts import model_facts
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import CheckpointError
 from quire.worker.text.tokenizer import Tokenizer

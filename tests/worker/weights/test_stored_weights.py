@@ -13,7 +13,7 @@ from tests.worker.weights.packers import FORMATS, compressed, quantized_copy
 from quire.kernels.grouped import GroupedWeight, decoded
 from quire.kernels.native import library as native
 from quire.worker.model.config import read_model_spec
-from quire.worker.model.facts import model_facts
+from quire.worker.model.read_facts import model_facts
 from quire.worker.rank.executor import make_executor
 from quire.worker.request.errors import CheckpointError, ConfigError
 from quire.worker.weights.checkpoint import open_checkpoint

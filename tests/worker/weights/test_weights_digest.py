@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import native_build
-from quire.worker.model.facts import model_facts
+from quire.worker.model.read_facts import model_facts
 from quire.worker.rank.executor import make_executor
 from quire.worker.weights import digest as weights_digest
 from quire.worker.weights.digest import DIGESTS_NAME, weight_digests

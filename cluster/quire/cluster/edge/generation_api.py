@@ -96,6 +96,7 @@ CHAT = TextCall(
     body=ChatBody,
     format=ChatFormat,
     id_prefix="chatcmpl-",
+    prompt_field="messages",
     call=Call(
         "Generates the next message of a chat.",
         Heading.TEXT,

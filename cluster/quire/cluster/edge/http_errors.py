@@ -7,7 +7,8 @@ number.
 import logging
 import reprlib
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import ceil
 from typing import Any
@@ -40,23 +41,57 @@ _UNIONS = {
     "content": "a string or a list of parts such as {'type': 'text', 'text': '…'}",
 }
 """The types that a union field accepts."""
-_PROMPTS = {"/v1/chat/completions": "messages", "/v1/responses": "input"}
-"""The name of the prompt's field, by path."""
-
-_ANTHROPIC_PATHS = "/v1/messages"
-_ANTHROPIC_TYPES = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
-_ANTHROPIC_STATUSES = {404: "not_found_error", 413: "request_too_large"}
+ErrorForm = Callable[[Mapping[str, Any], int], Mapping[str, Any]]
+"""Converts an `error_body`, which has this status, for the clients of another API."""
 
 
-def error_handlers() -> dict[Any, Any]:
-    """The function that answers each type of exception, for Starlette."""
-    return {
-        Exception: _handle,
-        QuireError: _handle,
-        ValidationError: _handle,
-        HTTPException: _handle_http,
-        ClientDisconnect: _handle_disconnect,
-    }
+@dataclass(frozen=True, kw_only=True)
+class ErrorForms:
+    """How an application answers errors: as OpenAI does, but for the paths given here."""
+
+    below: Mapping[str, ErrorForm] = field(default_factory=dict)
+    """By path; all paths below it are meant too."""
+    prompt_fields: Mapping[str, str] = field(default_factory=dict)
+    """The name of the prompt's field, by path, where it is not ``prompt``."""
+
+    def handlers(self) -> dict[Any, Any]:
+        """The function that answers each type of exception, for Starlette."""
+        return {
+            Exception: self._handle,
+            QuireError: self._handle,
+            ValidationError: self._handle,
+            HTTPException: self._handle_http,
+            ClientDisconnect: _handle_disconnect,
+        }
+
+    async def _handle(self, request: Request, error: Exception) -> Response:
+        kind, body = _describe(error)
+        is_unread = getattr(request.state, "body_is_unread", False)
+        response_type = UnreadResponse if is_unread else JSONResponse
+        path = request.url.path
+        if isinstance(error, InvalidRequest) and error.param == "prompt":
+            body["error"]["param"] = self.prompt_fields.get(path, error.param)
+        said = self._formed(path, body, status=kind.status)
+        return response_type(said, status_code=kind.status, headers=error_headers(error))
+
+    async def _handle_http(self, request: Request, error: HTTPException) -> Response:
+        """The answer to an unknown path or method."""
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        if error.status_code == 404:
+            routes = [route.path_format for route in request.app.routes if isinstance(route, Route)]
+            paths = [path for path in routes if path != "/" and not path.startswith("/ui/")]
+            near = _meant(request.url.path, paths)
+            message += f"; is {near} meant?" if near else "; GET /docs shows all paths"
+        elif error.headers and "Allow" in error.headers:
+            message += f"; use {error.headers['Allow']}"
+        said = self._formed(request.url.path, _body(message, INVALID), status=error.status_code)
+        return JSONResponse(said, status_code=error.status_code, headers=error.headers)
+
+    def _formed(self, path: str, body: Mapping[str, Any], *, status: int) -> Mapping[str, Any]:
+        for above, form in self.below.items():
+            if path == above or path.startswith(f"{above}/"):
+                return form(body, status)
+        return body
 
 
 def error_response(error: Exception) -> Response:
@@ -70,20 +105,6 @@ def error_body(error: Exception) -> dict[str, dict[str, object]]:
     return _describe(error)[1]
 
 
-def anthropic_error(body: Mapping[str, Any], *, status: int = 0) -> dict[str, object]:
-    """``body``, in the form of `error_body`, converted to the form of Anthropic's API."""
-    error = body["error"]
-    type_ = _ANTHROPIC_TYPES.get(error["type"], error["type"])
-    said = {"type": _ANTHROPIC_STATUSES.get(status, type_), "message": error["message"]}
-    return {"type": "error", "error": said}
-
-
-def worded_for(path: str, body: Mapping[str, Any], *, status: int) -> Mapping[str, Any]:
-    """The error ``body`` in the form that clients of ``path`` expect."""
-    is_anthropic = path == _ANTHROPIC_PATHS or path.startswith(f"{_ANTHROPIC_PATHS}/")
-    return anthropic_error(body, status=status) if is_anthropic else body
-
-
 def error_headers(error: Exception) -> dict[str, str]:
     """Headers for retries: whether and when. OpenAI's clients retry each 429 and 5xx unless told
     not to."""
@@ -94,32 +115,6 @@ def error_headers(error: Exception) -> dict[str, str]:
     if error.retry_after_s is not None:
         return {"Retry-After": str(ceil(error.retry_after_s))}
     return {"x-should-retry": "false"} if kind_of(error).status >= 500 else {}
-
-
-async def _handle(request: Request, error: Exception) -> Response:
-    kind, body = _describe(error)
-    is_unread = getattr(request.state, "body_is_unread", False)
-    response_type = UnreadResponse if is_unread else JSONResponse
-    path = request.url.path
-    if isinstance(error, InvalidRequest) and error.param == "prompt":
-        body["error"]["param"] = _PROMPTS.get(path, error.param)
-    said = worded_for(path, body, status=kind.status)
-    return response_type(said, status_code=kind.status, headers=error_headers(error))
-
-
-async def _handle_http(request: Request, error: HTTPException) -> Response:
-    """The answer to an unknown path or method."""
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    if error.status_code == 404:
-        routes = [route.path_format for route in request.app.routes if isinstance(route, Route)]
-        paths = [path for path in routes if path != "/" and not path.startswith("/ui/")]
-        near = _meant(request.url.path, paths)
-        message += f"; is {near} meant?" if near else "; GET /docs shows all paths"
-    elif error.headers and "Allow" in error.headers:
-        message += f"; use {error.headers['Allow']}"
-    body = _body(message, INVALID)
-    said = worded_for(request.url.path, body, status=error.status_code)
-    return JSONResponse(said, status_code=error.status_code, headers=error.headers)
 
 
 def _meant(path: str, paths: Sequence[str]) -> str | None:
@@ -162,11 +157,11 @@ def _validation_body(error: ValidationError) -> dict[str, dict[str, object]]:
     errors = error.errors(include_url=False, include_context=False)
     first = next((each for each in errors if each["type"] == "too_long"), errors[0])
     param = str(first["loc"][0]) if first["loc"] else None
-    for field, kinds in _UNIONS.items():
+    for name, kinds in _UNIONS.items():
         # After the field's name, a union's location names the member, which means nothing to a
         # client.
-        if first["type"] != "too_long" and field in first["loc"][:-1]:
-            location = first["loc"][: first["loc"].index(field) + 1]
+        if first["type"] != "too_long" and name in first["loc"][:-1]:
+            location = first["loc"][: first["loc"].index(name) + 1]
             # The first member, a string, received all of the value.
             message = f"{_shown(location, first['input'])}: must be {kinds}"
             return _body(message, INVALID, param=param)

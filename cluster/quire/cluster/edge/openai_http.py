@@ -17,12 +17,13 @@ from quire.cluster.edge.body import BodyReader
 from quire.cluster.edge.call import Call, Heading
 from quire.cluster.edge.call_records import HttpCalls
 from quire.cluster.edge.generation_api import CHAT, COMPLETIONS, generation_routes
+from quire.cluster.edge.http_errors import ErrorForms
 from quire.cluster.edge.models_api import model_routes
 from quire.cluster.edge.routes import ApiRoute, application
 from quire.cluster.edge.streams import RequestIds
 from quire.cluster.edge.text_api import text_routes
 from quire.cluster.gateway.models import Models
-from quire.cluster.seams import Feature
+from quire.cluster.seams import Feature, TextCall
 
 
 def build_http_app(
@@ -53,8 +54,12 @@ def build_http_app(
         if each.routes_about is not None
         for route in each.routes_about(routes)
     ]
+    errors = ErrorForms(
+        below={path: form for each in features for path, form in each.error_forms.items()},
+        prompt_fields={call.path: call.prompt_field for call in _text_calls(features)},
+    )
     app: ASGIApp = HttpAuth(
-        application([*routes, *about]), keys=keys, headers=models.tenants.headers
+        application([*routes, *about], errors=errors), keys=keys, headers=models.tenants.headers
     )
     if allow_origins:  # Around the keys: a CORS preflight request shows no key.
         app = CORSMiddleware(
@@ -80,11 +85,7 @@ def api_routes(models: Models, bodies: BodyReader, features: Sequence[Feature]) 
     heading."""
     return [
         *model_routes(models),
-        *generation_routes(
-            models,
-            bodies,
-            [CHAT, COMPLETIONS, *(call for each in features for call in each.text_calls)],
-        ),
+        *generation_routes(models, bodies, _text_calls(features)),
         *(
             route
             for each in features
@@ -94,6 +95,10 @@ def api_routes(models: Models, bodies: BodyReader, features: Sequence[Feature]) 
         *text_routes(models, bodies),
         *_own_routes(models),
     ]
+
+
+def _text_calls(features: Sequence[Feature]) -> list[TextCall]:
+    return [CHAT, COMPLETIONS, *(call for each in features for call in each.text_calls)]
 
 
 def build_metrics_app(models: Models, *, keys: ApiKeys | None) -> ASGIApp:

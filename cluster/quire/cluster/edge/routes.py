@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from quire.cluster.edge.access import Access, check_access
 from quire.cluster.edge.call import Call
-from quire.cluster.edge.http_errors import error_handlers
+from quire.cluster.edge.http_errors import ErrorForms
 
 
 class ApiRoute(Route):
@@ -63,10 +63,11 @@ class _Unknown(BaseRoute):
         raise HTTPException(404)
 
 
-def application(routes: Sequence[ApiRoute]) -> Starlette:
-    """The application of ``routes``, for `HttpAuth` to put the caller into the scope. Raises
-    TypeError if a route does not declare who may call it."""
+def application(routes: Sequence[ApiRoute], *, errors: ErrorForms | None = None) -> Starlette:
+    """The application of ``routes``, for `HttpAuth` to put the caller into the scope. ``errors``:
+    how it answers errors. Raises TypeError if a route does not declare who may call it."""
     for route in routes:
         if not isinstance(route, ApiRoute):
             raise TypeError(f"{route} does not declare who may call it: make it an ApiRoute")
-    return Starlette(routes=[*routes, _Unknown(routes)], exception_handlers=error_handlers())
+    handlers = (errors or ErrorForms()).handlers()
+    return Starlette(routes=[*routes, _Unknown(routes)], exception_handlers=handlers)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from quire.cluster.features.adapters.api import adapter_routes
 from quire.cluster.features.anthropic.api import MESSAGES_CALL, anthropic_routes
+from quire.cluster.features.anthropic.format import anthropic_error
 from quire.cluster.features.embeddings.api import embedding_routes
 from quire.cluster.features.explain.api import routing_routes
 from quire.cluster.features.live.api import ui_routes
@@ -17,7 +18,12 @@ from quire.cluster.seams import Feature
 INSTALLED: Sequence[Feature] = (
     Feature(name="adapters", routes=adapter_routes),
     Feature(name="responses", text_calls=[RESPONSES_CALL]),
-    Feature(name="anthropic", text_calls=[MESSAGES_CALL], routes=anthropic_routes),
+    Feature(
+        name="anthropic",
+        text_calls=[MESSAGES_CALL],
+        routes=anthropic_routes,
+        error_forms={MESSAGES_CALL.path: anthropic_error},
+    ),
     Feature(name="embeddings", routes=embedding_routes),
     Feature(name="explain", routes=routing_routes),
     Feature(name="tenants", routes=usage_routes, response_headers=LIMIT_HEADERS),

@@ -22,7 +22,7 @@ from quire.cluster.supervise import keep_going
 from quire.worker.blocks.events import BlockEvent, EventBatch
 from quire.worker.blocks.hashing import BlockHashes
 from quire.worker.blocks.kv_format import KvFormat
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.tiers.loan import Loan
 from quire.worker.request.engine_stats import EngineStats
 from quire.worker.request.errors import InvalidRequest, QueueFull, QuireError, RankFailure
@@ -63,7 +63,7 @@ class EngineLoop:
     """Runs ``engine`` until `close`. It is made and used inside the event loop that it reports
     to."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: GroupEngine) -> None:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -111,7 +111,7 @@ class EngineLoop:
         if self._sinks.pop(request_id, None) is not None:
             self._inbox.put(lambda: self._engine.abort(request_id))
 
-    async def call(self, function: Callable[[Engine], T]) -> T:
+    async def call(self, function: Callable[[GroupEngine], T]) -> T:
         """Runs ``function`` in the engine's thread between two steps.
 
         Raises:

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable
 
 from quire.cluster.group.engine_loop import EngineLoop, StepResult
 from quire.worker.blocks.events import BlockEvent, EventBatch
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 
 
 class EventFeed:
@@ -114,10 +114,10 @@ class _Buffer:
         self._changed.clear()
 
 
-def _since(seq: int) -> Callable[[Engine], EventBatch]:
+def _since(seq: int) -> Callable[[GroupEngine], EventBatch]:
     return lambda engine: engine.events.since(seq)
 
 
-def _replay(engine: Engine, *, epoch: int, next_seq: int, buckets: bytes) -> list[EventBatch]:
+def _replay(engine: GroupEngine, *, epoch: int, next_seq: int, buckets: bytes) -> list[EventBatch]:
     log = engine.events
     return log.replay(next_seq, buckets=buckets) if epoch == log.epoch else [log.snapshot()]

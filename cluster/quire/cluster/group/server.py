@@ -27,11 +27,11 @@ from quire.cluster.tls import own_tls
 from quire.cluster.wire import format_to_proto
 from quire.v1 import group_pb2 as pb
 from quire.worker.blocks.kv_format import KvFormat
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.model.facts import ModelFacts
 from quire.worker.parts.adapters.reading import checker, reader
 from quire.worker.parts.adapters.store import AdapterStore
-from quire.worker.parts.tiers.tiers import num_tiers
+from quire.worker.parts.tiers.transfers import num_tiers
 from quire.worker.request.engine_stats import EngineStats
 from quire.worker.request.errors import QueueFull, QuireError
 from quire.worker.request.outputs import TokenDelta
@@ -66,7 +66,7 @@ class GroupServer:
         self,
         config: GroupConfig,
         facts: ModelFacts,
-        engine: Engine,
+        engine: GroupEngine,
         *,
         group_id: str,
         kv_format: KvFormat,
@@ -132,7 +132,7 @@ class GroupServer:
         on_step("first step")
         borrower = Borrower() if transfers_kv(config, facts) else None
         try:
-            engine = Engine(
+            engine = GroupEngine(
                 config.engine,
                 facts,
                 executor,
@@ -239,7 +239,7 @@ def _adapters(config: GroupModel) -> GroupAdapters:
 
 
 def _describe(
-    config: GroupModel, facts: ModelFacts, engine: Engine, *, group_id: str
+    config: GroupModel, facts: ModelFacts, engine: GroupEngine, *, group_id: str
 ) -> pb.GroupDescription:
     return pb.GroupDescription(
         group_id=group_id,

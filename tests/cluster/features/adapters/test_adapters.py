@@ -280,7 +280,7 @@ async def test_a_group_that_comes_later_is_given_what_it_needs_by_another_one(
             await cluster.groups["g0"].kill()
             assert await tokens(cluster, "red", seed=9) == said(cluster, digest, seed=9)
             # It loses its files too, and reports that to the next request.
-            late.engine_loop._engine._entrance.reading._kept.clear()
+            late.engine_loop._engine.lora.reading._kept.clear()
             (store.root / digest).rename(tmp_path / "lost")
             with pytest.raises(grpc.aio.AioRpcError, match="load it again"):
                 await tokens(cluster, "red")

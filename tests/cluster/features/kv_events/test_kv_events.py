@@ -27,7 +27,7 @@ from quire.cluster.wire import events_from_proto
 from quire.v1 import group_pb2
 from quire.v1 import inference_pb2 as pb
 from quire.worker.blocks.events import DIGEST_BYTES, BlocksRemoved, Digest, EventBatch
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 
 pytestmark = pytest.mark.anyio
 
@@ -101,7 +101,7 @@ def key(name: bytes | None) -> int | None:
     return None if name is None else int.from_bytes(name[:8], "little", signed=True)
 
 
-def blocks_of(engine: Engine) -> Blocks:
+def blocks_of(engine: GroupEngine) -> Blocks:
     """An engine's blocks, each in its fastest tier."""
     contents, snapshot = engine.events.contents, engine.events.snapshot()
     assert contents is not None

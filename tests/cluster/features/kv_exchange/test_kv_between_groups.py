@@ -63,8 +63,10 @@ async def two_groups(start_group: Any) -> AsyncIterator[tuple[Any, Any]]:
         yield lender, borrower
         for group in (lender, borrower):
             await group.settle()
-            travel = group.engine._travel
-            while travel.has_work or travel.shelf.num_free != len(group.executor.host_blocks_XC):
+            transfers = group.engine.transfers
+            while transfers.has_work or transfers.host_tier.num_free != len(
+                group.executor.host_blocks_XC
+            ):
                 await asyncio.sleep(0.01)
             assert group.peers.num_loans == 0
 

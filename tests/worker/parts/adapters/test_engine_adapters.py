@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 from tests.worker.engine_requests import Generate, MakeEngine, range_prompt, request, run
 
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.adapters import reading
 from quire.worker.parts.adapters.slots import TURN_STEPS
 from quire.worker.request.errors import InvalidRequest, QueueFull
@@ -33,11 +33,11 @@ class NoThread:
 @pytest.fixture
 def make(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Engine, Any]]:
+) -> Callable[..., tuple[GroupEngine, Any]]:
     """Makes engines with adapters. Unless ``read_adapter`` is given, adapters are read at once, not
     by a thread, with which a test that counts steps would race."""
 
-    def make(**options: Any) -> tuple[Engine, Any]:
+    def make(**options: Any) -> tuple[GroupEngine, Any]:
         if "read_adapter" not in options:
             monkeypatch.setattr(reading, "ThreadPoolExecutor", NoThread)
         given = {"enable_lora": True, "read_adapter": lambda _: Mock(), "num_blocks": 64}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.worker.engine_requests import Generate, MakeEngine, request
 
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.constraints import masks
 from quire.worker.request.errors import ConstraintRefused
 from quire.worker.request.outputs import TokenDelta
@@ -71,12 +71,12 @@ def gate() -> Iterator[Gate]:
 
 
 @pytest.fixture
-def make_slow(make_engine: MakeEngine, gate: Gate) -> Callable[..., tuple[Engine, Any]]:
+def make_slow(make_engine: MakeEngine, gate: Gate) -> Callable[..., tuple[GroupEngine, Any]]:
     """An engine for which every constraint means the slow grammar."""
 
-    def make(**options: Any) -> tuple[Engine, Any]:
+    def make(**options: Any) -> tuple[GroupEngine, Any]:
         engine, executor = make_engine(**{"num_blocks": 64, **options})
-        grammars = engine._entrance.compiling.grammars
+        grammars = engine.constraints.grammars
         grammars._kept.put("", TEXT, SlowGrammar(gate))
         return engine, executor
 
@@ -90,7 +90,7 @@ def slow(request_id: str, **params: Any) -> Prepared:
     return request(request_id, PROMPT, **{"structured_outputs": TEXT, "max_tokens": 5, **params})
 
 
-def drain(engine: Engine) -> dict[str, list[TokenDelta]]:
+def drain(engine: GroupEngine) -> dict[str, list[TokenDelta]]:
     found: dict[str, list[TokenDelta]] = {}
     while engine.has_work:
         for delta in engine.step():
@@ -102,7 +102,7 @@ def tokens(deltas: list[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
-def run_until_ended(engine: Engine, request_id: str) -> dict[str, list[TokenDelta]]:
+def run_until_ended(engine: GroupEngine, request_id: str) -> dict[str, list[TokenDelta]]:
     found: dict[str, list[TokenDelta]] = {}
     while not any(delta.finish_reason for delta in found.get(request_id, ())):
         for delta in engine.step():

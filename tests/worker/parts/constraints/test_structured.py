@@ -17,7 +17,7 @@ from quire import demo_model
 from quire.kernels.native import library as native
 from quire.llm import LLM, SamplingParams, StructuredOutputsParams
 from quire.worker.blocks.hashing import as_token_ids
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.constraints import masks
 from quire.worker.request.errors import ConstraintRefused, InvalidRequest
 from quire.worker.request.outputs import CompletionOutput, TokenDelta
@@ -302,7 +302,7 @@ def test_tokens_are_the_same_in_any_batch(
             assert stats.num_steps <= 2 * (max(map(len, alone)) + 4)
 
 
-def drain(engine: Engine) -> dict[str, list[TokenDelta]]:
+def drain(engine: GroupEngine) -> dict[str, list[TokenDelta]]:
     found: dict[str, list[TokenDelta]] = {}
     while engine.has_work:
         for delta in engine.step():

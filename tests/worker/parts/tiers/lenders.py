@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.tiers.loan import Loan
 from quire.worker.parts.tiers.pull import Pull
 
@@ -13,7 +13,7 @@ from quire.worker.parts.tiers.pull import Pull
 class Lender:
     """Steps ``engine`` in a thread, and serves as the `Fetch` of other engines."""
 
-    engine: Engine
+    engine: GroupEngine
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _is_closed: bool = False
     _threads: list[threading.Thread] = field(default_factory=list)

@@ -17,7 +17,7 @@ from tests.worker.engine_requests import (
 
 from quire.worker.blocks.hashing import BlockHashes
 from quire.worker.blocks.kv_format import PeerSource
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.tiers.checksum import checksum_of
 from quire.worker.parts.tiers.pull import Pull
 from quire.worker.request.outputs import TokenDelta
@@ -75,7 +75,7 @@ class Rig:
 
 @pytest.fixture
 def rig(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
-    monkeypatch.setattr("quire.worker.parts.tiers.tiers._WAIT_S", 0.0)
+    monkeypatch.setattr("quire.worker.parts.tiers.transfers._WAIT_S", 0.0)
     return lambda **options: Rig(make_engine, **options)
 
 
@@ -172,9 +172,9 @@ def test_few_tokens_are_not_fetched(rig: Callable[..., Rig]) -> None:
 def test_one_block_s_room_in_host_memory_is_enough(rig: Callable[..., Rig]) -> None:
     group = rig()
     group.measure()
-    travel = group.engine._travel
-    assert travel is not None
-    taken = travel.shelf.take(travel.shelf.num_free - 1)
+    transfers = group.engine.transfers
+    assert transfers is not None
+    taken = transfers.host_tier.take(transfers.host_tier.num_free - 1)
     group.ask()
     for number in range(20):
         group.land(1)
@@ -182,7 +182,7 @@ def test_one_block_s_room_in_host_memory_is_enough(rig: Callable[..., Rig]) -> N
         outputs = [*group.step(), *([] if number == 19 else group.step())]
     (output,) = outputs or group.step()
     assert output.num_cached_tokens == 80
-    travel.shelf.give_back(taken)
+    transfers.host_tier.give_back(taken)
 
 
 def test_running_requests_get_the_room_of_those_that_wait(rig: Callable[..., Rig]) -> None:
@@ -198,12 +198,12 @@ def test_running_requests_get_the_room_of_those_that_wait(rig: Callable[..., Rig
     assert group.pulls[0].is_cancelled
 
 
-def take_in(engine: Engine, names: BlockHashes) -> None:
+def take_in(engine: GroupEngine, names: BlockHashes) -> None:
     source = PeerSource(group_id="other", address="", num_blocks=len(names))
     engine.take_in(names, [None, *list(names)[:-1]], source)
 
 
-def names_of(engine: Engine) -> BlockHashes:
+def names_of(engine: GroupEngine) -> BlockHashes:
     return BlockHashes.of(engine._intake.sequence(request("x", PROMPT), 1).hashes)
 
 
@@ -242,17 +242,17 @@ def test_a_long_prefix_in_host_memory_is_checked_beside_others(
     group = rig(num_blocks=25, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
     run(group.engine, request("first", PROMPT, max_tokens=1))
     run(group.engine, request("next", range_prompt(81, first=30), max_tokens=1))
-    travel = group.engine._travel
-    assert travel is not None
+    transfers = group.engine.transfers
+    assert transfers is not None
     names = names_of(group.engine)
-    slots = travel.on_shelf(names[len(group.engine._pool.match(names)) :])
+    slots = transfers.match(names[len(group.engine._pool.match(names)) :])
     assert len(slots) > 6
     may_go_on = threading.Event()
-    travel.checker._reader.submit(may_go_on.wait)
+    transfers.checker._reader.submit(may_go_on.wait)
     group.engine.add_request(request("again", PROMPT, max_tokens=1))
     group.engine.add_request(request("other", range_prompt(9, first=20), max_tokens=1))
     assert [output.request_id for output in group.step()] == ["other"]
-    travel.host_blocks_XC[slots[2], 0] ^= 1
+    transfers.host_blocks_XC[slots[2], 0] ^= 1
     may_go_on.set()
     ended: list[TokenDelta] = []
     while not ended:
@@ -273,7 +273,7 @@ def test_a_check_that_nobody_waits_for_is_given_up(
     run(group.engine, request("next", range_prompt(81, first=30), max_tokens=1))
     group.engine.add_request(request("again", PROMPT, max_tokens=1))
     assert group.engine.abort("again")
-    travel = group.engine._travel
-    assert travel is not None
-    assert not any(travel.shelf._pins)
+    transfers = group.engine.transfers
+    assert transfers is not None
+    assert not any(transfers.host_tier._pins)
     assert not group.engine.has_work

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tests.prepared import prepared
 
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.tiers import audit
 from quire.worker.parts.tiers.checksum import checksum_of
 
@@ -18,7 +18,7 @@ def engine(make_engine: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make_engine(num_blocks=24, host_kv_bytes=128 * 96, kv_offloading_size=64 * 96 / 2**30)
 
 
-def run(engine: Engine, request_id: str, tokens: Any) -> list[int]:
+def run(engine: GroupEngine, request_id: str, tokens: Any) -> list[int]:
     request = prepared(request_id, tokens, max_tokens=4, ignore_eos=True)
     engine.add_request(request)
     out: list[int] = []
@@ -38,23 +38,23 @@ def test_a_block_from_host_memory_is_computed_again_and_found_equal(engine: Any)
     again = [run(engine, f"b{place}", prompt) for place, prompt in enumerate(PROMPTS)]
     assert first == again
     assert engine.stats().num_host_tokens > 0
-    assert engine._audit.num_checked > 0
-    assert engine._audit.num_wrong == 0
+    assert engine.audit.num_checked > 0
+    assert engine.audit.num_wrong == 0
     assert engine.stats().num_held_blocks == 0
 
 
 def test_a_wrong_block_is_dropped_with_all_behind_it(engine: Any, caplog: Any) -> None:
     engine, _ = engine
     first = [run(engine, f"a{place}", prompt) for place, prompt in enumerate(PROMPTS)]
-    shelf = engine._travel.shelf
-    for slot in shelf._slot_of.values():  # As a broken group would have computed them.
-        tokens = engine._travel.host_blocks_XC[slot].view(np.int64)[::3]
+    host_tier = engine.transfers.host_tier
+    for slot in host_tier._slot_of.values():  # As a broken group would have computed them.
+        tokens = engine.transfers.host_blocks_XC[slot].view(np.int64)[::3]
         tokens[:] = (tokens + 1) % 50
-        shelf.filled(slot, checksum_of(engine._travel.host_blocks_XC[slot]))
+        host_tier.filled(slot, checksum_of(engine.transfers.host_blocks_XC[slot]))
     for number in range(20):
         run(engine, f"b{number}", PROMPTS[number % 3])
-    assert engine._audit.num_wrong > 0
-    assert engine.stats().num_corrupt_blocks == engine._audit.num_wrong
+    assert engine.audit.num_wrong > 0
+    assert engine.stats().num_corrupt_blocks == engine.audit.num_wrong
     assert "is not what the model computes" in caplog.text
     assert "from host memory" in caplog.text
     assert len(first) == 3

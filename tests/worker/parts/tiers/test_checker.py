@@ -5,10 +5,10 @@ import pytest
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.copies import Slot
+from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers.checker import Checker
 from quire.worker.parts.tiers.checksum import checksum_of
-from quire.worker.parts.tiers.host import Shelf
+from quire.worker.parts.tiers.host_tier import HostTier
 
 NUM_BLOCKS, BLOCK_BYTES = 12, 64
 
@@ -26,14 +26,14 @@ def test_a_prefix_that_grows_while_it_is_compared_is_used_two_steps_later(
     """More of it leaves the KV cache meanwhile than the engine's thread may compare."""
     monkeypatch.setattr("quire.worker.parts.tiers.checker._AT_ONCE_BYTES", 2 * BLOCK_BYTES)
     blocks_XC = np.zeros((NUM_BLOCKS, BLOCK_BYTES), np.uint8)
-    shelf = Shelf(num_slots=NUM_BLOCKS, max_kept=10, log=EventLog(epoch=0, num_tiers=2))
-    checker = Checker(shelf, host_blocks_XC=blocks_XC, on_change=lambda: None)
+    host_tier = HostTier(num_slots=NUM_BLOCKS, max_kept=10, log=EventLog(epoch=0, num_tiers=2))
+    checker = Checker(host_tier, host_blocks_XC=blocks_XC, on_change=lambda: None)
     slots = list[Slot]()
     for number in range(8):
-        slot = shelf.keep(BlockHash(bytes([number]) * 32), None, num_hits=0)
+        slot = host_tier.keep(BlockHash(bytes([number]) * 32), None, num_hits=0)
         assert slot is not None
-        shelf.filled(slot, checksum_of(blocks_XC[slot]))
-        shelf.unpin(slot)
+        host_tier.filled(slot, checksum_of(blocks_XC[slot]))
+        host_tier.unpin(slot)
         slots.append(slot)
     assert not checker.may_use(slots[4:])
     step(checker)

@@ -7,11 +7,11 @@ from tests.worker.parts.tiers.disk_blocks import FORMAT, store_in
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.block_pool import BlockPool
-from quire.worker.engine.copies import Copies
+from quire.worker.cache.block_pool import BlockPool
+from quire.worker.parts.tiers.copies import Copies
 from quire.worker.parts.tiers.disk import DiskStore
 from quire.worker.parts.tiers.disk_saver import DiskSaver
-from quire.worker.parts.tiers.host import Shelf
+from quire.worker.parts.tiers.host_tier import HostTier
 
 SLOTS = 64
 
@@ -27,7 +27,7 @@ class Rig:
         self.saver = DiskSaver(
             self.store,
             pool,
-            Shelf(num_slots=SLOTS, max_kept=0, log=log),
+            HostTier(num_slots=SLOTS, max_kept=0, log=log),
             self.copies,
             host_blocks_XC=np.zeros((SLOTS, FORMAT.block_bytes), np.uint8),
             on_corrupt=lambda *_: None,

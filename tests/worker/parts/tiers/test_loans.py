@@ -18,7 +18,7 @@ from tests.worker.engine_requests import (
 )
 
 from quire.worker.blocks.hashing import BlockHashes
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.tiers.checksum import checksum_of
 from quire.worker.parts.tiers.loan import Lent, Loan
 from quire.worker.parts.tiers.loans import LEASE_S, MAX_LOANS
@@ -51,11 +51,11 @@ class Rig:
 
 @pytest.fixture
 def rig(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Rig]:
-    monkeypatch.setattr("quire.worker.parts.tiers.tiers._WAIT_S", 0.0)
+    monkeypatch.setattr("quire.worker.parts.tiers.transfers._WAIT_S", 0.0)
     return lambda **options: Rig(make_engine, **options)
 
 
-def names_of(engine: Engine, prompt: list[int]) -> BlockHashes:
+def names_of(engine: GroupEngine, prompt: list[int]) -> BlockHashes:
     return BlockHashes.of(engine._intake.sequence(request("x", prompt), 1).hashes)
 
 
@@ -88,9 +88,9 @@ def test_a_loan_is_the_beginning_that_is_there_in_order(rig: Callable[..., Rig])
 
 def test_few_slots_are_enough(rig: Callable[..., Rig]) -> None:
     group = rig()
-    travel = group.engine._travel
-    assert travel is not None
-    travel.shelf.take(travel.shelf.num_free - 1)
+    transfers = group.engine.transfers
+    assert transfers is not None
+    transfers.host_tier.take(transfers.host_tier.num_free - 1)
     loan = group.lend()
     found = []
     for _ in range(10):
@@ -175,12 +175,12 @@ def test_kept_blocks_are_lent_from_where_they_are(rig: Callable[..., Rig]) -> No
 def test_a_damaged_kept_block_is_not_lent(rig: Callable[..., Rig]) -> None:
     group = rig(num_blocks=12, kv_offloading_size=30 * BLOCK_BYTES / 2**30)
     run(group.engine, request("next", range_prompt(33, first=25), max_tokens=1))
-    travel = group.engine._travel
-    assert travel is not None
+    transfers = group.engine.transfers
+    assert transfers is not None
     names = list(names_of(group.engine, PROMPT))
     num_here = len(group.engine._pool.match(names))
-    slot = travel.on_shelf(names[num_here:])[1]
-    travel.host_blocks_XC[slot, 5] ^= 1
+    slot = transfers.match(names[num_here:])[1]
+    transfers.host_blocks_XC[slot, 5] ^= 1
     loan = group.lend()
     for _ in range(3):
         group.engine.step()
@@ -189,7 +189,7 @@ def test_a_damaged_kept_block_is_not_lent(rig: Callable[..., Rig]) -> None:
     assert loan.error.endswith("is corrupt")
     group.engine.step()
     assert group.engine.stats().num_corrupt_blocks == 1
-    assert names[num_here + 1] not in travel.shelf
+    assert names[num_here + 1] not in transfers.host_tier
 
 
 def test_the_blocks_found_most_are_lent_with_all_before_them(rig: Callable[..., Rig]) -> None:
@@ -216,10 +216,10 @@ def kept_chain(group: Rig) -> BlockHashes:
     for first in (25, 30, 35):
         run(group.engine, request(f"r{first}", range_prompt(41, first=first), max_tokens=1))
     names = names_of(group.engine, PROMPT)
-    travel = group.engine._travel
-    assert travel is not None
+    transfers = group.engine.transfers
+    assert transfers is not None
     assert not group.engine._pool.match(names)
-    assert len(travel.on_shelf(names)) == 10
+    assert len(transfers.match(names)) == 10
     return names
 
 
@@ -231,15 +231,15 @@ def test_a_chain_in_host_memory_is_lent_without_a_step(rig: Callable[..., Rig]) 
     assert loan.parents == [None, *list(names)[:-1]]
     lent = take(loan)
     assert [each.index for each in lent] == list(range(10))
-    travel = group.engine._travel
-    assert travel is not None
-    assert sum(travel.shelf._pins) == 10
+    transfers = group.engine.transfers
+    assert transfers is not None
+    assert sum(transfers.host_tier._pins) == 10
     for each in lent:
         loan.give_back(each.slot)
     loan.close()
     assert group.engine.has_work
     group.engine.step()
-    assert not any(travel.shelf._pins)
+    assert not any(transfers.host_tier._pins)
     assert group.engine.stats().num_lent_tokens == 40
     assert not group.engine.has_work
 
@@ -260,9 +260,9 @@ def test_without_a_step_nothing_is_lent_in_part_or_in_another_format(
 def test_a_damaged_chain_in_host_memory_ends_there(rig: Callable[..., Rig]) -> None:
     group = rig(num_blocks=12, kv_offloading_size=60 * BLOCK_BYTES / 2**30)
     names = kept_chain(group)
-    travel = group.engine._travel
-    assert travel is not None
-    travel.host_blocks_XC[travel.on_shelf(names)[4], 5] ^= 1
+    transfers = group.engine.transfers
+    assert transfers is not None
+    transfers.host_blocks_XC[transfers.match(names)[4], 5] ^= 1
     loan = group.engine.lend_kept(names, borrower_format=group.executor.kv_format)
     assert loan is not None
     assert len(take(loan)) == 4
@@ -270,8 +270,8 @@ def test_a_damaged_chain_in_host_memory_ends_there(rig: Callable[..., Rig]) -> N
     loan.close()
     group.engine.step()
     assert group.engine.stats().num_corrupt_blocks == 1
-    assert len(travel.on_shelf(names)) == 4
-    assert not any(travel.shelf._pins)
+    assert len(transfers.match(names)) == 4
+    assert not any(transfers.host_tier._pins)
 
 
 def test_chains_are_lent_by_threads_while_the_engine_evicts_others(rig: Callable[..., Rig]) -> None:
@@ -303,6 +303,6 @@ def test_chains_are_lent_by_threads_while_the_engine_evicts_others(rig: Callable
         group.engine.step()
     assert lent
     assert set(lent) == {10}
-    travel = group.engine._travel
-    assert travel is not None
-    assert not any(travel.shelf._pins)
+    transfers = group.engine.transfers
+    assert transfers is not None
+    assert not any(transfers.host_tier._pins)

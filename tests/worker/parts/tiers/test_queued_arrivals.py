@@ -10,7 +10,7 @@ from tests.worker.engine_requests import MakeEngine, range_prompt, request
 
 from quire.worker.blocks.hashing import BlockHash, BlockHashes, as_token_ids, hash_blocks, root_hash
 from quire.worker.blocks.kv_format import Bytes, PeerSource
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.tiers import arriving
 from quire.worker.parts.tiers import pulls as pulls_module
 from quire.worker.parts.tiers.checksum import checksum_of
@@ -73,7 +73,7 @@ class Group:
 @pytest.fixture
 def group(make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> Group:
     monkeypatch.setattr(arriving, "MIN_SLACK_S", 0.0)
-    monkeypatch.setattr("quire.worker.parts.tiers.tiers._WAIT_S", 0.0)
+    monkeypatch.setattr("quire.worker.parts.tiers.transfers._WAIT_S", 0.0)
     return Group(make_engine, scheduling_policy="fcfs")
 
 
@@ -95,7 +95,7 @@ def blocks(make_engine: MakeEngine) -> dict[BlockHash, Bytes]:
     return found
 
 
-def chain_of(engine: Engine, prompt: Sequence[int]) -> BlockHashes:
+def chain_of(engine: GroupEngine, prompt: Sequence[int]) -> BlockHashes:
     root = root_hash(
         model_fingerprint="hash-1",
         numerics=engine._executor.numerics,
@@ -120,7 +120,7 @@ def test_a_request_waits_a_tenth_of_what_it_wants_and_what_has_landed(
 ) -> None:
     group.ask("a", PROMPT, SOURCE)
     (pull,) = group.pulls
-    waits = group.engine._entrance.arriving
+    waits = group.engine.arriving
     assert waits is not None
     assert waits.left_s == pytest.approx(0.1 * 80 * TOKEN_S)
     land(pull, blocks, range(3))
@@ -208,7 +208,7 @@ def test_the_oldest_pulls_have_slots_and_each_has_one(
     for number in range(8):
         group.ask(f"r{number}", [number, *PROMPT], SOURCE)
     num_granted = [len(pull._granted) for pull in group.pulls]
-    num_slots = group.engine._travel.shelf.num_slots  # type: ignore[union-attr]
+    num_slots = group.engine.transfers.host_tier.num_slots  # type: ignore[union-attr]
     assert num_granted[0] == num_granted[1] == min(NUM_BLOCKS, num_slots * 3 // 16)
     assert min(num_granted[:6]) >= 1
     assert num_granted[6:] == [0, 0]
@@ -226,7 +226,7 @@ def test_streams_that_come_from_one_group_wait_together(
     for number in range(4):
         group.ask(f"r{number}", [number, *PROMPT], SOURCE, resumed=[9])
     group.ask("a", PROMPT, SOURCE, resumed=[9])
-    waits = group.engine._entrance.arriving
+    waits = group.engine.arriving
     assert waits is not None
     assert waits.left_s == pytest.approx(0.1 * 80 * 3 * TOKEN_S)
     land(group.pulls[-1], blocks, range(3))
@@ -246,7 +246,7 @@ def test_those_that_wait_for_other_sources_or_the_same_blocks_count_for_nothing(
     group.ask("a", PROMPT, SOURCE, resumed=[9])
     group.ask("same", PROMPT, SOURCE, resumed=[9])
     group.ask("other", [7, *PROMPT], replace(SOURCE, group_id="another"), resumed=[9])
-    waits = group.engine._entrance.arriving
+    waits = group.engine.arriving
     assert waits is not None
     assert waits.left_s == pytest.approx(0.1 * 80 * TOKEN_S)
     for pull in group.pulls:
@@ -259,7 +259,7 @@ def test_requests_wait_for_what_lands_for_others_and_a_tenth_of_their_own(
 ) -> None:
     group.ask("a", PROMPT, SOURCE)
     group.ask("other", [7, *PROMPT], SOURCE)
-    waits = group.engine._entrance.arriving
+    waits = group.engine.arriving
     assert waits is not None
     assert waits.left_s == pytest.approx(0.1 * 80 * TOKEN_S)
     land(group.pulls[0], blocks, range(3))

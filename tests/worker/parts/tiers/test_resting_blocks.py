@@ -1,7 +1,7 @@
 """Bytes that change wherever a block rests outside the KV cache are noticed before they are used.
 
-Each test changes a byte at one place of the table in `quire.worker.parts.tiers.tiers`. It runs with
-comparisons in the engine's thread and in a thread of its own.
+Each test changes a byte at one place of the table in `quire.worker.parts.tiers.transfers`. It runs
+with comparisons in the engine's thread and in a thread of its own.
 """
 
 import threading
@@ -17,13 +17,13 @@ from tests.worker.engine_requests import MakeEngine, range_prompt, request, run
 
 from quire.worker.blocks.hashing import BlockHashes
 from quire.worker.blocks.kv_format import Bytes, PeerSource
-from quire.worker.engine.copies import Slot
-from quire.worker.engine.engine import Engine
+from quire.worker.engine.part import Slot
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.tiers.checksum import checksum_of
 from quire.worker.parts.tiers.disk import DiskStore
 from quire.worker.parts.tiers.loan import Loan
 from quire.worker.parts.tiers.pull import Pull
-from quire.worker.parts.tiers.tiers import Travel
+from quire.worker.parts.tiers.transfers import Transfers
 
 SIZE = 4
 BLOCK_BYTES = SIZE * 3 * 8
@@ -43,8 +43,8 @@ class Rig:
             max_num_batched_tokens=512,
         )
         self.names = names_of(self.engine)
-        assert self.engine._travel is not None
-        self.travel: Travel = self.engine._travel
+        assert self.engine.transfers is not None
+        self.transfers: Transfers = self.engine.transfers
 
     @property
     def num_corrupt(self) -> int:
@@ -58,7 +58,7 @@ class Rig:
                 self.engine.step()
 
     def flip(self, slot: int) -> None:
-        self.travel.host_blocks_XC[slot, 9] ^= 1
+        self.transfers.host_blocks_XC[slot, 9] ^= 1
 
     def step_until(self, is_done: Callable[[], bool]) -> None:
         pause = threading.Event()
@@ -74,14 +74,14 @@ class Rig:
 def rig(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Callable[..., Rig]:
-    monkeypatch.setattr("quire.worker.parts.tiers.tiers._WAIT_S", 0.0)
+    monkeypatch.setattr("quire.worker.parts.tiers.transfers._WAIT_S", 0.0)
     if request.param == "in a thread":
         for limit in ("_AT_ONCE_BYTES", "_SMALL_BYTES"):
             monkeypatch.setattr(f"quire.worker.parts.tiers.checker.{limit}", 0)
     return lambda **options: Rig(make_engine, **options)
 
 
-def names_of(engine: Engine) -> BlockHashes:
+def names_of(engine: GroupEngine) -> BlockHashes:
     return BlockHashes.of(engine._intake.sequence(request("x", PROMPT), 1).hashes)
 
 
@@ -99,7 +99,7 @@ def test_a_block_that_has_just_left_the_cache(
     with monkeypatch.context() as threads_stand_still:
         threads_stand_still.setattr(ThreadPoolExecutor, "submit", lambda *_: Future())
         group.evict()
-    slots = group.travel.on_shelf(group.names[len(group.engine._pool.match(group.names)) :])
+    slots = group.transfers.match(group.names[len(group.engine._pool.match(group.names)) :])
     assert len(slots) > 6
     group.flip(slots[2])
     run(group.engine, request("again", PROMPT, max_tokens=1))
@@ -112,12 +112,12 @@ def test_a_block_that_waits_to_be_used(
     """A request's blocks are compared, and it then waits for its turn."""
     group = rig(kv_offloading_size=30 * BLOCK_BYTES / 2**30, max_num_seqs=1)
     group.evict()
-    slots = group.travel.on_shelf(group.names[len(group.engine._pool.match(group.names)) :])
+    slots = group.transfers.match(group.names[len(group.engine._pool.match(group.names)) :])
     assert len(slots) > 6
     group.engine.add_request(request("runs", [7, 8, 9], max_tokens=40, ignore_eos=True))
     group.engine.step()
     group.engine.add_request(request("again", PROMPT, max_tokens=3, ignore_eos=True))
-    group.step_until(lambda: not group.engine._entrance.arriving)
+    group.step_until(lambda: not group.engine.arriving)
     group.flip(slots[2])
     assert group.num_corrupt == 0
     ended = run(group.engine)
@@ -129,8 +129,8 @@ def test_a_block_that_waits_to_be_used(
 def test_a_block_that_was_compared_for_a_request_that_left(rig: Callable[..., Rig]) -> None:
     group = rig(kv_offloading_size=30 * BLOCK_BYTES / 2**30)
     group.evict()
-    checker = group.travel.checker
-    slots = group.travel.on_shelf(group.names[len(group.engine._pool.match(group.names)) :])
+    checker = group.transfers.checker
+    slots = group.transfers.match(group.names[len(group.engine._pool.match(group.names)) :])
     while not checker.may_use(slots):
         checker.settle()
     checker.settle()
@@ -151,7 +151,7 @@ def test_a_block_that_waits_for_the_disk(
     monkeypatch.setattr(DiskStore, "put", put)
     group = rig(kv_disk_dir=tmp_path, kv_disk_size=1)
     group.evict()
-    saver, disk = group.travel._saver, group.travel._disk
+    saver, disk = group.transfers._saver, group.transfers._disk
     assert saver is not None
     assert disk is not None
     group.step_until(lambda: len(saver._jobs) > 6)
@@ -205,4 +205,4 @@ def test_a_block_that_was_received(rig: Callable[..., Rig]) -> None:
     pull.end()
     ended = run(group.engine)
     assert ended["r"].num_cached_tokens == 3 * SIZE
-    assert not group.travel.has_work
+    assert not group.transfers.has_work

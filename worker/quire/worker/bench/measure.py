@@ -13,13 +13,13 @@ from typing import NamedTuple
 from quire.worker.bench.workload import Workload
 from quire.worker.blocks.events import BlockEvent, BlocksRemoved
 from quire.worker.blocks.hashing import TokenIds, as_token_ids
-from quire.worker.engine.engine import Engine
-from quire.worker.engine.messages import Executor, StepInput, StepOutput
-from quire.worker.engine.sampling_batch import Adjustments
+from quire.worker.group_engine import GroupEngine
 from quire.worker.model.facts import ModelFacts
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.request import Prepared
 from quire.worker.request.sampling_params import SamplingParams
+from quire.worker.step.messages import Executor, StepInput, StepOutput
+from quire.worker.step.sampling_batch import Adjustments
 
 
 class StepSample(NamedTuple):
@@ -108,7 +108,7 @@ def run_workload(
     At most ``concurrency`` requests are in the engine at a time; ``None`` submits all at once.
     """
     view = ExecutorView(executor, num_blocks=num_blocks)
-    engine = Engine(config, facts, view)
+    engine = GroupEngine(config, facts, view)
     evictions = _EvictionCount(engine)
     requests = [
         Prepared(
@@ -170,7 +170,7 @@ def run_workload(
 
 
 class _EvictionCount:
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: GroupEngine) -> None:
         self.count = 0
         engine.events.subscribe(self._on_event)
 

@@ -1,8 +1,9 @@
 """Counters of an engine's steps and of the time that they took."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from quire.worker.engine.block_pool import BlockPool
+from quire.worker.cache.block_pool import BlockPool
 from quire.worker.engine.scheduler import Scheduler
 from quire.worker.request.engine_stats import EngineStats
 
@@ -38,10 +39,9 @@ class Counters:
         pool: BlockPool,
         *,
         num_waiting: int,
-        max_adapters: int,
-        travelled: dict[str, Any],
+        of_parts: Mapping[str, Any],
     ) -> EngineStats:
-        """``travelled`` are the counters of `Travel.stats`."""
+        """``of_parts`` are the fields that parts know (`Part.stats`)."""
         block_size = pool.block_size
         return EngineStats(
             num_running=len(scheduler.running),
@@ -59,15 +59,9 @@ class Counters:
             num_hit_tokens=scheduler.num_hit_tokens,
             num_output_tokens=self.num_output_tokens,
             num_preemptions=scheduler.num_preemptions,
-            num_drafted_tokens=scheduler.num_drafted_tokens,
-            num_accepted_tokens=scheduler.num_accepted_tokens,
             num_steps=self.num_steps,
             num_prefilled_tokens=self._num_prefilled_tokens,
             num_full_step_tokens=self._num_full_step_tokens,
             full_step_s=self._full_step_s,
-            adapters=scheduler.slots.loaded,
-            max_adapters=max_adapters,
-            num_adapters=scheduler.slots.num_named,
-            num_adapter_loads=scheduler.slots.num_loads,
-            **travelled,
+            **of_parts,
         )

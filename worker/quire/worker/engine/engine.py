@@ -1,15 +1,16 @@
 """One replica group's engine: takes requests, runs steps of the model, returns tokens.
 
 Used from one thread. The engine keeps a request until it returns an output with a finish reason,
-or until `Engine.abort`.
+or until `Engine.abort`. What it can do beyond continuous batching and prefix caching are parts
+(`quire.worker.engine.part`), of which it knows none: `quire.worker.group_engine` passes them.
 
 With asynchronous scheduling (`Executor.num_ahead` > 0), one step is under way between two calls:
 `Engine.step` prepares and submits the next step before it waits for the tokens of that one. A
-request's newest token is then in flight, and the ranks insert it themselves. Penalties and
-constraint masks depend on that token; they are computed and sent while the next step's model runs.
-If a request turns out to have ended, or its mask is late, its token of that step is dropped.
-Without asynchronous scheduling, no step is under way between two calls, and every held block
-belongs to a running request, a loan, or a transfer (`quire.worker.parts.tiers.tiers`).
+request's newest token is then in flight, and the ranks insert it themselves. Changes to logits that
+depend on that token are computed and sent while the next step's model runs. If a request turns out
+to have ended, or its changes are late, its token of that step is dropped. Without asynchronous
+scheduling, no step is under way between two calls, and every held block belongs to a running
+request or to a part.
 """
 
 import time
@@ -17,43 +18,36 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager, suppress
-from math import inf
+from typing import Any
 
 from quire.worker.blocks.events import EventLog
-from quire.worker.blocks.hashing import BlockHash, BlockHashes
-from quire.worker.blocks.kv_format import KvFormat, PeerSource
-from quire.worker.engine.block_pool import BlockPool
+from quire.worker.blocks.hashing import BlockHash
+from quire.worker.cache.block_pool import BlockPool
 from quire.worker.engine.counters import Counters
-from quire.worker.engine.entrance import Entrance
-from quire.worker.engine.intake import Intake, speculates
-from quire.worker.engine.messages import Executor
+from quire.worker.engine.intake import Intake
 from quire.worker.engine.outcomes import Outcomes
+from quire.worker.engine.part import NO_PARTS, Host, Parts
+from quire.worker.engine.preparing import Preparing
 from quire.worker.engine.schedule import NOTHING, Schedule
 from quire.worker.engine.scheduler import Scheduler
 from quire.worker.engine.sequence import Sequence, Status
 from quire.worker.engine.step_input import StepInputs
 from quire.worker.model.facts import ModelFacts
-from quire.worker.parts.adapters.reading import Read
-from quire.worker.parts.constraints.masks import Masks
-from quire.worker.parts.tiers.audit import Audit
-from quire.worker.parts.tiers.loan import Loan
-from quire.worker.parts.tiers.pull import Fetch
-from quire.worker.parts.tiers.tiers import make_travel, num_tiers
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.engine_stats import EngineStats
 from quire.worker.request.errors import InvalidRequest, QueueFull, RankFailure
+from quire.worker.request.limits import request_limits
 from quire.worker.request.outputs import TokenDelta
 from quire.worker.request.request import Prepared
-from quire.worker.text.tokenizer import Tokenizer
+from quire.worker.step.messages import Executor
 
 
 class Engine:
     """Continuous batching over a paged KV cache with prefix caching.
 
-    ``epoch`` distinguishes this engine's block events from those of other engines and earlier runs.
-    ``load_tokenizer`` is called in a thread for the first request with a constraint; by default it
-    loads the tokenizer of ``config.model``. ``read_adapter`` finds and checks an adapter in a
-    thread; by default it reads the node's store.
+    ``epoch`` distinguishes this engine's block events from those of other engines and earlier runs,
+    and ``num_tiers`` is the number of kinds of memory that they are about. ``make_parts`` makes the
+    parts; without it there are none.
 
     Raises:
         ConfigError: The configuration asks for more context than the model has.
@@ -67,14 +61,12 @@ class Engine:
         *,
         clock: Callable[[], float] = time.monotonic,
         epoch: int = 0,
-        load_tokenizer: Callable[[], Tokenizer] | None = None,
-        read_adapter: Read | None = None,
-        fetch: Fetch | None = None,
+        num_tiers: int = 1,
+        make_parts: Callable[[Host], Parts] = lambda host: NO_PARTS,
     ) -> None:
-        self.events = EventLog(
-            epoch=epoch, num_tiers=num_tiers(config), keeps_contents=config.kv_events
-        )
-        self._intake = Intake(config, model, executor)
+        # Raises before parts open files or start threads.
+        limits = request_limits(config, model, num_blocks=executor.num_blocks)
+        self.events = EventLog(epoch=epoch, num_tiers=num_tiers, keeps_contents=config.kv_events)
         self._config = config
         self._model = model
         self._executor = executor
@@ -85,47 +77,40 @@ class Engine:
             log=self.events,
             seconds=clock,
         )
-        self._travel = make_travel(
-            self._pool, self.events, config, model, executor, fetch=fetch, clock=clock
+        parts = make_parts(
+            Host(
+                pool=self._pool,
+                log=self.events,
+                clock=clock,
+                is_idle=lambda: not (self._scheduler.running or self._scheduler.num_waiting),
+                run_copies=self._run_copies,
+                stop_naming=self._stop_naming,
+            )
         )
-        self._audit: Audit | None = None
-        if self._travel is not None:
-            self._audit = Audit(self._travel, self._pool, on_wrong=self._stop_naming)
+        self._parts = parts.every
+        self._intake = Intake(config, model, executor, limits=limits, choices_of=parts.choices_of)
         self._scheduler = Scheduler(
             pool=self._pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             policy=config.scheduling_policy,
-            speculates=speculates(config, executor),
             takes_whole=model.is_encoder,
-            max_adapters=config.max_loras,
-            travel=self._travel,
+            parts=parts,
         )
         self._inputs = StepInputs(block_size=config.block_size)
-        self._entrance = Entrance(
-            config,
-            model,
-            load_tokenizer=load_tokenizer,
-            read_adapter=read_adapter,
-            travel=self._travel,
-            is_idle=lambda: not (self._scheduler.running or self._scheduler.num_waiting),
-            clock=clock,
-        )
-        self._masks = Masks()
+        self._preparing = Preparing(self._parts)
         self._under_way: deque[Schedule] = deque()
         self._sequences: dict[str, Sequence] = {}
         self._complete: list[Sequence] = []
-        self._beside: list[Sequence] = []
+        self._last_sequences: list[Sequence] = []
         self._counters = Counters()
         self._outcomes = Outcomes(
             self._sequences,
             scheduler=self._scheduler,
             inputs=self._inputs,
-            masks=self._masks,
-            reading=self._entrance.reading,
+            parts=self._parts,
             counters=self._counters,
             model=model,
-            audit=self._audit,
         )
         self._failure: str | None = None
 
@@ -135,37 +120,28 @@ class Engine:
         return self._intake.limits.max_model_len
 
     @property
-    def adapters(self) -> tuple[str, ...]:
-        """The digests of the adapters that are ready, the most recently used one last."""
-        return self._entrance.reading.kept
-
-    @property
     def has_work(self) -> bool:
         """Whether `step` would do anything."""
-        travels = self._travel is not None and self._travel.has_work
-        return bool(self._sequences or self._under_way or travels or self._audit)
+        requests = self._sequences or self._under_way
+        return bool(requests) or any(part.has_work for part in self._parts)
 
     def check_request(self, request: Prepared) -> None:
-        """Checks a request without adding it: everything that `add_request`, the compilation of its
-        constraint and the reading of its adapter check. Compiles the one and reads the other.
+        """Checks a request without adding it: everything that `add_request` and the parts check,
+        which may take long.
 
         Raises:
             InvalidRequest: The request can never be served, or its id is in use.
         """
         self._max_tokens(request)
-        if request.adapter:
-            self._entrance.reading.check(request.adapter)
-        if request.sampling.constraint is not None:
-            self._entrance.compiling.grammars.compile(
-                request.sampling.constraint, tenant=request.tenant, is_checked=request.is_checked
-            )
+        for part in self._parts:
+            part.check(request)
 
     def add_request(self, request: Prepared) -> None:
         """Queues a request. Later calls of `step` return its outputs.
 
         Raises:
             InvalidRequest: It can never be served, or its id is in use.
-            QueueFull: ``max_num_waiting`` requests are waiting, or requests name too many adapters.
+            QueueFull: ``max_num_waiting`` requests are waiting, or a part has no room for it.
             RankFailure: The engine has failed or is closed.
         """
         self._check_alive()
@@ -177,13 +153,13 @@ class Engine:
                 f"{self._config.max_num_waiting}: try again later"
             )
         seq = self._intake.sequence(request, max_tokens)
-        if request.adapter:
-            self._entrance.reading.claim(seq)
+        for part in self._parts:
+            part.claim(seq)
         self._sequences[request.request_id] = seq
         # The resumed output is already complete.
         if seq.finish_reason():
             self._complete.append(seq)
-        elif self._entrance.add(seq):
+        elif self._preparing.add(seq):
             self._scheduler.add(seq)
 
     def abort(self, request_id: str) -> bool:
@@ -197,7 +173,7 @@ class Engine:
             return False
         if seq in self._complete:
             self._complete.remove(seq)
-        elif not self._entrance.remove(seq):
+        elif not self._preparing.remove(seq):
             self._scheduler.remove(seq)
         self._outcomes.forget(seq)
         return True
@@ -214,124 +190,80 @@ class Engine:
         begin_s = self._clock()
         outputs = [self._outcomes.output(seq, (), seq.finish_reason()) for seq in self._complete]
         self._complete.clear()
-        if self._travel is not None:
-            is_decoding = bool(self._scheduler.running)
-            self._travel.advance(is_decoding=is_decoding, step_s=self._counters.step_s)
-        if self._entrance.has_work:
+        for part in self._parts:
+            part.begin(is_decoding=bool(self._scheduler.running), step_s=self._counters.step_s)
+        if self._preparing.has_work:
             outputs += self._let_in()
-        outputs += self._outcomes.end_refused(self._masks.take(beside=self._beside))
-        if self._audit and not self._sequences:
-            self._begin_check(self._audit)
-        # Blocks that arrive while a step runs are copied by the next step.
-        schedule = self._scheduler.schedule(is_short=self._entrance.fetches_for_queued)
-        self._beside = schedule.sequences
+        outputs += self._await_choices(self._last_sequences)
+        if not self._sequences:
+            self._add_own()
+        is_short = any(part.wants_short_steps for part in self._parts)
+        schedule = self._scheduler.schedule(is_short=is_short)
+        self._last_sequences = schedule.sequences
         num_prefilled = schedule.num_prefilled
-        edits_follow = False
-        is_step = bool(schedule.sequences)
-        copies_X22 = None
-        if self._travel is not None:
-            is_step = is_step or len(self._travel.copies) > 0
-            copies_X22 = self._travel.submitted() if is_step else None
-        if is_step:
-            step = self._inputs.build(schedule, copies_X22)
-            edits_follow = step.edits_follow
-            with self._failing():
-                self._executor.submit(step)
-            self._scheduler.submitted(schedule)
-            self._under_way.append(schedule)
+        is_step = bool(schedule.sequences) or any(part.needs_step for part in self._parts)
+        edits_follow = is_step and self._submit(schedule)
         if len(self._under_way) > (self._executor.num_ahead if is_step else 0):
             outputs += self._take_tokens()
         if edits_follow:
-            outputs += self._outcomes.end_refused(self._masks.take(beside=schedule.sequences))
+            outputs += self._await_choices(schedule.sequences)
             self._outcomes.void_late(schedule)
             with self._failing():
                 self._executor.send_edits(self._inputs.edits_that_follow(schedule))
         if not self._under_way and not schedule.sequences:
-            outputs += self._outcomes.end_refused(self._masks.take_first())
-        self._settle()
+            outputs += self._await_choices((), is_idle=True)
+        self._drop_tokens()
         if is_step:
             seconds = self._clock() - begin_s
             leaves_prompts = num_prefilled > 0 and self._scheduler.num_pending_prefill_tokens > 0
             self._counters.stepped(num_prefilled, seconds, leaves_prompts=leaves_prompts)
-            if num_prefilled and self._entrance.arriving is not None:
-                self._entrance.arriving.computed(num_prefilled, seconds)
-        elif self._travel is not None and not (self._under_way or self._scheduler.running):
-            arriving = self._entrance.arriving
-            most_s = arriving.left_s if arriving else inf
-            self._travel.wait(for_arrivals=bool(arriving), most_s=most_s)
+            for part in self._parts:
+                part.timed(num_prefilled, seconds)
+        elif not (self._under_way or self._scheduler.running):
+            for part in self._parts:
+                part.wait()
         return outputs
 
     def stats(self) -> EngineStats:
+        of_parts = {name: value for part in self._parts for name, value in part.stats().items()}
         return self._counters.stats(
-            self._scheduler,
-            self._pool,
-            num_waiting=self._num_waiting,
-            max_adapters=self._config.max_loras if self._config.enable_lora else 0,
-            travelled={} if self._travel is None else self._travel.stats(),
+            self._scheduler, self._pool, num_waiting=self._num_waiting, of_parts=of_parts
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached prefix, and the past outputs that draft tokens are taken from.
-        Returns false, and forgets nothing, while a running request holds blocks."""
-        self._settle()
+        """Forgets every cached prefix, and what parts know of other requests' tokens. Returns
+        false, and forgets nothing, while a running request holds blocks."""
+        self._drop_tokens()
         if not self._pool.reset():
             return False
-        if self._travel is not None:
-            self._travel.reset()
-        self._scheduler.forget_outputs()
+        for part in self._parts:
+            part.reset()
         return True
 
     def close(self) -> None:
-        """Stops the executor; its requests are lost. Writes blocks that the disk does not have yet,
-        for a few seconds at most. Can be called again."""
-        if self._failure is None and self._travel is not None:
-            with suppress(RankFailure):  # The blocks that it would have saved are lost.
-                self._travel.save_all(self._run_copies)
+        """Stops the executor; its requests are lost. Parts may first save blocks, for a few seconds
+        at most. Can be called again."""
+        if self._failure is None:
+            with suppress(RankFailure):  # The blocks that would have been saved are lost.
+                for part in self._parts:
+                    part.save()
         self._failure = self._failure or "the engine is closed"
-        self._entrance.close()
-        self._masks.close()
-        if self._travel is not None:
-            self._travel.close()
+        for part in self._parts:
+            part.close()
         self._executor.close()
-
-    def lend(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | str:
-        """Lends the longest prefix of ``hashes`` that this group has, or returns why it cannot."""
-        if self._travel is None:
-            return _LENDS_NONE
-        return self._travel.lend(hashes, borrower_format=borrower_format)
-
-    def lend_kept(self, hashes: BlockHashes, *, borrower_format: KvFormat) -> Loan | None:
-        """Lends ``hashes`` if host memory has them all, else returns ``None``. Can be called from
-        any thread, also during a step. Later steps take the loan's slots back."""
-        if self._travel is None:
-            return None
-        return self._travel.lend_kept(hashes, borrower_format=borrower_format)
-
-    def lend_most_useful(self, num_bytes: int) -> Loan | str:
-        """Lends up to ``num_bytes`` of the most requested blocks, each with all blocks before it in
-        its chain, or returns why it cannot."""
-        return (
-            _LENDS_NONE if self._travel is None else self._travel.loans.lend_most_useful(num_bytes)
-        )
-
-    def take_in(
-        self, hashes: BlockHashes, parents: Items[BlockHash | None], source: PeerSource
-    ) -> None:
-        """Starts pulling blocks of any chains from ``source`` into the cache. Parents must precede
-        children. Raises QueueFull: too many blocks are already being pulled."""
-        if self._travel is not None:
-            self._travel.pulls.take_in(hashes, parents, source)
 
     @property
     def _num_waiting(self) -> int:
-        return self._scheduler.num_waiting + len(self._entrance)
+        return self._scheduler.num_waiting + len(self._preparing)
 
-    def _begin_check(self, audit: Audit) -> None:
-        """Called when the engine is idle: schedules a block to be recomputed and compared."""
-        seq = audit.next(eos_token_ids=self._model.eos_token_ids)
-        if seq is not None:
-            self._sequences[seq.request.request_id] = seq
-            self._scheduler.add(seq)
+    def _add_own(self) -> None:
+        """Called when there are no requests: queues what a part wants to compute."""
+        for part in self._parts:
+            seq = part.own_sequence()
+            if seq is not None:
+                self._sequences[seq.request.request_id] = seq
+                self._scheduler.add(seq)
+                return
 
     def _stop_naming(self, wrong: frozenset[BlockHash]) -> None:
         """Stops sharing blocks of sequences that use ``wrong`` blocks: their later KV is wrong."""
@@ -352,27 +284,42 @@ class Engine:
             )
         return self._intake.max_tokens(request)
 
+    def _submit(self, schedule: Schedule) -> bool:
+        """Submits a step. Returns whether changes to its logits must follow."""
+        step = self._inputs.build(schedule, self._fields(schedule))
+        with self._failing():
+            self._executor.submit(step)
+        self._scheduler.submitted(schedule)
+        self._under_way.append(schedule)
+        return step.edits_follow
+
+    def _fields(self, schedule: Schedule) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for part in self._parts:
+            fields |= part.chosen(schedule)
+        return fields
+
     def _run_copies(self) -> None:
         """Finishes the steps under way, then runs a step that only copies blocks."""
-        assert self._travel is not None
         while self._under_way:
             self._take_tokens()
         with self._failing():
-            self._executor.submit(self._inputs.build(NOTHING, self._travel.submitted()))
+            self._executor.submit(self._inputs.build(NOTHING, self._fields(NOTHING)))
             self._executor.result()
-        self._travel.finished()
+        for part in self._parts:
+            part.ran()
 
-    def _settle(self) -> None:
+    def _drop_tokens(self) -> None:
         """If no request is left, waits for the steps under way and drops their outputs."""
         while self._under_way and not self._sequences:
             self._take_tokens()
 
     def _let_in(self) -> list[TokenDelta]:
-        """Queues the requests whose constraint, adapter and blocks are ready. Ends those that were
-        refused, and returns their last outputs."""
+        """Queues the requests that parts have prepared. Ends those that were refused, and returns
+        their last outputs."""
         scheduler = self._scheduler
         is_idle = not (self._under_way or scheduler.running or scheduler.num_waiting)
-        ready, refused = self._entrance.take(
+        ready, refused = self._preparing.take(
             is_idle=is_idle, num_pending_tokens=scheduler.num_pending_prefill_tokens
         )
         for seq in ready:
@@ -383,14 +330,23 @@ class Engine:
             ended.append(self._outcomes.fail(seq, error))
         return ended
 
+    def _await_choices(
+        self, running: Items[Sequence], *, is_idle: bool = False
+    ) -> list[TokenDelta]:
+        """Waits for what is pending, as long as a step may. Ends requests that cannot go on."""
+        ended: list[TokenDelta] = []
+        for part in self._parts:
+            ended += self._outcomes.end(part.await_choices(running, is_idle=is_idle))
+        return ended
+
     def _take_tokens(self) -> list[TokenDelta]:
         """Waits for the oldest step under way and returns its outputs."""
         with self._failing():
             result = self._executor.result()
         schedule = self._under_way.popleft()
         self._counters.num_steps += bool(schedule.sequences)
-        if self._travel is not None:
-            self._travel.finished()
+        for part in self._parts:
+            part.ran()
         self._scheduler.finished()
         return self._outcomes.take(schedule, result)
 
@@ -402,6 +358,3 @@ class Engine:
         except BaseException as error:
             self._failure = f"the engine has failed in an earlier step: {error!r}"
             raise
-
-
-_LENDS_NONE = "this group's blocks do not leave its KV cache"

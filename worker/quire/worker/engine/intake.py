@@ -1,22 +1,30 @@
 """Checks requests against an engine's limits, and makes their sequences."""
 
-from quire.worker.engine.check import max_tokens_of
-from quire.worker.engine.messages import Executor
+from quire.worker.engine.part import ChoicesOf
 from quire.worker.engine.sequence import Sequence
 from quire.worker.model.facts import ModelFacts
+from quire.worker.request.check import max_tokens_of
 from quire.worker.request.config import EngineConfig
-from quire.worker.request.limits import derive_seed, request_limits
+from quire.worker.request.limits import RequestLimits, derive_seed
 from quire.worker.request.request import Prepared
+from quire.worker.step.messages import Executor
 
 
 class Intake:
-    """Raises ConfigError if the configuration asks for more context than the model has."""
-
-    def __init__(self, config: EngineConfig, model: ModelFacts, executor: Executor) -> None:
-        self.limits = request_limits(config, model, num_blocks=executor.num_blocks)
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: ModelFacts,
+        executor: Executor,
+        *,
+        limits: RequestLimits,
+        choices_of: ChoicesOf,
+    ) -> None:
+        self.limits = limits
         self._config = config
         self._model = model
         self._numerics = executor.numerics
+        self._choices_of = choices_of
         self._num_unseeded = 0
 
     def max_tokens(self, request: Prepared) -> int:
@@ -44,12 +52,5 @@ class Intake:
             eos_token_ids=self._model.eos_token_ids,
             block_size=self._config.block_size,
             chain=chain,
+            choices=self._choices_of(request, request.sampling.end_ids(self._model.eos_token_ids)),
         )
-
-
-def speculates(config: EngineConfig, executor: Executor) -> bool:
-    """Whether the engine uses speculation. With asynchronous scheduling it does not: a step is
-    submitted before the tokens that a draft would follow are known."""
-    if config.speculation is None:
-        return executor.num_ahead == 0 and executor.numerics.startswith("cpu")
-    return config.speculation and executor.num_ahead == 0

@@ -1,5 +1,6 @@
 """Applies the results of steps to an engine's requests: appends tokens and ends requests."""
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from itertools import islice
 
@@ -7,19 +8,16 @@ import numpy as np
 
 from quire.worker.engine.counters import Counters
 from quire.worker.engine.deltas import Pooling, broken_logits, delta_of, failure_of
-from quire.worker.engine.messages import StepOutput
+from quire.worker.engine.part import Part
 from quire.worker.engine.schedule import Schedule
 from quire.worker.engine.scheduler import Scheduler
 from quire.worker.engine.sequence import Sequence, Status
 from quire.worker.engine.step_input import StepInputs
 from quire.worker.model.facts import ModelFacts
-from quire.worker.parts.adapters.reading import Reading
-from quire.worker.parts.constraints.compiling import cannot_go_on
-from quire.worker.parts.constraints.masks import Masks
-from quire.worker.parts.tiers.audit import Audit
 from quire.worker.request.arrays import Floats
 from quire.worker.request.errors import QuireError
 from quire.worker.request.outputs import FinishReason, TokenDelta, TokenLogprobs
+from quire.worker.step.messages import StepOutput
 
 
 class Outcomes:
@@ -32,26 +30,21 @@ class Outcomes:
         *,
         scheduler: Scheduler,
         inputs: StepInputs,
-        masks: Masks,
-        reading: Reading,
+        parts: Items[Part],
         counters: Counters,
         model: ModelFacts,
-        audit: Audit | None,
     ) -> None:
         self._sequences = sequences
         self._scheduler = scheduler
         self._inputs = inputs
-        self._masks = masks
-        self._reading = reading
+        self._parts = parts
         self._counters = counters
         self._pooling = Pooling(model)
-        self._audit = audit
 
     def take(self, schedule: Schedule, result: StepOutput) -> list[TokenDelta]:
         """Appends the tokens that a step sampled, and removes the requests that they end."""
         token_ids: list[int] = result.token_ids_S.tolist()
         outputs = []
-        constrained = []
         end = 0
         hidden = iter(() if result.hidden_HC is None else result.hidden_HC)
         for seq, num_samples, num_scored in zip(
@@ -63,8 +56,8 @@ class Outcomes:
             # known then.
             if not num_samples or seq.status is Status.FINISHED or seq in schedule.void:
                 continue
-            if self._audit is not None and self._audit.is_checking(seq):
-                self._audit.computed(seq)
+            if seq.owner is not None:
+                seq.owner.owned_ran(seq)
                 self._scheduler.remove(seq)
                 self.forget(seq)
                 continue
@@ -82,25 +75,23 @@ class Outcomes:
                 if own and output.token_ids:
                     output = output._replace(hidden=np.stack(own[: len(output.token_ids)]))
                 outputs.append(output)
-                if seq.matcher is not None and outputs[-1].finish_reason is None:
-                    constrained.append(seq)
-        if constrained:
-            self._masks.add(constrained)
+        for part in self._parts:
+            part.sampled(schedule)
         return outputs
 
-    def end_refused(self, found: Items[tuple[Sequence, str | None]]) -> list[TokenDelta]:
-        """Ends the requests in ``found`` that have a reason why they cannot continue."""
+    def end(self, refused: Iterable[tuple[Sequence, QuireError]]) -> list[TokenDelta]:
+        """Ends queued and running requests, each with an error."""
         ended = []
-        for seq, reason in found:
-            if reason is not None:
-                self._scheduler.remove(seq)
-                ended.append(self.fail(seq, cannot_go_on(seq, reason)))
+        for seq, error in refused:
+            self._scheduler.remove(seq)
+            ended.append(self.fail(seq, error))
         return ended
 
     def void_late(self, schedule: Schedule) -> None:
-        """Discards the samples of the step under way for requests whose masks are late."""
+        """Discards the samples of the step under way for requests of which it is still not known
+        which tokens may follow."""
         for seq in schedule.sequences:
-            if seq.lacks_mask and seq.num_in_flight and seq.status is not Status.FINISHED:
+            if seq.choices.is_pending and seq.num_in_flight and seq.status is not Status.FINISHED:
                 schedule.void.add(seq)
                 self._scheduler.void_sample(seq)
 
@@ -115,8 +106,9 @@ class Outcomes:
         if finish_reason is not None:
             self.forget(seq)
         fetched, seq.fetched = seq.fetched, None
-        if fetched is not None and self._audit is not None:
-            self._audit.fetched(seq, fetched)
+        if fetched is not None:
+            for part in self._parts:
+                part.began(seq, fetched)
         return delta_of(seq, token_ids, finish_reason, logprobs, fetched)
 
     def fail(self, seq: Sequence, error: QuireError) -> TokenDelta:
@@ -126,9 +118,8 @@ class Outcomes:
 
     def forget(self, seq: Sequence) -> None:
         del self._sequences[seq.request.request_id]
-        self._masks.drop(seq)
-        if seq.request.adapter:
-            self._reading.forget(seq)
+        for part in self._parts:
+            part.forget(seq)
         self._inputs.forget(seq)
 
     def _take_embedding(self, seq: Sequence, state_C: Floats) -> TokenDelta:

@@ -19,10 +19,8 @@ class Schedule:
     num_scored: list[int]
     """How many of ``num_samples``, the first ones, return the log-probability of the prompt's next
     token instead of sampling a token."""
-    adapter_loads: tuple[tuple[int, str], ...] = ()
-    """Slots that the ranks must load another adapter into first, and its digest."""
     void: set[Sequence] = field(default_factory=set)
-    """Sequences whose sample is discarded, because the mask was late."""
+    """Sequences whose sample is discarded, because what may follow was not known in time."""
 
     @property
     def num_prefilled(self) -> int:
@@ -35,9 +33,7 @@ class Schedule:
 NOTHING = Schedule([], [], 0, [], [])
 
 
-def in_row_order(
-    chosen: list[tuple[Sequence, int]], *, adapter_loads: tuple[tuple[int, str], ...] = ()
-) -> Schedule:
+def in_row_order(chosen: list[tuple[Sequence, int]]) -> Schedule:
     """The step that computes the given number of tokens of each sequence, decodes first."""
     decodes = [seq for seq, num_tokens in chosen if num_tokens == 1]
     chunks = [(seq, num_tokens) for seq, num_tokens in chosen if num_tokens > 1]
@@ -56,5 +52,4 @@ def in_row_order(
             for seq, num_tokens, num_scored in zip(sequences, num_tokens_B, scored, strict=True)
         ],
         num_scored=scored,
-        adapter_loads=adapter_loads,
     )

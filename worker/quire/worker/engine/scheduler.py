@@ -11,17 +11,15 @@ can be chosen at all, some sequence proceeds: the highest-ranked one can take ev
 from bisect import insort
 
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.block_pool import BlockPool
-from quire.worker.engine.messages import MAX_SCORED_TOKENS
+from quire.worker.cache.block_pool import BlockPool
+from quire.worker.engine.part import NO_PARTS, Parts
 from quire.worker.engine.pending import PendingPrefill
 from quire.worker.engine.schedule import NOTHING, Schedule, in_row_order
 from quire.worker.engine.sequence import Sequence, Status
 from quire.worker.engine.tables import BlockTables, Prefix
 from quire.worker.engine.waiting import Turn, WaitingQueue, turn_of
-from quire.worker.parts.adapters.slots import Slots
-from quire.worker.parts.drafts import MAX_STEP_ROWS, RecentOutputs
-from quire.worker.parts.tiers.tiers import Travel
 from quire.worker.request.config import SchedulingPolicy
+from quire.worker.step.messages import MAX_SCORED_TOKENS
 
 MAX_UPDATED_TURNS = 128
 """Most waiting requests whose turns one step updates after others have computed blocks for them.
@@ -46,25 +44,20 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         policy: SchedulingPolicy = "fcfs",
-        speculates: bool = False,
         takes_whole: bool = False,
-        max_adapters: int = 1,
-        travel: Travel | None = None,
+        parts: Parts = NO_PARTS,
     ) -> None:
-        """``takes_whole``: prompts are computed whole, not in chunks; each must fit into a step.
-        ``travel``: see `BlockTables`."""
-        self._tables = BlockTables(pool, travel)
+        """``takes_whole``: prompts are computed whole, not in chunks; each must fit into a step."""
+        self._tables = BlockTables(pool, parts.tier)
+        self._parts = parts.every
+        self._drafting = parts.drafting
         self._block_size = pool.block_size
         self._policy: SchedulingPolicy = policy
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._speculates = speculates
         self._takes_whole = takes_whole
-        self._recent = RecentOutputs()
-        self.slots = Slots(max_adapters)
-        """The adapters whose requests may run."""
-        # Requests that wait for their adapter's turn. Outside the queue, they block no others.
-        self._aside: set[Sequence] = set()
+        # Waiting requests that no step may compute. Outside the queue, they block no others.
+        self._held_back: set[Sequence] = set()
         self.running: list[Sequence] = []
         """Running sequences by rank."""
         self.waiting = WaitingQueue()
@@ -72,9 +65,6 @@ class Scheduler:
         self.num_prompt_tokens = 0
         """Prompt tokens of requests that began to run, once each; hits are counted alike."""
         self.num_hit_tokens = 0
-        self.num_drafted_tokens = 0
-        """Draft tokens. ``num_accepted_tokens``: the accepted ones of these."""
-        self.num_accepted_tokens = 0
         self._pending = PendingPrefill(block_size=pool.block_size)
         self._num_turns_left = 0  # Turns that this step may still update.
         self._num_added = 0
@@ -87,15 +77,15 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + len(self._aside)
+        return len(self.waiting) + len(self._held_back)
 
     def add(self, seq: Sequence) -> None:
         """Queues a new request. The pool must be large enough for all of its tokens."""
         self._num_added += 1
         seq.number = self._num_added
         seq.arrived_at_token = self._num_computed
-        if seq.request.adapter:
-            self.slots.add(seq)
+        for part in self._parts:
+            part.queued(seq)
         self._queue(seq)
 
     def remove(self, seq: Sequence) -> None:
@@ -107,10 +97,6 @@ class Scheduler:
             self.running.remove(seq)
         self._release(seq)
         seq.status = Status.FINISHED
-        if seq.request.adapter:
-            self.slots.remove(seq)
-        if self._speculates and seq.root is not None and not seq.is_embedded:
-            self._recent.add(seq.root, seq.output_to_recall)
 
     def schedule(self, *, is_short: bool = False) -> Schedule:
         """Chooses the next step and allocates its blocks; `submitted` must follow. A step that
@@ -119,7 +105,7 @@ class Scheduler:
         Every running decode has one token of the budget; running and waiting prompts share the
         rest in the order of their turns. A sequence that lacks blocks preempts the lowest-ranked
         one. The lowest-ranked sequence cannot preempt itself; it skips this step and keeps its
-        blocks. So does a sequence whose constraint's mask is not ready.
+        blocks. So does a sequence of which it is not known which tokens may follow.
 
         No sequence is preempted while steps are under way. If that would be necessary, the result
         is empty: the caller must take a step's tokens and try again.
@@ -127,28 +113,28 @@ class Scheduler:
         is_under_way = self._tables.num_finished < self._tables.num_submitted
         if is_under_way and self._must_wait():
             return NOTHING
-        # Requests whose adapter's turn begins may lack blocks too.
-        if self._change_adapters() and is_under_way and self._must_wait():
+        # Sequences that wait no longer may lack blocks too.
+        if self._ask_parts() and is_under_way and self._must_wait():
             return NOTHING
         chosen: list[tuple[Sequence, int]] = []
         begun: list[Sequence] = []
-        num_sitting = sum([seq.num_uncomputed == 1 and seq.sits_out for seq in self.running])
-        num_ready = sum([seq.num_uncomputed == 1 for seq in self.running]) - num_sitting
+        num_skipping = sum([seq.num_uncomputed == 1 and seq.skips for seq in self.running])
+        num_ready = sum([seq.num_uncomputed == 1 for seq in self.running]) - num_skipping
         budget = self._max_num_batched_tokens - num_ready
         if is_short:
             budget = min(budget, short_step(self._max_num_batched_tokens))
         enough_blocks = True
-        num_drafts = self._num_drafts(num_ready, num_sitting)
+        num_drafts = self._num_drafts(num_ready, num_skipping)
         for seq in self.running.copy():
             if seq.status is not Status.RUNNING:
                 break  # An earlier sequence has preempted it and all behind it.
             if seq.num_uncomputed > 1:
                 begun.append(seq)
                 continue
-            if seq.sits_out:
+            if seq.skips:
                 continue
-            if num_drafts:
-                seq.take_draft(seq.guess(num_drafts, self._recent))
+            if num_drafts and self._drafting is not None:
+                seq.take_draft(self._drafting.draft(seq, num_drafts))
             num_tokens = 1 + len(seq.draft)
             # Most decodes neither need a block nor fill one.
             if seq.num_slots - seq.num_computed <= num_tokens:
@@ -165,7 +151,7 @@ class Scheduler:
             self._choose_prompts(begun, budget, chosen, may_admit=enough_blocks)
         if not chosen:
             return NOTHING
-        return in_row_order(chosen, adapter_loads=self.slots.take_loads())
+        return in_row_order(chosen)
 
     def submitted(self, schedule: Schedule) -> None:
         """Records that the step is under way. The next step may use what it computes."""
@@ -198,16 +184,13 @@ class Scheduler:
         """Records that the oldest step under way has run: blocks that only it used are released."""
         self._tables.finished()
 
-    def forget_outputs(self) -> None:
-        """Forgets the outputs of finished requests, from which draft tokens are taken."""
-        self._recent = RecentOutputs()
-
     def settle_draft(self, seq: Sequence, drawn: list[int]) -> int:
         """How many of the tokens sampled for ``seq``, which has a draft, are valid: one for each
         accepted draft token, and one more."""
-        self.num_drafted_tokens += len(seq.draft)
+        num_drafted = len(seq.draft)
         num = seq.settle_draft(drawn)
-        self.num_accepted_tokens += num - 1
+        if self._drafting is not None:
+            self._drafting.learn(seq, num_drafted=num_drafted, num_accepted=num - 1)
         return num
 
     def void_sample(self, seq: Sequence) -> None:
@@ -260,10 +243,10 @@ class Scheduler:
             if seq is None:
                 break
             begun.remove(seq)
-            if seq.status is not Status.RUNNING or seq.lacks_adapter:
-                continue  # It has just been preempted, or it is another adapter's turn.
-            # Its last token, after which a token is sampled, needs the mask.
-            num_tokens = min(seq.num_uncomputed - seq.lacks_mask, budget)
+            if seq.status is not Status.RUNNING or seq.waits:
+                continue  # It has just been preempted, or it waits for a part.
+            # After its last token one is sampled, for which its choices must be known.
+            num_tokens = min(seq.num_uncomputed - seq.choices.is_pending, budget)
             if not num_tokens:
                 continue
             if self._takes_whole and num_tokens < seq.num_uncomputed:
@@ -283,14 +266,13 @@ class Scheduler:
             seq.computes(num_tokens)
             chosen.append((seq, num_tokens))
 
-    def _num_drafts(self, num_ready: int, num_sitting: int) -> int:
-        """How many tokens to draft for each of ``num_ready`` decoding sequences; ``num_sitting``
+    def _num_drafts(self, num_ready: int, num_skipping: int) -> int:
+        """How many tokens to draft for each of ``num_ready`` decoding sequences; ``num_skipping``
         others skip the step. 0 if prompts run or wait, since their chunks need the time."""
-        is_prefilling = num_ready + num_sitting < len(self.running) or self.waiting
-        if not self._speculates or is_prefilling or not num_ready:
+        is_prefilling = num_ready + num_skipping < len(self.running) or self.waiting
+        if self._drafting is None or is_prefilling or not num_ready:
             return 0
-        rows = min(MAX_STEP_ROWS, self._max_num_batched_tokens)
-        return max(0, rows - num_ready) // num_ready
+        return self._drafting.num_each(num_ready)
 
     def _turn(self, seq: Sequence) -> Turn:
         lacks = self._first_missing(seq, seq.num_registered)
@@ -375,7 +357,7 @@ class Scheduler:
         num_missing = sum(
             max(0, self._tables.num_missing(seq, min(seq.num_uncomputed, budget)))
             for seq in self.running
-            if seq.num_computed + seq.num_uncomputed > seq.num_slots and not seq.lacks_adapter
+            if seq.num_computed + seq.num_uncomputed > seq.num_slots and not seq.waits
         )
         return num_missing > self._tables.pool.num_available
 
@@ -400,25 +382,28 @@ class Scheduler:
             self.num_preemptions += 1
         return True
 
-    def _change_adapters(self) -> bool:
-        """Puts requests whose adapter's turn begins into the queue, and takes out those whose
-        adapter's turn ends. Returns whether any turn begins."""
-        resumed, stopped = self.slots.advance()
-        for seq in stopped:
-            if seq.status is Status.WAITING:
-                self.waiting.remove(seq)
-                self._aside.add(seq)
-        for seq in resumed:
-            if seq.status is Status.WAITING:
-                self._aside.remove(seq)
-                self._push_again(seq, self._tables.num_hits(seq))
-        return bool(resumed)
+    def _ask_parts(self) -> bool:
+        """Puts sequences that wait no longer for a part into the queue, and takes out those that
+        wait now. Returns whether any waits no longer."""
+        resumes = False
+        for part in self._parts:
+            resumed, stopped = part.next_step()
+            for seq in stopped:
+                if seq.status is Status.WAITING and seq not in self._held_back:
+                    self.waiting.remove(seq)
+                    self._held_back.add(seq)
+            for seq in resumed:
+                if seq.status is Status.WAITING and not seq.waits:
+                    self._held_back.remove(seq)
+                    self._push_again(seq, self._tables.num_hits(seq))
+            resumes = resumes or bool(resumed)
+        return resumes
 
     def _queue(self, seq: Sequence) -> None:
         num_hits = self._tables.num_hits(seq)
-        if seq.lacks_adapter:
+        if seq.waits:
             seq.num_queued = seq.num_tokens - num_hits * self._block_size
-            self._aside.add(seq)
+            self._held_back.add(seq)
         else:
             self._push(seq, num_hits)
         self._pending.queued(seq)
@@ -441,8 +426,8 @@ class Scheduler:
             self.waiting.push(first, turn, lacks=lacks)
 
     def _unqueue(self, seq: Sequence) -> None:
-        if seq in self._aside:
-            self._aside.remove(seq)
+        if seq in self._held_back:
+            self._held_back.remove(seq)
         else:
             self.waiting.remove(seq)
         self._pending.unqueued(seq)

@@ -13,20 +13,21 @@ token is still in flight.
 import enum
 import time
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.worker.blocks.hashing import BlockHash, HashChain, TokenIds
-from quire.worker.engine.adjustments import RequestEdits
-from quire.worker.engine.block_pool import BlockId
-from quire.worker.engine.sampling_batch import Edits
-from quire.worker.parts.drafts import RECENT_MATCH, Drafter, RecentOutputs
+from quire.worker.cache.block_pool import BlockId
+from quire.worker.engine.choices import PLAIN, Choices
 from quire.worker.request.arrays import Ints
 from quire.worker.request.outputs import Fetched, FinishReason, TokenLogprobs
 from quire.worker.request.request import Prepared
-from quire.worker.text.grammar.matcher import Matcher
+from quire.worker.step.sampling_batch import Edits
+
+if TYPE_CHECKING:
+    from quire.worker.engine.part import Part
 
 
 class Status(enum.Enum):
@@ -43,7 +44,8 @@ class Sequence:
     """The progress of one request.
 
     ``chain`` names its blocks; ``None`` if they are not to be shared.
-    ``seed`` and ``max_tokens`` are those of ``request.sampling``, resolved.
+    ``seed`` and ``max_tokens`` are those of ``request.sampling``, resolved. ``choices`` says which
+    tokens may follow; ``owner`` is the part that runs the sequence for itself, without a client.
     """
 
     def __init__(
@@ -55,10 +57,16 @@ class Sequence:
         eos_token_ids: Items[int],
         block_size: int,
         chain: HashChain | None,
+        choices: Choices = PLAIN,
+        owner: "Part | None" = None,
     ) -> None:
         sampling, prompt_token_ids = request.sampling, request.prompt_token_ids
         self.request = request
         self.seed = seed
+        self.choices = choices
+        self.owner = owner
+        self.waits: set[str] = set()
+        """Names of the parts for which no step may compute its tokens yet."""
         self.is_embedded = request.task == "embed"
         self.wants_hidden = self.is_embedded or "hidden" in request.outputs
         self.number = 0
@@ -73,7 +81,6 @@ class Sequence:
         """Cached tokens that came from other tiers or groups; ``None`` once an output has it."""
         self.root = None if chain is None else chain.root
         """The root of its block hashes."""
-        self.drafter = Drafter()
         self.draft: list[int] = []
         """Draft tokens of the next step or of the step under way."""
         self._draft_edits: Items[Edits | None] = ()
@@ -115,35 +122,17 @@ class Sequence:
         """Hash of every block that known tokens fill, computed or not; empty without a chain."""
         self._extend_hashes()
 
-        stop_ids = sampling.stop_token_ids or ()
         self._last_end = len(prompt_token_ids) + max_tokens
         # No token may follow the end of a constrained output.
         ignores_eos = sampling.ignore_eos and sampling.constraint is None
-        self._end_ids = frozenset(stop_ids if ignores_eos else (*stop_ids, *eos_token_ids))
-        edits = RequestEdits(
-            sampling,
-            prompt_ids=prompt_token_ids,
-            output_ids=request.resumed_token_ids,
-            # As in vLLM, min_tokens bans the end token even if ignore_eos is set.
-            end_ids=frozenset((*stop_ids, *eos_token_ids)),
-        )
-        self._edits = None if edits.is_empty else edits
-        self._needs_tokens = edits.needs_tokens
+        self.end_ids = sampling.end_ids(() if ignores_eos else eos_token_ids)
+        """The tokens that end its output."""
         # The first attempt of a resumed request has already returned them.
         is_scored = sampling.prompt_logprobs is not None and not len(request.resumed_token_ids)
         self._num_to_score = self.num_prompt_tokens - 1 if is_scored else 0
         self.num_scored = max(0, sampling.logprob_start_len - 1)
         self.must_score = self.num_scored < self._num_to_score
         """Whether log-probabilities of the prompt are still to be computed."""
-        self.matcher: Matcher | None = None
-        """The position of its output in the constraint's grammar. Set before it is scheduled;
-        includes resumed output."""
-        self.adapter_slot = -1
-        """The slot of its adapter; -1 while the adapter is in no slot, or if it has none."""
-        self.lacks_adapter = bool(request.adapter)
-        """Whether its adapter is in no slot, so that no step may compute its tokens."""
-        self.lacks_mask = False
-        """Whether the mask of tokens that its constraint allows next is not ready."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -200,11 +189,6 @@ class Sequence:
         """Whether the length limit ends the output after the tokens in flight."""
         return self.num_tokens + self.num_in_flight >= self._last_end
 
-    @property
-    def is_slow(self) -> bool:
-        """Whether the masks of its constraint are slow to compute."""
-        return self.matcher is not None and self.matcher.cost.is_slow
-
     def begins(self) -> bool:
         """Records that it was admitted with its cached blocks. Returns whether it was the first
         time."""
@@ -227,49 +211,28 @@ class Sequence:
         if self.progress is not None:
             self.progress.num_preemptions += 1
 
-    def take_slot(self, slot: int) -> None:
-        """Sets the slot of its adapter; -1 for none."""
-        self.adapter_slot, self.lacks_adapter = slot, slot < 0
+    @property
+    def skips(self) -> bool:
+        """Whether no step may sample its next token yet. If its choices are slow, it waits until
+        the tokens in flight are known, since the mask would be late."""
+        choices = self.choices
+        if self.waits or choices.is_pending:
+            return True
+        return self.num_in_flight > 0 and choices.is_slow
 
     @property
-    def sits_out(self) -> bool:
-        """Whether no step may sample its next token yet. If its masks are slow, it waits until the
-        tokens in flight are known, since the mask would be late."""
-        return self.lacks_mask or self.lacks_adapter or (self.num_in_flight > 0 and self.is_slow)
-
-    def guess(self, max_tokens: int, recent: RecentOutputs) -> list[int]:
-        """At most ``max_tokens`` draft tokens. None of them may be the request's last token."""
-        max_tokens = min(max_tokens, self._last_end - self.num_tokens - 2)
-        # Masks of draft tokens are computed within the step.
-        if max_tokens <= 0 or (self.matcher is not None and not self.matcher.cost.is_trusted):
-            return []
-        found = self.drafter.draft(
-            self.token_ids,
-            max_tokens=max_tokens,
-            forced=() if self.matcher is None else self.matcher.forced(),
-            recent=recent,
-            root=self.root,
-        )
-        ends = [place for place, token_id in enumerate(found) if token_id in self._end_ids]
-        return found[: ends[0]] if ends else found
+    def num_undrafted(self) -> int:
+        """How many of the tokens that may follow may be drafted: not the request's last one."""
+        return self._last_end - self.num_tokens - 2
 
     def take_draft(self, token_ids: list[int]) -> None:
-        """Makes ``token_ids`` the draft of the next step, as far as the constraint allows them."""
-        self.draft = token_ids
-        if self._edits is not None and token_ids:
-            masks = None if self.matcher is None else self.matcher.masks_behind(token_ids)
-            self._draft_edits = self._edits.behind(
-                token_ids, num_output=self.num_output_tokens, masks=masks
-            )
-            self.draft = token_ids[: len(self._draft_edits)]
+        """Makes ``token_ids`` the draft of the next step, as far as they may follow."""
+        if token_ids:
+            self._draft_edits = self.choices.draft(token_ids, num_output=self.num_output_tokens)
+        self.draft = token_ids[: len(self._draft_edits)]
 
     def drop_draft(self) -> None:
         self.draft, self._draft_edits = [], ()
-
-    @property
-    def output_to_recall(self) -> TokenIds:
-        """The output, preceded by the prompt's last tokens, for `RecentOutputs`."""
-        return self._tokens[max(0, self.num_prompt_tokens - RECENT_MATCH) : self.num_tokens]
 
     @property
     def token_ids(self) -> TokenIds:
@@ -283,19 +246,19 @@ class Sequence:
     @property
     def lacks_edits(self) -> bool:
         """Whether the changes to the next token's logits depend on tokens in flight."""
-        return self._needs_tokens and self.num_in_flight > 0
+        return self.choices.follows_tokens and self.num_in_flight > 0
 
     def edits(self, num_guessed: int = 0) -> Edits | None:
         """Changes to the logits of the token after those in flight and ``num_guessed`` drafts."""
-        if self._edits is None:
+        if self.choices is PLAIN:
             return None
         if num_guessed:
             return self._draft_edits[num_guessed - 1]
-        return self._edits.at(self.num_output_tokens + self.num_in_flight)
+        return self.choices.edits(self.num_output_tokens + self.num_in_flight)
 
     def edits_in_flight(self) -> Edits | None:
         """Changes to the logits of the only token in flight."""
-        return None if self._edits is None else self._edits.at(self.num_output_tokens)
+        return self.choices.edits(self.num_output_tokens)
 
     def token_at(self, position: int) -> int:
         """The known token at ``position``."""
@@ -308,7 +271,6 @@ class Sequence:
         num = 1
         while num <= len(self.draft) and self.draft[num - 1] == drawn[num - 1]:
             num += 1
-        self.drafter.learn(num_drafted=len(self.draft), num_accepted=num - 1)
         num_wrong = len(self.draft) + 1 - num
         self.num_in_flight -= num_wrong
         self.num_computed -= num_wrong
@@ -329,32 +291,13 @@ class Sequence:
         self.num_tokens += 1
         if self.num_tokens % self._block_size == 0:
             self._extend_hashes()
-        if self._edits is not None:
-            self._edits.add_output(token_id)
-        if self.matcher is not None:
-            self.matcher.consume((token_id,))
-
-    def constraint_error(self) -> str | None:
-        """Why its constraint allows no next token; ``None`` if it allows some, which are then the
-        only ones that can be sampled.
-
-        Its matcher must be ready, or its grammar's CPU time spent.
-        """
-        assert self.matcher is not None
-        assert self._edits is not None
-        if self.matcher.cost.is_spent:
-            return self.matcher.cost.error
-        if self.matcher.error is not None:
-            return self.matcher.error
-        if not self._edits.allow(self.matcher.mask_W, num_output=self.num_output_tokens):
-            return "none of the tokens that it allows next is among allowed_token_ids"
-        return None
+        self.choices.accept(token_id)
 
     def finish_reason(self) -> FinishReason | None:
         """Why no token follows the known ones: "stop", "length", or ``None`` if more may follow."""
         if self.num_output_tokens == 0:
             return None
-        if int(self._tokens[self.num_tokens - 1]) in self._end_ids:
+        if int(self._tokens[self.num_tokens - 1]) in self.end_ids:
             return "stop"
         return "length" if self.num_tokens >= self._last_end else None
 

@@ -4,18 +4,18 @@ A sequence's slowly changing data, its block table and its sampling parameters, 
 arrays while the sequence runs. A step only writes the new entries and selects rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from quire.worker.engine.messages import StepInput
-from quire.worker.engine.sampling_batch import SAMPLE_TYPES, Adjustments, Edits, SamplingBatch
 from quire.worker.engine.schedule import Schedule
 from quire.worker.engine.sequence import Sequence
 from quire.worker.request.arrays import Ints, Longs
+from quire.worker.step.messages import StepInput
+from quire.worker.step.sampling_batch import SAMPLE_TYPES, Adjustments, Edits, SamplingBatch
 
 # T tokens of the step, packed   B sequences in the step   M blocks of the longest of them
 # S samples                      L tokens that are not known yet   R rows that are kept
@@ -26,6 +26,7 @@ _PARAMS = {
     if name != "position_S"  # It changes with each step.
 } | {"seed_S": attrgetter("seed")}  # The sequence's, since the request may have none.
 """By array of sampling parameters: gets a sequence's entry."""
+NO_FIELDS: Mapping[str, Any] = {}
 
 
 class StepInputs:
@@ -39,14 +40,14 @@ class StepInputs:
             name: np.zeros(0, SAMPLE_TYPES[name]) for name in _PARAMS
         }
 
-    def build(self, schedule: Schedule, copies_X22: Ints | None = None) -> StepInput:
-        """Builds the input of ``schedule``, which must not be submitted yet. With an empty
-        schedule, the step only makes the copies.
+    def build(self, schedule: Schedule, fields: Mapping[str, Any] = NO_FIELDS) -> StepInput:
+        """Builds the input of ``schedule``, which must not be submitted yet. ``fields`` are those
+        of parts (`Part.chosen`). With an empty schedule, the step has no others.
 
         The arrays belong to the caller.
         """
         if not schedule.sequences:
-            return _only_copies(copies_X22)
+            return StepInput(**_NO_TOKENS, **fields)
         sequences, num_decodes = schedule.sequences, schedule.num_decodes
         for seq in sequences:
             if seq.num_blocks_in_row != seq.num_blocks:
@@ -88,10 +89,8 @@ class StepInputs:
             late_tokens_L=late_2L[0],
             late_rows_L=late_2L[1],
             edits_follow=edits_follow,
-            adapter_slots_A=_adapter_slots(schedule),
-            adapter_loads=schedule.adapter_loads,
             hidden_rows_H=_hidden_rows(schedule),
-            copies_X22=copies_X22,
+            **fields,
         )
 
     def edits_that_follow(self, schedule: Schedule) -> Adjustments | None:
@@ -164,20 +163,15 @@ _NO_COLUMNS: dict[str, Any] = {name: np.empty(0, dtype) for name, dtype in SAMPL
 _NO_SAMPLES = SamplingBatch(**_NO_COLUMNS)
 
 
-def _only_copies(copies_X22: Ints | None) -> StepInput:
-    nothing_T, nothing_B = np.empty(0, np.int64), np.empty(0, np.int32)
-    return StepInput(
-        token_ids_T=nothing_T,
-        positions_T=nothing_T,
-        slot_mapping_T=nothing_T,
-        block_tables_BM=np.empty((0, 0), np.int32),
-        seq_lens_B=nothing_B,
-        query_starts_B1=np.zeros(1, np.int32),
-        num_decodes=0,
-        samples_S=nothing_B,
-        sampling=_NO_SAMPLES,
-        copies_X22=copies_X22,
-    )
+_NO_TOKENS: dict[str, Any] = {
+    **dict.fromkeys(("token_ids_T", "positions_T", "slot_mapping_T"), np.empty(0, np.int64)),
+    **dict.fromkeys(("seq_lens_B", "samples_S"), np.empty(0, np.int32)),
+    "block_tables_BM": np.empty((0, 0), np.int32),
+    "query_starts_B1": np.zeros(1, np.int32),
+    "num_decodes": 0,
+    "sampling": _NO_SAMPLES,
+}
+"""The fields of a step that computes nothing, and only does what a part wants."""
 
 
 def _last_tokens(ends_B: Longs, counts_B: Longs) -> Ints:
@@ -185,11 +179,6 @@ def _last_tokens(ends_B: Longs, counts_B: Longs) -> Ints:
     before_B = counts_B.cumsum() - counts_B
     place_S = np.arange(counts_B.sum()) - before_B.repeat(counts_B)
     return ((ends_B - counts_B).repeat(counts_B) + place_S).astype(np.int32)
-
-
-def _adapter_slots(schedule: Schedule) -> Ints:
-    slots = [seq.adapter_slot for seq in schedule.sequences]
-    return np.array(slots if max(slots) >= 0 else (), dtype=np.int32)
 
 
 def _hidden_rows(schedule: Schedule) -> Ints | None:

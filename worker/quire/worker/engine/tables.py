@@ -13,19 +13,17 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from quire.worker.blocks.events import BlockContent
-from quire.worker.engine.block_pool import BlockId, BlockPool
-from quire.worker.engine.copies import Slot
+from quire.worker.cache.block_pool import BlockId, BlockPool
+from quire.worker.engine.part import Slot, Tier
 from quire.worker.engine.sequence import Sequence
-from quire.worker.parts.tiers.tiers import Travel
-from quire.worker.request.outputs import Fetched
 
 
 class Prefix(NamedTuple):
-    """The cached blocks at the beginning of a sequence: in the KV cache, then in host memory."""
+    """The cached blocks at the beginning of a sequence: in the KV cache, then in a slower tier."""
 
     block_ids: list[BlockId]
     slots: list[Slot]
-    """Slots in host memory of the blocks that follow ``block_ids``."""
+    """Slots in the slower tier of the blocks that follow ``block_ids``."""
 
     @property
     def num_blocks(self) -> int:
@@ -35,12 +33,12 @@ class Prefix(NamedTuple):
 class BlockTables:
     """Changes the tables of sequences and the pool together. Decides nothing.
 
-    ``travel`` has the blocks in host memory; ``None`` if blocks stay in the KV cache.
+    ``tier`` has more blocks; ``None`` if blocks stay in the KV cache.
     """
 
-    def __init__(self, pool: BlockPool, travel: Travel | None = None) -> None:
+    def __init__(self, pool: BlockPool, tier: Tier | None = None) -> None:
         self.pool = pool
-        self._travel = travel
+        self._tier = tier
         self.num_submitted = 0
         """Steps submitted so far. ``num_finished``: those that have run."""
         self.num_finished = 0
@@ -63,38 +61,32 @@ class BlockTables:
         return num_here + len(self._slots(seq, num_here))
 
     def acquire(self, seq: Sequence, prefix: Prefix) -> None:
-        """Puts ``prefix`` into the empty table of ``seq``. The next step copies blocks from host
-        memory; from the first block with a wrong checksum on, they are left out."""
+        """Puts ``prefix`` into the empty table of ``seq``. The next step copies blocks from the
+        slower tier; from the first that turns out to be corrupt on, they are left out."""
         block_ids, slots = prefix
         self._describe(seq, 0, prefix.num_blocks)
         self.pool.acquire(block_ids)
         if slots:
-            assert self._travel is not None
+            assert self._tier is not None
             names = seq.hashes[len(block_ids) : len(block_ids) + len(slots)]
             parent = block_ids[-1] if block_ids else None
-            loaded = self._travel.load(slots, names, parent=parent)
-            if seq.num_cached is None:
-                before = seq.fetched or Fetched()
-                num_tokens = before.num_host_tokens + len(loaded) * self.pool.block_size
-                seq.fetched = before._replace(num_host_tokens=num_tokens)
-            block_ids = block_ids + loaded
+            block_ids = block_ids + self._tier.load(seq, slots, names, parent)
         seq.append_blocks(block_ids)
         seq.num_registered = len(block_ids)
         seq.num_computed = len(block_ids) * self.pool.block_size
 
     def may_acquire(self, prefix: Prefix) -> bool:
-        """Whether `acquire` may be called. If not, a thread compares checksums, and the caller asks
-        again in the next step."""
-        return self._travel is None or self._travel.checker.may_use(prefix.slots)
+        """Whether `acquire` may be called. If not, the caller asks again in the next step."""
+        return self._tier is None or self._tier.may_use(prefix.slots)
 
     def yield_room(self) -> bool:
-        """Releases blocks held for loans and arrivals. Returns whether there were any."""
-        return self._travel is not None and self._travel.yield_room()
+        """Releases blocks that no sequence holds. Returns whether there were any."""
+        return self._tier is not None and self._tier.yield_room()
 
     def _slots(self, seq: Sequence, num_here: int) -> list[Slot]:
-        if self._travel is None:
+        if self._tier is None:
             return []
-        return self._travel.on_shelf(seq.hashes[num_here : seq.num_shareable])
+        return self._tier.match(seq.hashes[num_here : seq.num_shareable])
 
     def num_missing(self, seq: Sequence, num_tokens: int) -> int:
         """Blocks that ``seq`` lacks for its next tokens; negative if it has some to spare."""

@@ -29,8 +29,8 @@ from quire.worker.weights.loader import Shard
 
 _OWN_CODE = (
     *("model/**/*.py", "weights/**/*.py", "rank/sampling/*.py", "rank/runner.py", "rank/model.py"),
-    *("rank/collectives.py", "rank/symmetric.py", "rank/copies.py", "engine/adjustments.py"),
-    *("engine/sampling_batch.py", "parts/adapters/*.py", "text/grammar/compiler.py"),
+    *("rank/collectives.py", "rank/symmetric.py", "rank/copies.py", "parts/constraints/edits.py"),
+    *("step/sampling_batch.py", "parts/adapters/*.py", "text/grammar/compiler.py"),
 )
 """Modules of the worker that compute, sample, or define the layout of blocks that are exchanged."""
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_bf16")

@@ -16,12 +16,18 @@ A few more rows cost a step almost nothing while it mainly reads the weights. Af
 first token is rejected, drafting pauses for as many steps as there were such drafts in a row.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from quire.worker.blocks.hashing import BlockHash, TokenIds
+from quire.worker.engine.part import Part
+from quire.worker.engine.sequence import Sequence
+from quire.worker.request.config import EngineConfig
+from quire.worker.step.messages import Executor
 
 MAX_STEP_ROWS = 9
 """Rows of a step up to which more rows cost little: a single sequence gets 8 draft tokens."""
@@ -36,6 +42,63 @@ RECENT_MATCH = 4
 """Number of last tokens that must occur in an output of another request."""
 _MAX_RECENT = 2**16
 """Tokens in one generation of recent outputs: about 10 MiB."""
+
+
+def speculates(config: EngineConfig, executor: Executor) -> bool:
+    """Whether the engine uses speculation. With asynchronous scheduling it does not: a step is
+    submitted before the tokens that a draft would follow are known."""
+    if config.speculation is None:
+        return executor.num_ahead == 0 and executor.numerics.startswith("cpu")
+    return config.speculation and executor.num_ahead == 0
+
+
+class Drafts(Part):
+    """The drafts of all sequences: `quire.worker.engine.part.Drafting`."""
+
+    def __init__(self, *, max_num_batched_tokens: int) -> None:
+        self._max_rows = min(MAX_STEP_ROWS, max_num_batched_tokens)
+        self._drafters: dict[Sequence, Drafter] = {}
+        self._recent = RecentOutputs()
+        self._num_drafted = self._num_accepted = 0
+
+    def num_each(self, num_ready: int) -> int:
+        return max(0, self._max_rows - num_ready) // num_ready
+
+    def draft(self, seq: Sequence, max_tokens: int) -> list[int]:
+        max_tokens = min(max_tokens, seq.num_undrafted)
+        if max_tokens <= 0 or (forced := seq.choices.forced) is None:
+            return []
+        if seq not in self._drafters:
+            self._drafters[seq] = Drafter()
+        found = self._drafters[seq].draft(
+            seq.token_ids,
+            max_tokens=max_tokens,
+            forced=forced,
+            recent=self._recent,
+            root=seq.root,
+        )
+        ends = [place for place, token_id in enumerate(found) if token_id in seq.end_ids]
+        return found[: ends[0]] if ends else found
+
+    def learn(self, seq: Sequence, *, num_drafted: int, num_accepted: int) -> None:
+        self._num_drafted += num_drafted
+        self._num_accepted += num_accepted
+        self._drafters[seq].learn(num_drafted=num_drafted, num_accepted=num_accepted)
+
+    def forget(self, seq: Sequence) -> None:
+        self._drafters.pop(seq, None)
+        if seq.root is not None and not seq.is_embedded:
+            begin = max(0, seq.num_prompt_tokens - RECENT_MATCH)
+            self._recent.add(seq.root, seq.token_ids[begin:])
+
+    def reset(self) -> None:
+        self._recent = RecentOutputs()
+
+    def stats(self) -> Mapping[str, Any]:
+        return {
+            "num_drafted_tokens": self._num_drafted,
+            "num_accepted_tokens": self._num_accepted,
+        }
 
 
 class Drafter:

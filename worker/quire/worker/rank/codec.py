@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quire.worker.engine.messages import MAX_SCORED_TOKENS, StepInput, StepOutput
-from quire.worker.engine.sampling_batch import SAMPLE_TYPES, SamplingBatch
 from quire.worker.request.config import EngineConfig
+from quire.worker.step.messages import MAX_SCORED_TOKENS, StepInput, StepOutput
+from quire.worker.step.sampling_batch import SAMPLE_TYPES, SamplingBatch
 
 Bytes = npt.NDArray[np.uint8]
 

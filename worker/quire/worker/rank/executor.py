@@ -7,14 +7,15 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from quire.worker.engine.messages import Executor, StepInput, StepOutput
-from quire.worker.engine.sampling_batch import Adjustments
-from quire.worker.model.facts import ModelFacts, model_facts
+from quire.worker.model.facts import ModelFacts
+from quire.worker.model.read_facts import model_facts
 from quire.worker.rank.host_memory import map_host_blocks
 from quire.worker.rank.lockstep import LockstepExecutor
 from quire.worker.rank.process import RankProcesses
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import RankFailure
+from quire.worker.step.messages import Executor, StepInput, StepOutput
+from quire.worker.step.sampling_batch import Adjustments
 
 if TYPE_CHECKING:
     from quire.worker.rank.late_tokens import Pending

@@ -7,10 +7,10 @@ import numpy as np
 import torch
 
 from quire.kernels.triton.launch import PREFILL_SPLIT_TOKENS, SPLIT_TOKENS
-from quire.worker.engine.messages import MAX_SCORED_TOKENS, StepInput
-from quire.worker.engine.sampling_batch import Adjustments, Edits, SamplingBatch
 from quire.worker.rank.graphs import DecodeGraphs
 from quire.worker.request.config import EngineConfig
+from quire.worker.step.messages import MAX_SCORED_TOKENS, StepInput
+from quire.worker.step.sampling_batch import Adjustments, Edits, SamplingBatch
 
 
 def peak_bytes(run: Callable[[StepInput], object], steps: Iterator[StepInput]) -> int:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from quire.kernels.batch import Batch
 from quire.kernels.triton.launch import SPLIT_TOKENS
-from quire.worker.engine.messages import StepInput
 from quire.worker.rank.late_tokens import LateTokens
 from quire.worker.rank.staging import Array, stage
+from quire.worker.step.messages import StepInput
 
 # N rows of the largest graph   B rows of a step   M blocks of the longest possible sequence
 # V vocabulary

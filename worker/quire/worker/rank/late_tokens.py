@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.worker.engine.messages import StepOutput
 from quire.worker.request.arrays import Ints
+from quire.worker.step.messages import StepOutput
 
 # S rows that the earlier step samples   L tokens of the later one that are among them
 # T tokens of the later step

@@ -20,8 +20,6 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from quire.worker.blocks.kv_format import Bytes, KvFormat
-from quire.worker.engine.messages import StepInput, StepOutput
-from quire.worker.engine.sampling_batch import Adjustments
 from quire.worker.model.config import read_model_spec, resolve_max_model_len
 from quire.worker.model.hub import fetch_checkpoint
 from quire.worker.rank.codec import StepSlots, all_slots_bytes, pack, slot_bytes, unpack
@@ -29,6 +27,8 @@ from quire.worker.rank.host_memory import host_bytes, host_offset, map_host_bloc
 from quire.worker.rank.messages import Allocate, Failed, Loaded, RankStart, Ready, Store
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import CheckpointError, ConfigError, RankFailure
+from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.step.sampling_batch import Adjustments
 
 COLLECTIVES_BYTES_PER_RANK = 4 << 20
 """Memory for each rank that the ranks of a node map for collectives; untouched pages are free."""

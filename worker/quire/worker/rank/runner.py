@@ -21,8 +21,6 @@ from quire.kernels.shared_prefix import (
 )
 from quire.kernels.torch.products import make_batch_invariant
 from quire.worker.blocks.kv_format import Bytes
-from quire.worker.engine.messages import StepInput, StepOutput
-from quire.worker.engine.sampling_batch import Adjustments
 from quire.worker.model.config import (
     check_settings,
     read_model_spec,
@@ -53,6 +51,8 @@ from quire.worker.rank.staging import Array, stage
 from quire.worker.request.arrays import Ints, Longs
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import ConfigError
+from quire.worker.step.messages import StepInput, StepOutput
+from quire.worker.step.sampling_batch import Adjustments
 from quire.worker.weights.loader import Shard
 
 

@@ -25,10 +25,6 @@ class EngineStats:
     """Those of ``num_prompt_tokens`` whose KV was in the cache."""
     num_output_tokens: int
     num_preemptions: int
-    num_drafted_tokens: int
-    """Draft tokens that speculation proposed."""
-    num_accepted_tokens: int
-    """Draft tokens that were accepted, and so cost no step of their own."""
     num_steps: int
     num_prefilled_tokens: int
     """Prompt tokens computed, including recomputation after a preemption."""
@@ -36,6 +32,10 @@ class EngineStats:
     """Prompt tokens computed in full steps: those that left prompt tokens waiting."""
     full_step_s: float
     """Seconds spent in full steps. A counter too."""
+    num_drafted_tokens: int = 0
+    """Draft tokens that speculation proposed. A counter, as the next one."""
+    num_accepted_tokens: int = 0
+    """Draft tokens that were accepted, and so cost no step of their own."""
     adapters: tuple[str, ...] = ()
     """Digests of the adapters that are loaded."""
     max_adapters: int = 0

@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
@@ -151,6 +151,10 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return tuple(self.stop or ())
+
+    def end_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """The tokens that end the output, where ``eos_token_ids`` end it too."""
+        return frozenset((*(self.stop_token_ids or ()), *eos_token_ids))
 
     @property
     def constraint(self) -> Constraint | None:

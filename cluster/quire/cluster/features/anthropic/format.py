@@ -8,12 +8,12 @@ message_delta                the stop reason and the usage
 message_stop
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import from_json
 
 from quire.cluster.dialects.events import CallArguments, CallBegun, Content, Reasoning
-from quire.cluster.edge.http_errors import anthropic_error
 from quire.cluster.edge.openai_format import Format, Json
 from quire.cluster.edge.openai_schema import StreamOptions
 from quire.cluster.gateway.chunk import Chunk
@@ -24,6 +24,8 @@ _DELTAS = {
     "tool_use": ("input_json_delta", "partial_json"),
 }
 """By type of block: the type of its deltas, and the field that they extend."""
+_ERROR_TYPES = {"server_error": "api_error", "service_unavailable_error": "overloaded_error"}
+_ERROR_TYPES_OF_STATUS = {404: "not_found_error", 413: "request_too_large"}
 
 
 class MessagesFormat(Format):
@@ -149,3 +151,11 @@ def _input(arguments: str) -> Json:
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def anthropic_error(body: Mapping[str, Any], status: int = 0) -> dict[str, object]:
+    """``body``, in the form of `http_errors.error_body`, in the form of Anthropic's API."""
+    error = body["error"]
+    type_ = _ERROR_TYPES.get(error["type"], error["type"])
+    said = {"type": _ERROR_TYPES_OF_STATUS.get(status, type_), "message": error["message"]}
+    return {"type": "error", "error": said}

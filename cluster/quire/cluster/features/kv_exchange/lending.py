@@ -29,7 +29,7 @@ from quire.cluster.wire import format_from_proto
 from quire.v1 import group_pb2 as pb
 from quire.worker.blocks.hashing import HASH_BYTES, BlockHashes
 from quire.worker.blocks.kv_format import KvFormat
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.tiers.loan import Lent, Loan
 from quire.worker.parts.tiers.pace import Pace
 from quire.worker.request.errors import QueueFull, RankFailure
@@ -57,7 +57,7 @@ T = TypeVar("T")
 class Call(Protocol):
     """The type of `EngineLoop.call`."""
 
-    def __call__(self, function: Callable[[Engine], T]) -> Awaitable[T]: ...
+    def __call__(self, function: Callable[[GroupEngine], T]) -> Awaitable[T]: ...
 
 
 class LendKept(Protocol):
@@ -131,7 +131,7 @@ class Lender:
                 return _refusal(f"busy: {_MAX_LOANS} loans are under way")
             self._places.add(ticket)
 
-        def borrow(engine: Engine) -> Loan | str:
+        def borrow(engine: GroupEngine) -> Loan | str:
             if request.most_useful_bytes:
                 loan = engine.lend_most_useful(request.most_useful_bytes)
             else:

@@ -13,13 +13,14 @@ from typing import Any
 
 from quire.cluster.config import GroupModel
 from quire.cluster.group.native_code import compile_native_code
-from quire.worker.engine.messages import Executor
-from quire.worker.model.facts import ModelFacts, model_facts
+from quire.worker.model.facts import ModelFacts
 from quire.worker.model.hub import fetch_checkpoint
+from quire.worker.model.read_facts import model_facts
 from quire.worker.rank.executor import make_executor
 from quire.worker.rank.lockstep import LockstepExecutor
 from quire.worker.request.config import EngineConfig
 from quire.worker.request.errors import ConfigError
+from quire.worker.step.messages import Executor
 
 OnStep = Callable[[str], object]
 

@@ -10,6 +10,7 @@ RESPONSES_CALL = TextCall(
     body=ResponsesBody,
     format=ResponsesFormat,
     id_prefix="resp_",
+    prompt_field="input",
     call=Call(
         "Generates the next items of a conversation (OpenAI's responses).",
         Heading.TEXT,

@@ -46,9 +46,6 @@ class Reading:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._sequences
-
     @property
     def kept(self) -> tuple[str, ...]:
         """The digests of the adapters that are ready, the most recently used one last."""

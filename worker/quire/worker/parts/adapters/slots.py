@@ -24,6 +24,9 @@ kept, and 0.2 ms for one that it has (rank 16 in all linear layers, 12 layers of
 64 adapters and 8 slots each adapter runs for 16 of 128 steps."""
 
 
+_WAITS_FOR = "adapter"
+
+
 class _Adapter:
     """An adapter that current requests name."""
 
@@ -64,6 +67,10 @@ class Slots:
         """Number of adapters that current requests name."""
         return len(self._adapters)
 
+    def slot_of(self, seq: Sequence) -> int:
+        """The slot of the adapter of ``seq``, which may run; -1 if it has none."""
+        return self._adapters[seq.request.adapter].slot if seq.request.adapter else -1
+
     @property
     def loaded(self) -> tuple[str, ...]:
         """Digests of the adapters that are in slots, or will be with the next step."""
@@ -82,11 +89,14 @@ class Slots:
                 self._activate(adapter)
         adapter.requests[seq] = None
         adapter.priorities[seq.request.priority] += 1
-        seq.take_slot(adapter.slot)
+        if adapter.slot < 0:
+            seq.waits.add(_WAITS_FOR)
 
     def remove(self, seq: Sequence) -> None:
-        """Removes ``seq``, which has ended."""
-        adapter = self._adapters[seq.request.adapter]
+        """Removes ``seq``, which has ended, if it is here."""
+        adapter = self._adapters.get(seq.request.adapter)
+        if adapter is None or seq not in adapter.requests:
+            return
         priority = seq.request.priority
         del adapter.requests[seq]
         adapter.priorities[priority] -= 1
@@ -151,7 +161,7 @@ class Slots:
         self._active[digest] = adapter
         adapter.slot, adapter.began = slot, self._num_steps
         for seq in adapter.requests:
-            seq.take_slot(slot)
+            seq.waits.discard(_WAITS_FOR)
         return list(adapter.requests)
 
     def _deactivate(self, adapter: _Adapter) -> list[Sequence]:
@@ -160,5 +170,5 @@ class Slots:
         self._loaded[adapter.digest] = self._loaded.pop(adapter.digest)
         adapter.slot, adapter.began = -1, next(self._entries)
         for seq in adapter.requests:
-            seq.take_slot(-1)
+            seq.waits.add(_WAITS_FOR)
         return list(adapter.requests)

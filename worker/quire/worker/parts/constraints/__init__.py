@@ -1,1 +1,2 @@
-"""Constrained outputs: compiles constraints and computes masks while other requests run."""
+"""Choices of tokens: penalties, bans and budgets, and constraints, whose grammars are compiled and
+whose masks are computed while other requests run."""

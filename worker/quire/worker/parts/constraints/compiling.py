@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from quire.worker.engine.sequence import Sequence
+from quire.worker.parts.constraints.choices import Constrained
+from quire.worker.parts.constraints.edits import RequestEdits
 from quire.worker.request.errors import ConstraintRefused, InvalidRequest
 from quire.worker.text.grammar.compile_queue import CompileThreads
 from quire.worker.text.grammar.compiler import Grammar, Grammars
@@ -26,9 +28,6 @@ class Compiling:
 
     def __len__(self) -> int:
         return len(self._matchers)
-
-    def __contains__(self, seq: Sequence) -> bool:
-        return seq in self._matchers
 
     def add(self, seq: Sequence) -> None:
         """Compiles the constraint of ``seq``. If its grammar is known and the output has not begun,
@@ -55,10 +54,12 @@ class Compiling:
         )
 
     def remove(self, seq: Sequence) -> None:
-        self._matchers.pop(seq).cancel()
+        """Removes ``seq``, if it is here."""
+        if (matcher := self._matchers.pop(seq, None)) is not None:
+            matcher.cancel()
 
     def take(self, *, may_wait: bool) -> Iterator[tuple[Sequence, InvalidRequest | None]]:
-        """Removes and yields the sequences that are ready, with their matcher set, and those that
+        """Removes and yields the sequences that are ready, with their choices set, and those that
         are refused, with the error. ``may_wait``: the engine is idle, so this may wait briefly."""
         if may_wait:
             wait(self._matchers.values(), _WAIT_S, FIRST_COMPLETED)
@@ -72,8 +73,9 @@ class Compiling:
     def _finish(self, seq: Sequence, future: "Future[Matcher]") -> InvalidRequest | None:
         error = future.exception()
         if error is None:
-            seq.matcher = future.result()
-            reason = seq.constraint_error()
+            assert isinstance(seq.choices, RequestEdits)
+            seq.choices = choices = Constrained(seq.choices, future.result())
+            reason = choices.take_mask(num_output=seq.num_output_tokens)
             return None if reason is None else cannot_go_on(seq, reason)
         if isinstance(error, InvalidRequest):
             return error
@@ -87,9 +89,9 @@ class Compiling:
 def cannot_go_on(seq: Sequence, reason: str) -> InvalidRequest:
     """The error for ``seq``, whose constraint allows no next token."""
     constraint = seq.request.sampling.constraint
-    assert seq.matcher is not None
+    assert isinstance(seq.choices, Constrained)
     assert constraint is not None
-    if seq.matcher.cost.is_spent:
+    if seq.choices.matcher.cost.is_spent:
         return ConstraintRefused(f"structured_outputs={constraint.kind}: {reason}")
     return InvalidRequest(
         f"structured_outputs: the output cannot go on behind {seq.num_output_tokens} tokens: "

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 
 from quire.worker.engine.sequence import Sequence
+from quire.worker.parts.constraints.choices import Constrained
 from quire.worker.parts.constraints.mask_queue import Job, Lane, MaskQueue
-from quire.worker.text.grammar.matcher import Key, Place
+from quire.worker.text.grammar.matcher import Key, Matcher, Place
 
 _TRUSTED_WAIT_S, _UNKNOWN_WAIT_S = 0.02, 0.002
 """How long a step waits for masks of grammars known to be cheap (far longer than those take), and
@@ -36,7 +37,7 @@ class Masks:
         self._num_threads = min(_MAX_THREADS, num_cores) + 1
         self._threads: list[threading.Thread] = []
         self._is_closed = False
-        self._lacking: dict[Sequence, None] = {}
+        self._lacking: dict[Sequence, Constrained] = {}
         # Everything below is guarded by the lock.
         self._queue = MaskQueue(slow_share=min(1.0, num_cores * _SLOW_SHARE_A_CORE))
         self._jobs: dict[Place, Job] = {}
@@ -48,14 +49,16 @@ class Masks:
         self._done = threading.Condition(lock)
 
     def add(self, sequences: Items[Sequence]) -> None:
-        """Adds sequences with constraints and new tokens. Each lacks its mask until `take` returns
-        it."""
+        """Adds sequences with constraints and new tokens. The choices of each are pending until
+        `take` returns it."""
         num_new = 0
         with self._work:
             for seq in sequences:
-                seq.lacks_mask = True
-                self._lacking[seq] = None
-                num_new += self._enter(seq)
+                choices = seq.choices
+                assert isinstance(choices, Constrained)
+                choices.is_pending = True
+                self._lacking[seq] = choices
+                num_new += self._enter(choices.matcher)
             is_work_for_others = num_new > 1 or any(
                 job.next_lane is not Lane.TRUSTED for job in self._jobs.values()
             )
@@ -63,12 +66,12 @@ class Masks:
                 self._start()
                 self._work.notify(num_new)
 
-    def take(self, *, beside: Items[Sequence]) -> list[tuple[Sequence, str | None]]:
+    def take(self, *, running: Items[Sequence]) -> list[tuple[Sequence, str | None]]:
         """Waits for masks as long as a step may. Returns the requests whose masks are ready, each
-        with ``None`` or why it cannot continue. ``beside`` has the requests of the last step."""
+        with ``None`` or why it cannot continue. ``running`` are the requests of the last step."""
         if not self._lacking:
             return []
-        self._queue.is_idle = all(seq.is_slow for seq in beside)
+        self._queue.is_idle = all(seq.choices.is_slow for seq in running)
         while job := self._take_trusted():
             self._run(job)
         self._wait()
@@ -86,12 +89,11 @@ class Masks:
     def drop(self, seq: Sequence) -> None:
         """Removes ``seq``, which has ended, and its job if that has not begun and no other request
         waits for it."""
-        if seq not in self._lacking:
+        choices = self._lacking.pop(seq, None)
+        if choices is None:
             return
-        del self._lacking[seq]
-        assert seq.matcher is not None
         with self._work:
-            job = self._jobs.get(seq.matcher.place)
+            job = self._jobs.get(choices.matcher.place)
             if job is None:
                 return
             job.num_holders -= 1
@@ -107,11 +109,9 @@ class Masks:
             self._is_closed = True
             self._work.notify_all()
 
-    def _enter(self, seq: Sequence) -> bool:
-        """Adds a job for the place of ``seq``. Returns false if the place already has one or is
+    def _enter(self, matcher: Matcher) -> bool:
+        """Adds a job for the place of ``matcher``. Returns false if the place already has one or is
         known."""
-        matcher = seq.matcher
-        assert matcher is not None
         key = matcher.place.key
         assert key is not None
         known = self._known.get(key)
@@ -148,18 +148,18 @@ class Masks:
                 self._awaited.clear()
 
     def _settle(self) -> list[tuple[Sequence, str | None]]:
-        matchers = {seq: seq.matcher for seq in self._lacking if seq.matcher is not None}
+        matchers = [choices.matcher for choices in self._lacking.values()]
         # Each cost is charged once, however many completions of a prompt fail together.
-        for cost in {each.cost for each in matchers.values() if each.is_ready and each.error}:
+        for cost in {each.cost for each in matchers if each.is_ready and each.error}:
             cost.failed()
         found = []
-        for seq, matcher in matchers.items():
-            if matcher.is_ready or matcher.cost.is_spent:
-                reason = seq.constraint_error()
+        for seq, choices in list(self._lacking.items()):
+            if choices.matcher.is_ready or choices.matcher.cost.is_spent:
+                reason = choices.take_mask(num_output=seq.num_output_tokens)
                 found.append((seq, reason))
                 if reason is None:
                     del self._lacking[seq]
-                    seq.lacks_mask = False
+                    choices.is_pending = False
         return found
 
     def _take_trusted(self) -> Job | None:

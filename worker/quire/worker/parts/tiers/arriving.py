@@ -21,7 +21,7 @@ from math import inf
 from quire.worker.engine.sequence import Sequence, Status
 from quire.worker.parts.tiers.checker import Check
 from quire.worker.parts.tiers.pulls import Arrival, Origin
-from quire.worker.parts.tiers.tiers import Travel
+from quire.worker.parts.tiers.transfers import Transfers
 from quire.worker.request.outputs import Fetched
 
 SLACK = 0.1
@@ -55,7 +55,7 @@ class Arriving:
 
     def __init__(
         self,
-        travel: Travel,
+        transfers: Transfers,
         *,
         block_size: int,
         step_tokens: int,
@@ -64,7 +64,7 @@ class Arriving:
     ) -> None:
         """``step_tokens`` is the most prefill tokens of a step while blocks arrive for queued
         requests. ``is_idle`` tells whether no other requests run."""
-        self._travel = travel
+        self._transfers = transfers
         self._block_size = block_size
         self._step_tokens = step_tokens
         self._is_idle = is_idle
@@ -92,7 +92,7 @@ class Arriving:
     def add(self, seq: Sequence) -> bool:
         """Adds ``seq`` if it has blocks to wait for, and returns whether it does. `take` returns
         it when it may begin."""
-        check = self._travel.check(seq.hashes[: seq.num_shareable])
+        check = self._transfers.check(seq.hashes[: seq.num_shareable])
         if check is not None:
             self._checked[seq] = check
             return True
@@ -115,7 +115,7 @@ class Arriving:
         self._settle_queued()
         taken = []
         for seq in [seq for seq, check in self._checked.items() if check.is_done]:
-            self._travel.checker.end(self._checked.pop(seq))
+            self._transfers.checker.end(self._checked.pop(seq))
             if not self._fetch(seq):
                 num_pending_tokens += seq.num_tokens
                 taken.append(seq)
@@ -150,14 +150,21 @@ class Arriving:
             # The blocks that have arrived are held as long as the sequence is queued.
             if not is_queued or waiting.arrival.is_over:
                 del self._queued[seq]
-                self._travel.pulls.let_go(waiting.arrival)
+                self._transfers.pulls.let_go(waiting.arrival)
+
+    def loaded(self, seq: Sequence, num_blocks: int) -> None:
+        """Records that ``seq`` begins with ``num_blocks`` blocks of host memory."""
+        if seq.num_cached is None:
+            before = seq.fetched or Fetched()
+            num_tokens = before.num_host_tokens + num_blocks * self._block_size
+            seq.fetched = before._replace(num_host_tokens=num_tokens)
 
     def remove(self, seq: Sequence) -> None:
         """Removes ``seq``, which waits no longer or has ended."""
         if seq in self._checked:
-            self._travel.checker.end(self._checked.pop(seq))
+            self._transfers.checker.end(self._checked.pop(seq))
         else:
-            self._travel.pulls.let_go(self._waiting.pop(seq).arrival)
+            self._transfers.pulls.let_go(self._waiting.pop(seq).arrival)
 
     def _fetch(self, seq: Sequence) -> bool:
         """Begins to fetch blocks for ``seq`` from disk or another group. Returns whether it waits
@@ -171,7 +178,7 @@ class Arriving:
             seq.fetched = before._replace(error=_too_late(num_blocks, "would come"))
             return False
 
-        arrival = self._travel.want(
+        arrival = self._transfers.want(
             seq.hashes, num_useful=seq.num_shareable, source=seq.request.source, pays=pays
         )
         if arrival is None:

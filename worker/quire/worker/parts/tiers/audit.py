@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire.worker.blocks.hashing import BlockHash, TokenIds
-from quire.worker.engine.block_pool import BlockId, BlockPool
-from quire.worker.engine.copies import Slot
+from quire.worker.cache.block_pool import BlockId, BlockPool
+from quire.worker.engine.part import Part, Slot
 from quire.worker.engine.sequence import Sequence
-from quire.worker.parts.tiers.tiers import Travel
+from quire.worker.parts.tiers.transfers import Transfers
 from quire.worker.request.outputs import Fetched
 from quire.worker.request.request import Prepared
 from quire.worker.request.sampling_params import SamplingParams
@@ -42,21 +42,23 @@ class _Item:
     is_peer: bool
 
 
-class Audit:
-    """Used from the engine's thread. Chooses the sequences to run, and compares their blocks."""
+class Audit(Part):
+    """A part of the engine: chooses the sequences to run, and compares their blocks."""
 
     def __init__(
         self,
-        travel: Travel,
+        transfers: Transfers,
         pool: BlockPool,
         *,
+        eos_token_ids: tuple[int, ...],
         on_wrong: Callable[[frozenset[BlockHash]], None],
     ) -> None:
         """``on_wrong`` is called with the hashes of blocks whose bytes differ, after they have been
         removed from the cache."""
+        self._eos_token_ids = eos_token_ids
         self._on_wrong = on_wrong
         self.num_checked = self.num_wrong = 0
-        self._travel = travel
+        self._transfers = transfers
         self._pool = pool
         self._items: deque[_Item] = deque(maxlen=_MAX_WAITING)
         self._running: Sequence | None = None
@@ -64,17 +66,15 @@ class Audit:
         self._num_seen = 0
         self._random = np.random.default_rng(0)  # Any seed will do.
 
-    def __len__(self) -> int:
-        """Number of checks to be made, including the running one."""
-        return len(self._items) + (self._running is not None)
+    @property
+    def has_work(self) -> bool:
+        """Whether a check is to be made or is running."""
+        return bool(self._items) or self._running is not None
 
-    def is_checking(self, seq: Sequence) -> bool:
-        return seq is self._running
-
-    def fetched(self, seq: Sequence, found: Fetched) -> None:
-        """Records that ``seq`` began with the blocks in ``found``, which were not computed here."""
+    def began(self, seq: Sequence, fetched: Fetched) -> None:
+        """Records that ``seq`` began with blocks that were not computed here."""
         size = self._pool.block_size
-        num = (found.num_host_tokens + found.num_disk_tokens + found.num_peer_tokens) // size
+        num = (fetched.num_host_tokens + fetched.num_disk_tokens + fetched.num_peer_tokens) // size
         if not num or seq.request.adapter:  # The adapter may not be loaded later.
             return
         self._num_seen += 1
@@ -82,8 +82,8 @@ class Audit:
             return
         end = (seq.num_cached or 0) // size  # Fetched blocks are the last of the cached ones.
         index = int(self._random.integers(max(0, end - num), end))
-        source = seq.request.source if found.num_peer_tokens else None
-        tier = "disk" if found.num_disk_tokens else "host memory"
+        source = seq.request.source if fetched.num_peer_tokens else None
+        tier = "disk" if fetched.num_disk_tokens else "host memory"
         self._items.append(
             _Item(
                 seq.token_ids[: (index + 1) * size].copy(),
@@ -94,7 +94,7 @@ class Audit:
             )
         )
 
-    def next(self, *, eos_token_ids: tuple[int, ...]) -> Sequence | None:
+    def own_sequence(self) -> Sequence | None:
         """A sequence that recomputes the next block to check; ``None`` if there is none or the
         cache no longer has it."""
         while self._items and self._running is None:
@@ -116,39 +116,40 @@ class Audit:
                 ),
                 seed=0,
                 max_tokens=1,
-                eos_token_ids=eos_token_ids,
+                eos_token_ids=self._eos_token_ids,
                 block_size=self._pool.block_size,
                 chain=None,
+                owner=self,
             )
             # Without a hash, the last block is neither found in the cache nor shared.
             seq.hashes = item.hashes[:-1]
             return seq
         return None
 
-    def computed(self, seq: Sequence) -> None:
-        """Called when ``seq`` has run and still has its blocks. The recomputed block and the cached
-        one are compared after the next step has copied both."""
+    def owned_ran(self, seq: Sequence) -> None:
+        """``seq`` still has its blocks. The recomputed block and the cached one are compared after
+        the next step has copied both."""
         item, self._item, self._running = self._item, None, None
         assert item is not None
         index = len(item.hashes) - 1
         here = self._pool.find(item.hashes[-1])
-        slots = self._travel.shelf.take(2)
+        slots = self._transfers.host_tier.take(2)
         if here is None or len(slots) < 2:
-            self._travel.shelf.give_back(slots)
+            self._transfers.host_tier.give_back(slots)
             return
-        self._travel.copies.out(BlockId(int(seq.block_ids[index])), slots[0])
-        self._travel.copies.out(here, slots[1])
-        self._travel.copies.then(lambda: self._compare(item, slots))
+        self._transfers.copies.out(BlockId(int(seq.block_ids[index])), slots[0])
+        self._transfers.copies.out(here, slots[1])
+        self._transfers.copies.then(lambda: self._compare(item, slots))
 
     def _compare(self, item: _Item, slots: list[Slot]) -> None:
-        one_C, other_C = self._travel.host_blocks_XC[slots]
+        one_C, other_C = self._transfers.host_blocks_XC[slots]
         is_equal = np.array_equal(one_C, other_C)
-        self._travel.shelf.give_back(slots)
+        self._transfers.host_tier.give_back(slots)
         self.num_checked += 1
         if is_equal:
             return
         self.num_wrong += 1
-        self._travel.num_corrupt_blocks += 1
+        self._transfers.num_corrupt_blocks += 1
         name = item.hashes[-1]
         _log.error(
             "block %s at tokens %d to %d, from %s, is not what the model computes: it and all "
@@ -159,7 +160,7 @@ class Audit:
             item.origin,
         )
         names = self._pool.disown(name)
-        self._travel.throw_away(names)
+        self._transfers.throw_away(names)
         self._on_wrong(frozenset(names))
         if item.is_peer:
-            self._travel.pulls.distrust(item.origin)
+            self._transfers.pulls.distrust(item.origin)

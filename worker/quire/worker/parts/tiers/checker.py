@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from quire.worker.blocks.hashing import BlockHash
 from quire.worker.blocks.kv_format import Bytes
-from quire.worker.engine.copies import Slot
+from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers.checksum import checksum_of
-from quire.worker.parts.tiers.host import Shelf
+from quire.worker.parts.tiers.host_tier import HostTier
 
 _AT_ONCE_BYTES = 8 << 20
 """Most bytes that the engine's thread compares in a step: this takes about a millisecond."""
@@ -43,10 +43,10 @@ class Checker:
     """Used from the engine's thread. Has a thread of its own."""
 
     def __init__(
-        self, shelf: Shelf, *, host_blocks_XC: Bytes, on_change: Callable[[], None]
+        self, host_tier: HostTier, *, host_blocks_XC: Bytes, on_change: Callable[[], None]
     ) -> None:
         """``on_change`` is called in the other thread when the results of `begin` are known."""
-        self._shelf = shelf
+        self._host_tier = host_tier
         self._host_XC = host_blocks_XC
         self._block_bytes = host_blocks_XC.shape[1]
         self._on_change = on_change
@@ -81,7 +81,7 @@ class Checker:
         if len(slots) * self._block_bytes <= _AT_ONCE_BYTES:
             return None
         for slot in slots:
-            self._shelf.pin(slot)
+            self._host_tier.pin(slot)
         checksums = [self._reader.submit(checksum_of, self._host_XC[slot]) for slot in slots]
         checksums[-1].add_done_callback(lambda _: self._on_change())
         return Check(slots, checksums)
@@ -91,14 +91,16 @@ class Checker:
         for slot, checksum in zip(check.slots, check.checksums, strict=True):
             checksum.cancel()
             if checksum.done() and not checksum.cancelled():
-                expected = self._shelf.checksum(slot)
+                expected = self._host_tier.checksum(slot)
                 self._found[slot, expected] = checksum.result() == expected
-            self._shelf.unpin(slot)
+            self._host_tier.unpin(slot)
 
     def may_use(self, slots: Sequence[Slot]) -> bool:
         """Whether `is_whole` would read few bytes of these kept blocks. If not, a thread compares
         them, and the caller asks again in the next step."""
-        unknown = [slot for slot in slots if (slot, self._shelf.checksum(slot)) not in self._found]
+        unknown = [
+            slot for slot in slots if (slot, self._host_tier.checksum(slot)) not in self._found
+        ]
         if len(unknown) * self._block_bytes <= _AT_ONCE_BYTES:
             return True
         if self._check is None:
@@ -108,7 +110,7 @@ class Checker:
 
     def is_whole(self, slot: Slot) -> bool:
         """Whether the kept block, which is used now, has its checksum."""
-        checksum = self._shelf.checksum(slot)
+        checksum = self._host_tier.checksum(slot)
         found = self._found.pop((slot, checksum), None)
         return checksum_of(self._host_XC[slot]) == checksum if found is None else found
 

@@ -16,12 +16,13 @@ from dataclasses import dataclass
 
 from quire.worker.blocks.hashing import BlockHash
 from quire.worker.blocks.kv_format import Bytes
-from quire.worker.engine.block_pool import BlockPool
-from quire.worker.engine.copies import Copies, Slot
+from quire.worker.cache.block_pool import BlockPool
+from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers.checker import OnCorrupt
 from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.copies import Copies
 from quire.worker.parts.tiers.disk import DiskStore, Put
-from quire.worker.parts.tiers.host import Shelf
+from quire.worker.parts.tiers.host_tier import HostTier
 
 _SLOT_SHARE = 0.5
 """Share of the free slots, and of all slots, that blocks being saved may use. A step often evicts
@@ -47,7 +48,7 @@ class DiskSaver:
         self,
         disk: DiskStore,
         pool: BlockPool,
-        shelf: Shelf,
+        host_tier: HostTier,
         copies: Copies,
         *,
         host_blocks_XC: Bytes,
@@ -56,7 +57,7 @@ class DiskSaver:
         """`settle` calls ``on_corrupt``."""
         self._disk = disk
         self._pool = pool
-        self._shelf = shelf
+        self._host_tier = host_tier
         self._copies = copies
         self._host_XC = host_blocks_XC
         self._on_corrupt = on_corrupt
@@ -83,8 +84,8 @@ class DiskSaver:
                 here = self._pool.find(at)
                 if here is not None:
                     before = self._pool.named(here)[1]
-                elif at in self._shelf:
-                    before = self._shelf.parent(at)
+                elif at in self._host_tier:
+                    before = self._host_tier.parent(at)
                 elif at not in self._coming and at not in self._disk:
                     return False  # Chains on disk have no holes.
         jobs = []
@@ -125,12 +126,12 @@ class DiskSaver:
                 removed += put.removed
                 stored += [] if put.error else [job.name]
             if job.is_kept:
-                self._shelf.unpin(job.slot)
+                self._host_tier.unpin(job.slot)
             else:
-                self._shelf.give_back([job.slot])
+                self._host_tier.give_back([job.slot])
                 self._num_slots -= 1
             if put is None:
-                is_kept = job.is_kept and self._shelf.find(job.name) == job.slot
+                is_kept = job.is_kept and self._host_tier.find(job.name) == job.slot
                 self._on_corrupt(job.name, job.slot, is_kept)
         return stored, removed
 
@@ -156,17 +157,17 @@ class DiskSaver:
     def _job(self, name: BlockHash, parent: BlockHash | None) -> _Job | None:
         """A job whose slot has the block's bytes once the next step has run; ``None`` if there is
         no room."""
-        if len(self._coming) >= max(1.0, _SLOT_SHARE * self._shelf.num_slots):
+        if len(self._coming) >= max(1.0, _SLOT_SHARE * self._host_tier.num_slots):
             return None
-        kept = self._shelf.find(name)
+        kept = self._host_tier.find(name)
         if kept is not None:
-            self._shelf.pin(kept)
+            self._host_tier.pin(kept)
             return _Job(name, parent, kept, is_kept=True)
         block_id = self._pool.find(name)
-        most = _SLOT_SHARE * (self._shelf.num_free + self._num_slots)
+        most = _SLOT_SHARE * (self._host_tier.num_free + self._num_slots)
         if block_id is None or self._num_slots >= most:
             return None
-        taken = self._shelf.take(1)
+        taken = self._host_tier.take(1)
         if not taken:
             return None
         self._num_slots += 1
@@ -185,7 +186,7 @@ class DiskSaver:
 
     def _checksum(self, job: _Job) -> bytes:
         if job.is_kept:
-            return self._shelf.checksum(job.slot)
+            return self._host_tier.checksum(job.slot)
         return checksum_of(self._host_XC[job.slot])
 
     def _run(self) -> None:

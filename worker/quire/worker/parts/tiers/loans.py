@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 from quire.worker.blocks.hashing import BlockHash, BlockHashes
 from quire.worker.blocks.kv_format import Bytes, KvFormat
-from quire.worker.engine.block_pool import BlockId, BlockPool
-from quire.worker.engine.copies import Copies, Slot
+from quire.worker.cache.block_pool import BlockId, BlockPool
+from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers.checker import OnCorrupt
 from quire.worker.parts.tiers.checksum import checksum_of
-from quire.worker.parts.tiers.host import Shelf
+from quire.worker.parts.tiers.copies import Copies
+from quire.worker.parts.tiers.host_tier import HostTier
 from quire.worker.parts.tiers.loan import Lent, Loan
 from quire.worker.parts.tiers.pace import Pace
 
@@ -53,7 +54,7 @@ class Loans:
     def __init__(
         self,
         pool: BlockPool,
-        shelf: Shelf,
+        host_tier: HostTier,
         copies: Copies,
         *,
         format: KvFormat,
@@ -64,7 +65,7 @@ class Loans:
     ) -> None:
         self.num_lent_tokens = 0
         self._pool = pool
-        self._shelf = shelf
+        self._host_tier = host_tier
         self._copies = copies
         self._format = format
         self._host_XC = host_blocks_XC
@@ -91,7 +92,7 @@ class Loans:
         block_ids = found[: self._most_held]
         if found and not block_ids:
             return _ALL_HELD
-        slots = self._shelf.match(hashes[len(block_ids) :]) if block_ids == found else []
+        slots = self._host_tier.match(hashes[len(block_ids) :]) if block_ids == found else []
         names = hashes[: len(block_ids) + len(slots)]
         parents = self._parents(names)
         self._pool.hold(block_ids)
@@ -101,7 +102,7 @@ class Loans:
         """Lends ``hashes`` if host memory has them all. Can be called from any thread."""
         if self.num_loans >= MAX_LOANS or not hashes:
             return None
-        pinned = self._shelf.pin_all(hashes)
+        pinned = self._host_tier.pin_all(hashes)
         if pinned is None:
             return None
         parent, kept = pinned
@@ -181,7 +182,7 @@ class Loans:
         blocks += [(index, None, slot) for index, slot in enumerate(slots, len(block_ids))]
         lending = _Lending(loan, self._clock() + LEASE_S, blocks, list(block_ids), set(slots))
         for slot in slots:
-            self._shelf.pin(slot)
+            self._host_tier.pin(slot)
         self._num_held += len(block_ids)
         if names:
             self._lendings.append(lending)
@@ -213,24 +214,24 @@ class Loans:
         if not len(names):
             return []
         first = self._pool.find(names[0])
-        parent = self._shelf.parent(names[0]) if first is None else self._pool.named(first)[1]
+        parent = self._host_tier.parent(names[0]) if first is None else self._pool.named(first)[1]
         return [parent, *list(names)[:-1]]
 
     def _lend_some(self, lending: _Lending) -> None:
         """Copies or lends as many blocks as the credit and the free slots allow."""
         ready: list[tuple[int, Slot]] = []
-        most = max(1, (self._shelf.num_free + len(lending.out)) // (2 * len(self._lendings)))
+        most = max(1, (self._host_tier.num_free + len(lending.out)) // (2 * len(self._lendings)))
         while lending.blocks:
             index, block_id, slot = lending.blocks[0]
             if block_id is None:
                 assert slot is not None
                 if ready or lending.num_copying:
                     break  # Blocks are lent in order.
-                self._lend(lending, Lent(index, slot, self._shelf.checksum(slot), is_kept=True))
+                self._lend(lending, Lent(index, slot, self._host_tier.checksum(slot), is_kept=True))
             elif (
                 self._credit >= self._format.block_bytes
                 and len(lending.out) < most
-                and (taken := self._shelf.take(1))
+                and (taken := self._host_tier.take(1))
             ):
                 self._credit -= self._format.block_bytes
                 lending.out.update(taken)
@@ -259,10 +260,10 @@ class Loans:
     def _take_back(self, lending: _Lending, slot: Slot) -> None:
         if slot in lending.out:
             lending.out.discard(slot)
-            self._shelf.give_back([slot])
+            self._host_tier.give_back([slot])
         elif slot in lending.pins:
             lending.pins.discard(slot)
-            self._shelf.unpin(slot)
+            self._host_tier.unpin(slot)
 
     def _let_go(self, lending: _Lending) -> None:
         """Drops the references to blocks of the KV cache. Copies under way are still made, before

@@ -12,10 +12,11 @@ from itertools import islice
 
 from quire.worker.blocks.hashing import BlockHash, BlockHashes
 from quire.worker.blocks.kv_format import Bytes, KvFormat, PeerSource
-from quire.worker.engine.block_pool import BlockId, BlockPool
-from quire.worker.engine.copies import Copies, Slot
+from quire.worker.cache.block_pool import BlockId, BlockPool
+from quire.worker.engine.part import Slot
 from quire.worker.parts.tiers.checker import Checker, OnCorrupt
-from quire.worker.parts.tiers.host import Shelf
+from quire.worker.parts.tiers.copies import Copies
+from quire.worker.parts.tiers.host_tier import HostTier
 from quire.worker.parts.tiers.pull import Fetch, Landed, Pull, Source
 from quire.worker.request.errors import QueueFull
 
@@ -86,7 +87,7 @@ class Pulls:
     def __init__(
         self,
         pool: BlockPool,
-        shelf: Shelf,
+        host_tier: HostTier,
         copies: Copies,
         checker: Checker,
         *,
@@ -101,7 +102,7 @@ class Pulls:
         self.num_disk_tokens = self.num_peer_tokens = self.num_failed = 0
         self.disk_s = self.peer_s = 0.0
         self._pool = pool
-        self._shelf = shelf
+        self._host_tier = host_tier
         self._copies = copies
         self._checker = checker
         self._format = format
@@ -238,7 +239,7 @@ class Pulls:
         """Grants slots to fetchers, the oldest arrivals' first: prefill steps take long, and an
         arrival that completes meanwhile saves its computation."""
         num_lying = sum([each.num_lying for each in self._arrivals])
-        num_slots = int(_SLOT_SHARE * (self._shelf.num_free + num_lying))
+        num_slots = int(_SLOT_SHARE * (self._host_tier.num_free + num_lying))
         num_left = num_slots - num_lying
         most = max(1, int(_MOST_SLOTS * num_slots))
         num = Counter[str | None]()
@@ -252,7 +253,7 @@ class Pulls:
             num_more = min(num_wanted, most) - arrival.num_lying
             # Each gets at least one, so that no arrival waits for another.
             num_more = max(min(num_more, num_left), int(not arrival.num_lying))
-            slots = self._shelf.take(max(0, num_more))
+            slots = self._host_tier.take(max(0, num_more))
             if slots:
                 num_left -= len(slots)
                 arrival.granted.update(slots)
@@ -270,7 +271,7 @@ class Pulls:
             is_lost = parent_name is not None and parent is None
             if here is not None or is_lost or not is_wanted:
                 arrival.landed.popleft()
-                self._shelf.give_back([slot])
+                self._host_tier.give_back([slot])
                 if here is not None:
                     arrival.num_here += 1
                     self._keep(arrival, here)
@@ -301,7 +302,7 @@ class Pulls:
             pool.register([block_id], [name], parent=parent)
             if parent is not None:
                 pool.release([parent])
-            self._copies.then(lambda slot=slot: self._shelf.give_back([slot]))  # type: ignore[misc]
+            self._copies.then(lambda slot=slot: self._host_tier.give_back([slot]))  # type: ignore[misc]
             arrival.num_here += 1
             self._count(arrival)
             if arrival.is_chain:
@@ -333,7 +334,7 @@ class Pulls:
             self.disk_s += seconds
         else:
             self.peer_s += seconds
-        self._shelf.give_back(arrival.granted)
+        self._host_tier.give_back(arrival.granted)
         arrival.granted.clear()
         self._forget_coming(arrival)
         self.num_failed += bool(arrival.pull.error)

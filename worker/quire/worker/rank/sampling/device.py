@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from quire.kernels.reference import sampling as reference_sampling
-from quire.worker.engine.messages import StepOutput
-from quire.worker.engine.sampling_batch import SAMPLE_TYPES, Adjustments, SamplingBatch
 from quire.worker.rank.sampling.logprobs import with_asked
 from quire.worker.rank.staging import Array, stage
 from quire.worker.request.arrays import Longs
 from quire.worker.request.outputs import TokenLogprobs
+from quire.worker.step.messages import StepOutput
+from quire.worker.step.sampling_batch import SAMPLE_TYPES, Adjustments, SamplingBatch
 
 # S samples   V vocabulary   R samples with log-probabilities
 # K tokens of the longest list asked for   A tokens of the longest list that a request names

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from quire.kernels.native import sampling
 from quire.kernels.native.greedy import argmax
-from quire.worker.engine.messages import StepOutput
-from quire.worker.engine.sampling_batch import SamplingBatch
 from quire.worker.rank.sampling.logprobs import token_logprobs
 from quire.worker.rank.staging import stage_fields
 from quire.worker.request.arrays import Longs
+from quire.worker.step.messages import StepOutput
+from quire.worker.step.sampling_batch import SamplingBatch
 
 # S samples   V vocabulary   R samples with log-probabilities
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from quire.kernels.batch import GreedyEdits, WantedColumns
-from quire.worker.engine.messages import StepOutput
-from quire.worker.engine.sampling_batch import SamplingBatch
 from quire.worker.rank.sampling.draw import banned_rows, sample
 from quire.worker.rank.staging import Array, stage
 from quire.worker.request.arrays import Ints, Longs
+from quire.worker.step.messages import StepOutput
+from quire.worker.step.sampling_batch import SamplingBatch
 
 # S samples   G of these that are greedy   L the others   V vocabulary   K masks   W their words
 

@@ -18,8 +18,8 @@ from typing import NewType
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.eviction import LowestUtility, PolicyFactory
-from quire.worker.engine.retention import Retention
+from quire.worker.cache.eviction import LowestUtility, PolicyFactory
+from quire.worker.cache.retention import Retention
 from quire.worker.request.errors import NoFreeBlocks
 
 BlockId = NewType("BlockId", int)

@@ -5,15 +5,12 @@ The next submitted step makes all copies, in the order in which they were reques
 
 from collections import deque
 from collections.abc import Callable
-from typing import NewType
 
 import numpy as np
 
-from quire.worker.engine.block_pool import BlockId
+from quire.worker.cache.block_pool import BlockId
+from quire.worker.engine.part import Slot
 from quire.worker.request.arrays import Ints
-
-Slot = NewType("Slot", int)
-"""A block's place in host memory."""
 
 _POOL, _HOST = 0, 1
 

@@ -19,11 +19,11 @@ from tests.worker.engine.test_engine_machine import ADAPTERS, EngineMachine, Gen
 from quire.worker.blocks.events import BlockEvent, BlocksRemoved, BlocksStored
 from quire.worker.blocks.hashing import BlockHash, BlockHashes, hash_blocks, root_hash
 from quire.worker.blocks.kv_format import Bytes, PeerSource
-from quire.worker.engine.messages import StepInput
 from quire.worker.parts.tiers.checksum import checksum_of
 from quire.worker.parts.tiers.loan import Lent, Loan
 from quire.worker.parts.tiers.pull import Pull
 from quire.worker.request.errors import QueueFull
+from quire.worker.step.messages import StepInput
 
 SECONDS = [0.0, 0.001, 0.1, 40.0]
 
@@ -60,8 +60,8 @@ class TravelMachine(EngineMachine):
         self, num_blocks: int, num_kept: int, max_num_seqs: int, extra_tokens: int, num_ahead: int
     ) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr("quire.worker.parts.tiers.tiers._WAIT_S", 0.0)
-        self.patch.setattr("quire.worker.parts.tiers.tiers.MIN_PULL_TOKENS", 8)
+        self.patch.setattr("quire.worker.parts.tiers.transfers._WAIT_S", 0.0)
+        self.patch.setattr("quire.worker.parts.tiers.transfers.MIN_PULL_TOKENS", 8)
         self.block_size = 4
         self.num_ahead = num_ahead
         block_bytes = 3 * 8 * self.block_size
@@ -89,8 +89,8 @@ class TravelMachine(EngineMachine):
         self.will_fetch = True
 
     @property
-    def travel(self) -> Any:
-        return self.engine._travel
+    def transfers(self) -> Any:
+        return self.engine.transfers
 
     def source(self) -> PeerSource | None:
         return PeerSource(group_id="other", address="", num_blocks=7) if self.will_fetch else None
@@ -172,14 +172,14 @@ class TravelMachine(EngineMachine):
             try:
                 self.engine.take_in(hashes, [None, *list(hashes)[:-1]], source)
             except QueueFull:
-                assert len(self.travel.pulls._arrivals) >= 64
+                assert len(self.transfers.pulls._arrivals) >= 64
             assert self.engine.stats().num_cached_blocks >= num_cached
 
     @rule(choice=st.integers(0, 100))
     def spoil(self, choice: int) -> None:
         """Flips a bit of a kept block that nobody is reading."""
-        shelf = self.travel.shelf
-        slots = [slot for slot in shelf._slot_of.values() if not shelf._pins[slot]]
+        host_tier = self.transfers.host_tier
+        slots = [slot for slot in host_tier._slot_of.values() if not host_tier._pins[slot]]
         if slots:
             self.executor.host_blocks_XC[slots[choice % len(slots)], choice % 96] ^= 1
             self.num_spoiled += 1
@@ -196,13 +196,13 @@ class TravelMachine(EngineMachine):
 
     @invariant()
     def no_slot_has_two_users(self) -> None:
-        travel = self.travel
-        free, kept = list(travel.shelf._free), list(travel.shelf._slot_of.values())
-        granted = [slot for arrival in travel.pulls._arrivals for slot in arrival.granted]
-        landed = [each.slot for arrival in travel.pulls._arrivals for each in arrival.landed]
-        lent = [slot for lending in travel.loans._lendings for slot in lending.out]
+        transfers = self.transfers
+        free, kept = list(transfers.host_tier._free), list(transfers.host_tier._slot_of.values())
+        granted = [slot for arrival in transfers.pulls._arrivals for slot in arrival.granted]
+        landed = [each.slot for arrival in transfers.pulls._arrivals for each in arrival.landed]
+        lent = [slot for lending in transfers.loans._lendings for slot in lending.out]
         slots = free + kept + granted + landed + lent
-        assert len(set(slots)) == len(slots) <= travel.shelf.num_slots
+        assert len(set(slots)) == len(slots) <= transfers.host_tier.num_slots
 
     @invariant()
     def events_replay_to_what_is_stored(self) -> None:
@@ -264,14 +264,17 @@ class TravelMachine(EngineMachine):
         self.peers.clear()
         for _ in range(100):
             self.step(1)
-        travel, stats = self.travel, self.engine.stats()
+        transfers, stats = self.transfers, self.engine.stats()
         assert not self.engine.has_work
         assert (stats.num_held_blocks, stats.num_pending_prefill_tokens) == (0, 0)
-        assert travel.shelf.num_free + travel.shelf.num_kept == travel.shelf.num_slots
-        assert not any(travel.shelf._pins)
-        assert not travel.shelf._filling
-        assert not travel.pulls._coming
-        assert (travel.pulls._num_held, travel.loans._num_held) == (0, 0)
+        assert (
+            transfers.host_tier.num_free + transfers.host_tier.num_kept
+            == transfers.host_tier.num_slots
+        )
+        assert not any(transfers.host_tier._pins)
+        assert not transfers.host_tier._filling
+        assert not transfers.pulls._coming
+        assert (transfers.pulls._num_held, transfers.loans._num_held) == (0, 0)
         self.events_replay_to_what_is_stored()
         self.engine.close()
 

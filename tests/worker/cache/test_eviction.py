@@ -2,7 +2,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.eviction import EvictionQueue, LowestUtility, _worth_by_age
+from quire.worker.cache.eviction import EvictionQueue, LowestUtility, _worth_by_age
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=400))

@@ -7,7 +7,7 @@
 ``free + in use + kept == num_slots`` after every call. A kept block is evicted only while no step
 and no thread uses its slot, and only if no kept block follows it in its chain. Copies of blocks
 that the KV cache has too are evicted first, then the block with the least expected hits, as in the
-KV cache (`quire.worker.engine.eviction`). A block's hit count moves with it between the tiers, or
+KV cache (`quire.worker.cache.eviction`). A block's hit count moves with it between the tiers, or
 each tier would know only a part of the hits.
 """
 
@@ -17,13 +17,13 @@ from collections.abc import Iterable, Sequence
 
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.copies import Slot
-from quire.worker.engine.eviction import LowestUtility
+from quire.worker.cache.eviction import LowestUtility
+from quire.worker.engine.part import Slot
 
 HOST_TIER = 1
 
 
-class Shelf:
+class HostTier:
     """Used from the engine's thread, except `pin_all`."""
 
     def __init__(

@@ -11,9 +11,9 @@ from typing import Protocol
 import numpy as np
 
 from quire.worker.blocks.kv_format import Bytes, KvFormat
-from quire.worker.engine.sampling_batch import Adjustments, SamplingBatch
 from quire.worker.request.arrays import Floats, Ints, Longs
 from quire.worker.request.outputs import TokenLogprobs
+from quire.worker.step.sampling_batch import Adjustments, SamplingBatch
 
 # T tokens of the step, packed   B sequences in the step   M blocks of the longest of them
 # S samples                      L tokens that are not known yet

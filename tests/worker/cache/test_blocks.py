@@ -9,8 +9,8 @@ from tests.examples import examples
 
 from quire.worker.blocks.events import BlockEvent, BlocksRemoved, BlocksStored, EventLog
 from quire.worker.blocks.hashing import BlockHash
-from quire.worker.engine.block_pool import BlockId, BlockPool
-from quire.worker.engine.eviction import EvictionQueue, LowestUtility, PolicyFactory
+from quire.worker.cache.block_pool import BlockId, BlockPool
+from quire.worker.cache.eviction import EvictionQueue, LowestUtility, PolicyFactory
 from quire.worker.request.errors import NoFreeBlocks
 
 Chain = tuple[int, ...]

@@ -1,9 +1,9 @@
 """Transfers of blocks between the KV cache, host memory, disk and other groups.
 
-    evicted     the shelf keeps the block; it is saved to disk, with all earlier blocks of its chain
-                that the disk lacks
-    wanted      blocks on the shelf are copied back within the step that needs them; a `Pull` brings
-                blocks from disk or another group in its own threads (`pulls`)
+    evicted     host memory keeps the block; it is saved to disk, with all earlier blocks of its
+                chain that the disk lacks
+    wanted      blocks in host memory are copied back within the step that needs them; a `Pull`
+                brings blocks from disk or another group in its own threads (`pulls`)
     lent        a `Loan` sends blocks through free slots (`loans`)
 
 A block's checksum is computed by the engine's thread right after the step that copied it out of the
@@ -35,22 +35,23 @@ from typing import Any
 from quire.worker.blocks.events import EventLog
 from quire.worker.blocks.hashing import BlockHash, BlockHashes
 from quire.worker.blocks.kv_format import Bytes, KvFormat, PeerSource
-from quire.worker.engine.block_pool import BlockId, BlockPool
-from quire.worker.engine.copies import Copies, Slot
-from quire.worker.engine.messages import Executor
+from quire.worker.cache.block_pool import BlockId, BlockPool
+from quire.worker.engine.part import Host, Slot
 from quire.worker.model.facts import ModelFacts
 from quire.worker.parts.tiers.checker import Check, Checker
 from quire.worker.parts.tiers.checksum import checksum_of
+from quire.worker.parts.tiers.copies import Copies
 from quire.worker.parts.tiers.disk import BlockCorrupt, DiskReadError, DiskStore
 from quire.worker.parts.tiers.disk_fetcher import DiskFetcher
 from quire.worker.parts.tiers.disk_saver import DiskSaver
-from quire.worker.parts.tiers.host import HOST_TIER, Shelf
+from quire.worker.parts.tiers.host_tier import HOST_TIER, HostTier
 from quire.worker.parts.tiers.loan import Loan
 from quire.worker.parts.tiers.loans import Loans
 from quire.worker.parts.tiers.pull import Fetch
 from quire.worker.parts.tiers.pulls import Arrival, Origin, Pulls
 from quire.worker.request.arrays import Ints
 from quire.worker.request.config import EngineConfig
+from quire.worker.step.messages import Executor
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def num_tiers(config: EngineConfig) -> int:
     return HOST_TIER + 1 if config.kv_offloading_size else 1
 
 
-class Travel:
+class Transfers:
     """Used from the engine's thread. Other threads use `lend_kept`, `Pull` and `Loan`."""
 
     def __init__(
@@ -98,20 +99,20 @@ class Travel:
         self._changed = threading.Event()
         num_slots = len(host_blocks_XC)
         num_kept = int(config.kv_offloading_size * 2**30) // format.block_bytes
-        self.shelf = Shelf(num_slots=num_slots, max_kept=num_kept, log=log)
+        self.host_tier = HostTier(num_slots=num_slots, max_kept=num_kept, log=log)
         self._disk: DiskStore | None = None
         self._disk_fetch: DiskFetcher | None = None
         self._saver: DiskSaver | None = None
         self._lost_on_disk: deque[DiskReadError] = deque()
         self._log = log
         self.checker = Checker(
-            self.shelf, host_blocks_XC=host_blocks_XC, on_change=self._changed.set
+            self.host_tier, host_blocks_XC=host_blocks_XC, on_change=self._changed.set
         )
         if config.kv_disk_dir is not None:
             self._open_disk(config.kv_disk_dir, int(config.kv_disk_size * 2**30), identity)
         self.pulls = Pulls(
             pool,
-            self.shelf,
+            self.host_tier,
             self.copies,
             self.checker,
             format=format,
@@ -124,7 +125,7 @@ class Travel:
         )
         self.loans = Loans(
             pool,
-            self.shelf,
+            self.host_tier,
             self.copies,
             format=format,
             host_blocks_XC=host_blocks_XC,
@@ -162,9 +163,9 @@ class Travel:
         self.pulls.advance()
         self.loans.advance(is_decoding=is_decoding, step_s=step_s)
 
-    def on_shelf(self, hashes: Sequence[BlockHash]) -> list[Slot]:
+    def match(self, hashes: Sequence[BlockHash]) -> list[Slot]:
         """The slots of the longest prefix of ``hashes`` that is kept in host memory."""
-        return self.shelf.match(hashes) if self.shelf.num_kept else []
+        return self.host_tier.match(hashes) if self.host_tier.num_kept else []
 
     def load(
         self, slots: list[Slot], hashes: Sequence[BlockHash], parent: BlockId | None
@@ -178,25 +179,25 @@ class Travel:
                 slots = slots[:number]
                 break
         for slot in slots:
-            self.shelf.pin(slot)
+            self.host_tier.pin(slot)
         block_ids = self._pool.allocate(len(slots))
         for slot, block_id in zip(slots, block_ids, strict=True):
             self.copies.into(slot, block_id)
-        num_hits = [self.shelf.num_hits(slot) + 1 for slot in slots]
+        num_hits = [self.host_tier.num_hits(slot) + 1 for slot in slots]
         self._pool.register(block_ids, hashes[: len(slots)], parent=parent, num_hits=num_hits)
-        self.shelf.loaded(slots)
+        self.host_tier.loaded(slots)
         self.copies.then(lambda: self._unpin(slots))
         self.num_host_tokens += len(slots) * self._pool.block_size
         return block_ids
 
     def _unpin(self, slots: list[Slot]) -> None:
         for slot in slots:
-            self.shelf.unpin(slot)
+            self.host_tier.unpin(slot)
 
     def check(self, hashes: Sequence[BlockHash]) -> Check | None:
         """Starts a thread's comparison of the blocks of a chain in host memory, if they are many.
         `Checker.end` must follow, in the step that uses them."""
-        return self.checker.begin(self.on_shelf(hashes[len(self._pool.match(hashes)) :]))
+        return self.checker.begin(self.match(hashes[len(self._pool.match(hashes)) :]))
 
     def want(
         self,
@@ -207,10 +208,10 @@ class Travel:
         pays: Callable[[Origin, int], bool],
     ) -> Arrival | None:
         """Fetches the first ``num_useful`` blocks of a chain that are not all in the KV cache and
-        on the shelf. Returns ``None`` if no source has enough of them, or if fetching them does not
+        host memory. Returns ``None`` if no source has enough of them, or if fetching them does not
         pay. `Pulls.let_go` must follow for each arrival that is returned."""
         held = self._pool.match(hashes[:num_useful])
-        slots = self.on_shelf(hashes[len(held) : num_useful])
+        slots = self.match(hashes[len(held) : num_useful])
         num_here = len(held) + len(slots)
         if num_here == num_useful:
             return None
@@ -296,7 +297,7 @@ class Travel:
 
     def reset(self) -> None:
         """Forgets the blocks in host memory. Blocks on disk stay."""
-        self.shelf.reset()
+        self.host_tier.reset()
 
     def save_all(self, run_copies: Callable[[], None]) -> None:
         """Saves blocks that are not on disk yet, those with the most hits first, for a few seconds
@@ -305,7 +306,7 @@ class Travel:
             return
         pool = self._pool
         named = [pool.named(block_id) for block_id in pool.most_useful(pool.num_blocks)]
-        self._saver.save_all([*named, *self.shelf.named()], run_copies)
+        self._saver.save_all([*named, *self.host_tier.named()], run_copies)
 
     def close(self) -> None:
         """Ends pulls, loans and threads, within seconds."""
@@ -328,7 +329,7 @@ class Travel:
         self._saver = DiskSaver(
             disk,
             self._pool,
-            self.shelf,
+            self.host_tier,
             self.copies,
             host_blocks_XC=self.host_blocks_XC,
             on_corrupt=self._throw_away,
@@ -351,13 +352,13 @@ class Travel:
     def throw_away(self, names: Sequence[BlockHash]) -> None:
         """Deletes corrupt blocks from host memory and disk."""
         for name in names:
-            if name in self.shelf:
-                self.shelf.drop(name)
+            if name in self.host_tier:
+                self.host_tier.drop(name)
             if self._disk is not None and name in self._disk:
                 self._log.removed(self._disk.discard(name), tier=DISK_TIER)
 
     def _spill(self, block_id: BlockId, name: BlockHash, parent: BlockHash | None) -> None:
-        slot = self.shelf.keep(name, parent, num_hits=self._pool.num_hits(block_id))
+        slot = self.host_tier.keep(name, parent, num_hits=self._pool.num_hits(block_id))
         if slot is not None:
             self.copies.out(block_id, slot)
             self.copies.then(lambda: self._filled(slot))
@@ -365,11 +366,11 @@ class Travel:
             self._saver.save(name, parent)
 
     def _filled(self, slot: Slot) -> None:
-        self.shelf.filled(slot, checksum_of(self.host_blocks_XC[slot]))
-        self.shelf.unpin(slot)
+        self.host_tier.filled(slot, checksum_of(self.host_blocks_XC[slot]))
+        self.host_tier.unpin(slot)
 
     def _throw_away(self, name: BlockHash, slot: Slot, is_kept: bool) -> None:
-        if is_kept and self.shelf.find(name) != slot:
+        if is_kept and self.host_tier.find(name) != slot:
             return  # It has been evicted or dropped already.
         _log.error(
             "host memory (tier 1), slot %d: block %s is corrupt and is dropped",
@@ -378,30 +379,28 @@ class Travel:
         )
         self.num_corrupt_blocks += 1
         if is_kept:
-            self.shelf.drop(name)
+            self.host_tier.drop(name)
 
 
-def make_travel(
-    pool: BlockPool,
-    log: EventLog,
+def make_transfers(
+    host: Host,
     config: EngineConfig,
     model: ModelFacts,
     executor: Executor,
     *,
     fetch: Fetch | None,
-    clock: Callable[[], float],
-) -> Travel | None:
-    """A `Travel`, or ``None`` if blocks stay in the KV cache. Raises ConfigError like `Travel`."""
+) -> Transfers | None:
+    """``None`` if blocks stay in the KV cache. Raises ConfigError like `Transfers`."""
     host_blocks_XC = executor.host_blocks_XC
     if host_blocks_XC is None or not config.enable_prefix_caching or model.is_encoder:
         return None
-    return Travel(
-        pool,
-        log,
+    return Transfers(
+        host.pool,
+        host.log,
         config=config,
         format=executor.kv_format,
         host_blocks_XC=host_blocks_XC,
         identity=f"{model.fingerprint} {model.kv_dtype} {executor.numerics}",
         fetch=fetch,
-        clock=clock,
+        clock=host.clock,
     )

@@ -13,7 +13,7 @@ from tests.worker.engine_requests import request
 from tests.worker.parts.tiers.lenders import Lender
 
 from quire.worker.blocks.kv_format import PeerSource
-from quire.worker.engine.engine import Engine
+from quire.worker.group_engine import GroupEngine
 from quire.worker.parts.tiers.pull import Pull
 from quire.worker.rank.executor import make_executor
 from quire.worker.request.outputs import Fetched, TokenLogprobs
@@ -51,13 +51,15 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def engine_of(tiny_llama: Path, config_of: Callable[..., Any]) -> Iterator[Callable[..., Engine]]:
+def engine_of(
+    tiny_llama: Path, config_of: Callable[..., Any]
+) -> Iterator[Callable[..., GroupEngine]]:
     engines = []
 
-    def make(*, fetch: Any = None, **options: Any) -> Engine:
+    def make(*, fetch: Any = None, **options: Any) -> GroupEngine:
         config = config_of(tiny_llama, speculation=False, max_model_len=256, **options)
         executor, facts = make_executor(config)
-        engine = Engine(config, replace(facts, fingerprint="tiny"), executor, fetch=fetch)
+        engine = GroupEngine(config, replace(facts, fingerprint="tiny"), executor, fetch=fetch)
         engines.append(engine)
         return engine
 
@@ -67,7 +69,7 @@ def engine_of(tiny_llama: Path, config_of: Callable[..., Any]) -> Iterator[Calla
 
 
 def ask(
-    engine: Engine,
+    engine: GroupEngine,
     prompts: Sequence[list[int]] = PROMPTS,
     *,
     at_once: bool = False,
@@ -100,7 +102,7 @@ def contents(answers: list[Answer]) -> list[Any]:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_evicted_blocks_come_back_from_host_memory(
-    kind: str, ahead: bool, engine_of: Callable[..., Engine]
+    kind: str, ahead: bool, engine_of: Callable[..., GroupEngine]
 ) -> None:
     computed = contents(ask(engine_of(**KINDS[kind])))
     options = {"num_blocks": FEW_BLOCKS, "kv_offloading_size": 0.01, "async_scheduling": ahead}
@@ -116,7 +118,7 @@ def test_evicted_blocks_come_back_from_host_memory(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restarted_engine_has_its_blocks_on_disk(
-    kind: str, engine_of: Callable[..., Engine], tmp_path: Path
+    kind: str, engine_of: Callable[..., GroupEngine], tmp_path: Path
 ) -> None:
     computed = contents(ask(engine_of(**KINDS[kind])))
     options = {"num_blocks": FEW_BLOCKS, "kv_disk_dir": tmp_path, **KINDS[kind]}
@@ -134,7 +136,7 @@ def test_a_restarted_engine_has_its_blocks_on_disk(
 
 
 def test_a_disk_takes_what_host_memory_keeps_too(
-    engine_of: Callable[..., Engine], tmp_path: Path
+    engine_of: Callable[..., GroupEngine], tmp_path: Path
 ) -> None:
     computed = contents(ask(engine_of()))
     options = {"num_blocks": FEW_BLOCKS, "kv_disk_dir": tmp_path, "kv_offloading_size": 0.01}
@@ -158,7 +160,7 @@ def test_another_engine_s_blocks_give_the_same(
     ahead: bool,
     num_lenders_ranks: int,
     num_borrowers_ranks: int,
-    engine_of: Callable[..., Engine],
+    engine_of: Callable[..., GroupEngine],
 ) -> None:
     options = {"kv_transfer": True, "async_scheduling": ahead, **KINDS[kind]}
     lending = engine_of(tensor_parallel_size=num_lenders_ranks, **options)
@@ -178,7 +180,7 @@ def test_another_engine_s_blocks_give_the_same(
     assert lending.stats().num_lent_tokens == 4 * NUM_SHARED
 
 
-def test_tokens_are_the_same_under_preemption(engine_of: Callable[..., Engine]) -> None:
+def test_tokens_are_the_same_under_preemption(engine_of: Callable[..., GroupEngine]) -> None:
     prompts = [*PROMPTS, *(prompt[:50] for prompt in PROMPTS)]
     computed = contents(ask(engine_of(), prompts, max_tokens=40))
     for ahead in (False, True):
@@ -190,15 +192,15 @@ def test_tokens_are_the_same_under_preemption(engine_of: Callable[..., Engine]) 
 
 
 def test_a_damaged_block_is_computed_instead(
-    engine_of: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+    engine_of: Callable[..., GroupEngine], caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engine_of(num_blocks=FEW_BLOCKS, kv_offloading_size=0.01)
     computed = contents(ask(engine))
-    travel = engine._travel
-    assert travel is not None
+    transfers = engine.transfers
+    assert transfers is not None
     hashes = engine._intake.sequence(request("x", PROMPTS[0]), 1).hashes
-    slot = travel.on_shelf(hashes[len(engine._pool.match(hashes)) :])[0]
-    travel.host_blocks_XC[slot, 3] ^= 4
+    slot = transfers.match(hashes[len(engine._pool.match(hashes)) :])[0]
+    transfers.host_blocks_XC[slot, 3] ^= 4
     with caplog.at_level(logging.ERROR):
         assert contents(ask(engine, PROMPTS[:1])) == computed[:1]
     assert engine.stats().num_corrupt_blocks == 1
@@ -206,7 +208,7 @@ def test_a_damaged_block_is_computed_instead(
 
 
 def test_a_request_goes_on_without_a_group_that_says_nothing(
-    engine_of: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    engine_of: Callable[..., GroupEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quire.worker.parts.tiers.arriving.MIN_SLACK_S", 0.003)
     computed = contents(ask(engine_of()))
@@ -226,7 +228,7 @@ def test_a_request_goes_on_without_a_group_that_says_nothing(
     assert not engine.has_work
 
 
-def test_what_came_before_the_end_is_used(engine_of: Callable[..., Engine]) -> None:
+def test_what_came_before_the_end_is_used(engine_of: Callable[..., GroupEngine]) -> None:
     lending = engine_of(kv_transfer=True)
     computed = contents(ask(lending))
     lender = Lender(lending)
@@ -257,7 +259,7 @@ def test_what_came_before_the_end_is_used(engine_of: Callable[..., Engine]) -> N
     assert borrower.stats().num_failed_pulls == 1
 
 
-def test_blocks_of_another_format_are_not_lent(engine_of: Callable[..., Engine]) -> None:
+def test_blocks_of_another_format_are_not_lent(engine_of: Callable[..., GroupEngine]) -> None:
     engine = engine_of(kv_transfer=True)
     ask(engine, PROMPTS[:1])
     other = replace(engine._executor.kv_format, num_layers=7)

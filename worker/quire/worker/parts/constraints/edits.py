@@ -1,4 +1,4 @@
-"""One request's changes to its logits, updated token by token."""
+"""One request's changes to its logits, updated token by token: penalties, biases, bans, budgets."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -8,14 +8,29 @@ from typing import Any
 import numpy as np
 
 from quire.worker.blocks.hashing import TokenIds
-from quire.worker.engine.sampling_batch import MASK_BITS, Edits
+from quire.worker.engine.choices import PLAIN, Choices
 from quire.worker.request.arrays import Floats, Ints, Longs
+from quire.worker.request.request import Prepared
 from quire.worker.request.sampling_params import SamplingParams
+from quire.worker.step.sampling_batch import MASK_BITS, Edits
 
 # A biased tokens   E seen tokens
 
 
-class RequestEdits:
+def choices_of(request: Prepared, end_ids: frozenset[int]) -> Choices:
+    """The choices of a request whose constraint, if any, is not compiled yet. ``end_ids`` are the
+    tokens that must not be sampled before ``min_tokens``, even if ``ignore_eos`` is set, as in
+    vLLM."""
+    edits = RequestEdits(
+        request.sampling,
+        prompt_ids=request.prompt_token_ids,
+        output_ids=request.resumed_token_ids,
+        end_ids=end_ids,
+    )
+    return PLAIN if edits.is_empty else edits
+
+
+class RequestEdits(Choices):
     """The `Edits` of each token that a request samples.
 
     ``params`` cause six kinds of changes: the forced end of reasoning when its budget is spent;
@@ -56,6 +71,9 @@ class RequestEdits:
         self._early_mask_W = None if self._mask_W is None else _without(self._mask_W, self._end_ids)
         self._next_mask_W: Ints | None = None
         self._bans_end_of_thinking = False
+        follows = self._bad_words is not None and self._bad_words.follows_output
+        thinks = self._thinking is not None
+        self.follows_tokens = self._seen is not None or follows or self._is_constrained or thinks
 
     @property
     def is_empty(self) -> bool:
@@ -65,13 +83,6 @@ class RequestEdits:
             self._thinking,
         )
         return not self._is_constrained and all(kind is None for kind in kinds)
-
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether all tokens before the one to be sampled must be known."""
-        follows = self._bad_words is not None and self._bad_words.follows_output
-        thinks = self._thinking is not None
-        return self._seen is not None or follows or self._is_constrained or thinks
 
     def allow(self, mask_W: Ints, *, num_output: int) -> bool:
         """Sets ``mask_W``, the tokens that a constraint allows after ``num_output`` tokens. Returns
@@ -94,6 +105,9 @@ class RequestEdits:
         self._next_mask_W = mask_W
         return bool(mask_W.any())
 
+    def draft(self, token_ids: list[int], *, num_output: int) -> list[Edits | None]:
+        return self.behind(token_ids, num_output=num_output, masks=None)
+
     def behind(
         self, token_ids: Sequence[int], *, num_output: int, masks: Sequence[Ints] | None
     ) -> list[Edits | None]:
@@ -108,11 +122,11 @@ class RequestEdits:
         ahead._thinking = copy(self._thinking)
         found = []
         for number, token_id in enumerate(token_ids[: None if masks is None else len(masks)]):
-            ahead.add_output(token_id)
+            ahead.accept(token_id)
             num_output += 1
             if masks is not None and not ahead.allow(masks[number], num_output=num_output):
                 break
-            each = ahead.at(num_output)
+            each = ahead.edits(num_output)
             if each is not None and ahead._seen is not None:
                 each = replace(
                     each,
@@ -122,8 +136,7 @@ class RequestEdits:
             found.append(each)
         return found
 
-    def add_output(self, token_id: int) -> None:
-        """Adds the next known token of the output."""
+    def accept(self, token_id: int) -> None:
         if self._seen is not None:
             self._seen.add(token_id)
         if self._bad_words is not None:
@@ -131,11 +144,7 @@ class RequestEdits:
         if self._thinking is not None:
             self._thinking.add(token_id)
 
-    def at(self, num_output: int) -> Edits | None:
-        """The changes for the token after ``num_output`` others; ``None`` if there are none.
-
-        Its arrays are views, valid until the next `add_output`.
-        """
+    def edits(self, num_output: int) -> Edits | None:
         thinking = self._thinking
         if thinking is not None and thinking.must_end and not self._bans_end_of_thinking:
             return Edits(mask_W=thinking.end_mask_W)

@@ -1,9 +1,8 @@
 """The checks of a request before an engine queues it."""
 
 from dataclasses import replace
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
-from quire.worker.model.facts import ModelFacts
 from quire.worker.request.errors import InvalidRequest
 from quire.worker.request.limits import (
     RequestLimits,
@@ -13,9 +12,12 @@ from quire.worker.request.limits import (
 )
 from quire.worker.request.request import Output, Prepared, Task
 
+if TYPE_CHECKING:
+    from quire.worker.model.facts import ModelFacts
+
 
 def max_tokens_of(
-    request: Prepared, limits: RequestLimits, model: ModelFacts, *, takes_adapters: bool
+    request: Prepared, limits: RequestLimits, model: "ModelFacts", *, takes_adapters: bool
 ) -> int:
     """How many output tokens the request may have, including resumed ones.
 

@@ -1,10 +1,10 @@
 """Blocks that clients ask to keep stay for their time, in a tenant's share, and hinder nobody."""
 
-from tests.worker.engine.test_blocks import compute, name, names
+from tests.worker.cache.test_blocks import compute, name, names
 
 from quire.worker.blocks.events import EventLog
-from quire.worker.engine.block_pool import BlockPool
-from quire.worker.engine.retention import Retention
+from quire.worker.cache.block_pool import BlockPool
+from quire.worker.cache.retention import Retention
 
 
 class Clock:
