@@ -191,7 +191,7 @@ def test_requests_that_cannot_be_served_are_refused_before_any_runs(
     with _llm(max_lora_rank=32) as llm:
         with pytest.raises(InvalidRequest, match="3 entries of lora_request for 2 prompts"):
             _tokens(llm, adapters[:3], chats)
-        with pytest.raises(InvalidRequest, match=r"prompt 1: .*rank 64, max_lora_rank is 32"):
+        with pytest.raises(InvalidRequest, match=r"lora_request .*rank 64, max_lora_rank is 32"):
             _tokens(llm, [None, adapters[4]], chats)
         with pytest.raises(InvalidRequest, match=r"'x': .*adapter_config\.json"):
             _tokens(llm, [LoRARequest("x", 1, str(tmp_path))] * 2, chats)
