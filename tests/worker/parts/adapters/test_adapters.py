@@ -16,6 +16,7 @@ from tests.worker.engine_requests import run
 from quire import demo_model
 from quire.kernels.native import library as native
 from quire.llm import LLM, LoRARequest, SamplingParams, StructuredOutputsParams
+from quire.worker.parts.adapters.store import AdapterStore
 from quire.worker.request.errors import ConfigError, InvalidRequest
 
 PARAMS = SamplingParams(temperature=1.2, seed=11, max_tokens=24, ignore_eos=True)
@@ -209,7 +210,8 @@ def test_an_adapter_of_another_shape_ends_only_its_own_request(tmp_path: Path) -
     halves = {"A": torch.zeros(4, 128), "B": torch.zeros(256, 4)}
     save_file({name.format(half): each for half, each in halves.items()}, _weights(tmp_path))
     with _llm() as llm:
-        digest = llm._adapters.put(tmp_path)
+        # Another process, which serves another model, put it there.
+        digest = AdapterStore().put(tmp_path)
         tokens = llm.get_tokenizer().apply_chat_template(_chats()[0])
         ended = run(
             llm.engine,
