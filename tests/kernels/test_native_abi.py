@@ -12,7 +12,7 @@ import pytest
 from quire import native_header
 from quire.kernels.native import abi as native_abi
 
-SOURCES = Path(native_abi.__file__).parent / "native"
+SOURCES = Path(native_abi.__file__).parent
 NAMES: dict[Any, str] = {
     None: "void",
     ctypes.c_void_p: "Anything",
