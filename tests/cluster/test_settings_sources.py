@@ -121,6 +121,14 @@ def test_a_file_may_have_flags_of_vllm(tmp_path: Path) -> None:
         config_of("--config", str(path))
 
 
+def test_a_switch_that_is_not_off_is_on(tmp_path: Path) -> None:
+    file = tmp_path / "quire.yaml"
+    file.write_text("no-access-log: false\nno-enable-prefix-caching: true\n")
+    config = config_of("--config", str(file))
+    assert config.access_log
+    assert not config.engine.enable_prefix_caching
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -140,6 +148,15 @@ def test_a_file_may_have_flags_of_vllm(tmp_path: Path) -> None:
         ("http_port: 1\n'http_port': 1", "'http_port' stands twice, in lines 1 and 2"),
         ("models:\n  a: {engine: {model: /m}}\n  a: {}", "'a' stands twice, in lines 2 and 3"),
         ('{"engine": {"block_size": 8,\n"block_size": 16}}', "'block_size' .* lines 1 and 2"),
+        ("chat_template: true", "chat_template=True: Input should be a valid string"),
+        ("allowed-origins: 1", "--allowed-origins 1: must be a JSON list"),
+        ("no-grpc_port: true", "no-grpc_port: unknown"),
+        ("no-access-log: 'false'", "no-access-log='false': must be true or false"),
+        ("max-num-seqs: true", "engine.max_num_seqs=True: must be a number"),
+        ("num_groups: true", "num_groups=True: must be a number"),
+        ("api-key: []", r"api-key=\[\]: must be text, or a list of texts"),
+        ("api-key: null", "api-key=None: must be text, or a list of texts"),
+        ("model: [a, true]", "must be text, or a list of texts"),
     ],
 )
 def test_a_file_that_cannot_work_is_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -176,12 +176,16 @@ def _read(settings: Mapping[str, Any], kind: type, prefix: str) -> dict[str, Any
             raise ConfigError(
                 f"{', '.join(unknown)}: unknown; there are {', '.join(known)}{question}"
             )
+        for each in settings_in(part):
+            value = given.get(each.name) if len(each.path) == 1 else None
+            if isinstance(value, bool) and each.kind in (int, float):  # Pydantic would take 1 or 0.
+                raise ConfigError(f"{prefix}{place}{each.name}={value}: must be a number")
     return settings
 
 
 def _parts(
     settings: Mapping[str, Any], kind: type
-) -> Iterator[tuple[str, Mapping[str, Any], type[Any]]]:
+) -> Iterator[tuple[str, Mapping[str, Any], type]]:
     """The settings and their sections, each with its class."""
     yield "", settings, kind
     for name, section in sections_of(kind).items():

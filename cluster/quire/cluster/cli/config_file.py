@@ -82,7 +82,7 @@ def _flags_of(common: Settings) -> tuple[Settings, Settings]:
     for key in [each for each in common if each not in _TOP]:
         flag, value = f"--{key.replace('_', '-')}", common[key]
         if value is False and flag not in flags:
-            flag, value = f"--no-{flag[2:]}", True
+            flag, value = f"--{flag[5:]}" if flag.startswith("--no-") else f"--no-{flag[2:]}", True
         ours = own_flag(flag, {*flags, *_OF_COMMAND})
         if ours is None:
             del common[key]
@@ -92,9 +92,14 @@ def _flags_of(common: Settings) -> tuple[Settings, Settings]:
         elif ours == "--revision":
             raise ConfigError(f"{key}={value}: spell the model MODEL@{value}")
         elif ours == "--allowed-origins":
-            ours, value = "--allow-origin", value if isinstance(value, list) else origins(value)
+            ours, value = (
+                "--allow-origin",
+                value if isinstance(value, list) else origins(str(value)),
+            )
         positive = f"--{ours.removeprefix('--no-')}"
-        if ours.startswith("--no-") and positive in flags:
+        if ours.startswith("--no-") and positive in flags and flags[positive].kind is bool:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{key}={value!r}: must be true or false")
             ours, value = positive, not value
         if ours in flags:
             setting = flags[ours]
@@ -113,6 +118,8 @@ def _checked(name: str, value: Any, kinds: tuple[type, ...]) -> Any:
     """The value of a flag of the command. Raises ConfigError: it has another type."""
     if list in kinds:
         values = value if isinstance(value, list) else [value]
+        if not values or any(each in (None, "") or isinstance(each, bool) for each in values):
+            raise ConfigError(f"{name}={value!r}: must be text, or a list of texts")
         texts = [json.dumps(each) if isinstance(each, Mapping) else str(each) for each in values]
         return [Path(each) for each in texts] if name == "model" else texts
     if not isinstance(value, kinds) or isinstance(value, bool):

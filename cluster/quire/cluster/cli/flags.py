@@ -67,7 +67,7 @@ def check_autoscaling(given: Settings, settings: Settings) -> None:
 
 def from_flag(setting: Setting, value: Any) -> Any:
     """What a flag's value means for its setting."""
-    if setting.name == "chat_template":
+    if setting.name == "chat_template" and isinstance(value, str):
         return template_text(value)
     return value
 
