@@ -36,6 +36,12 @@ def test_autoscaling_is_read_by_name() -> None:
     assert (config.min_groups, config.max_groups) == (3, 3)
 
 
+@pytest.mark.parametrize("name", ["host", "group_host"])
+def test_an_empty_address_which_would_be_all_of_them_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='': must be an address"):
+        config_from({name: ""})
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -68,6 +68,7 @@ class ListenSettings(Branch):
     that are not supported are still refused."""
 
     def _check(self) -> None:
+        self._must(bool(self.host), "host", 'must be an address; "0.0.0.0" listens on all')
         for name in ("grpc_port", "http_port", "metrics_port"):
             is_port = 0 <= getattr(self, name) <= 65535
             self._must(is_port, name, "must be a port from 0 to 65535")
@@ -186,6 +187,9 @@ class GroupSettings(TlsSettings, ShutdownSettings, LogSettings):
     group_host: str = "127.0.0.1"
     """Address on which groups listen for gateways; every gateway's node must reach it. "auto" is
     that of the group's own Ray node, and the default with --ray-address."""
+
+    def _check(self) -> None:
+        self._must(bool(self.group_host), "group_host", 'must be an address, or "auto"')
 
 
 @dataclass(frozen=True, kw_only=True)
