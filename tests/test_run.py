@@ -59,7 +59,7 @@ exit {first}
 """
 
 
-@pytest.mark.parametrize("part", ["waiting", "cluster", "compiled", "interpreted"])
+@pytest.mark.parametrize("part", ["waiting", "cluster", "others", "compiled", "interpreted"])
 def test_a_test_that_passes_at_its_second_run_is_called_flaky(stand_in: Path, part: str) -> None:
     stand_in.write_text(FAILS_ONCE.format(part=part, first=1, again=0, listed="yes"))
     outcome = run(stand_in, "-m", "slow")
@@ -95,7 +95,7 @@ def test_an_interrupt_ends_all_parts(stand_in: Path, sent: signal.Signals) -> No
     )
     os.close(writes)
     with open(reads) as told:
-        assert [told.readline() for _ in range(4)] == ["started\n"] * 4
+        assert [told.readline() for _ in range(5)] == ["started\n"] * 5
         process.send_signal(sent)
         assert process.wait() == 128 + sent
         assert select.select([told], [], [], 60)[0], "a process is left"
