@@ -1,6 +1,6 @@
 # make        start a cluster on this machine, ask it questions, print what that cost
 # make serve  serve its model with one group of one rank, until Ctrl-C
-# make test   run the tests that are quick and touch every promise: five minutes
+# make test   run the tests that are quick and touch every promise: three and a half minutes
 # make test-all  run every test that this machine can run
 # make test-python PYTHON=python3.13  install the wheel for another Python; generate, serve, stop
 # make test-without-torch PYTHON=python3.13  run the tests that need no torch on another Python
