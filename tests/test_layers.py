@@ -54,7 +54,7 @@ MAY_IMPORT_IN_THE_WORKER = {
 Who asks the engine for tokens, such as `quire.llm`, may import any."""
 MAY_NAME_FOR_TYPES = {"request": {"model", "text"}, "weights": {"model"}}
 MOST_FILES, MOST_LINES = 16, 2_500
-"""Of the engine's room, which is to be read in an hour."""
+"""The most files and lines that the folder `engine` may have: one reads it in an hour."""
 FEATURES = "quire.cluster.features"
 KNOWS_RAY = {"cluster", "router/quire/router/serve_router.py"}
 
